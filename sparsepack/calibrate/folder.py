@@ -1,0 +1,106 @@
+"""The calibration folder: `calibration.safetensors` (statistics and the token windows) and `calibration.json`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.calibrate.statistics import LayerStatistics
+from sparsepack.errors import CalibrationError
+from sparsepack.files.atomic import atomic_folder, write_json
+from sparsepack.files.hashing import fingerprint, sha256_file
+from sparsepack.models.checkpoint import Checkpoint
+
+SCHEMA = 1
+_TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
+_MUST_AGREE = ("model.sha256", "tokenizer.sha256", "tokens.context", "tokens.sinks", "compute.dtype")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A finished calibration.
+
+    manifest -- schema, model, tokenizer, texts, tokens, compute: see `calibrate.run`
+    layers   -- statistics of each decoder block
+    windows  -- int32 [windows, context], the token ids that were run
+    """
+
+    manifest: dict[str, Any]
+    layers: tuple[LayerStatistics, ...]
+    windows: torch.Tensor
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the manifest, which itself holds the hash of the statistics."""
+        return fingerprint(self.manifest)
+
+    def check_model(self, checkpoint: Checkpoint) -> None:
+        """Raise `CalibrationError` unless this calibration is of that model."""
+        made_for = self.manifest["model"]
+        if made_for["sha256"] != checkpoint.sha256:
+            raise CalibrationError(
+                f"{checkpoint.name}: the calibration is of {made_for['name']} ({made_for['sha256'][:12]}), "
+                f"this model's weights are {checkpoint.sha256[:12]}; calibrate this model"
+            )
+
+
+def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calibration:
+    """Write a calibration folder, whole or not at all; returns it with the hash of its statistics in the manifest."""
+    from safetensors.torch import save_file
+
+    tensors = {"windows": calibration.windows.to(torch.int32).contiguous()}
+    for layer, statistics in enumerate(calibration.layers):
+        tensors |= statistics.tensors(layer)
+    with atomic_folder(path, overwrite) as folder:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / _TENSORS)
+        (folder / _TENSORS).chmod(0o644)
+        manifest = {**calibration.manifest, "statistics_sha256": sha256_file(folder / _TENSORS)}
+        write_json(folder / _MANIFEST, manifest)
+    return Calibration(manifest, calibration.layers, calibration.windows)
+
+
+def load(path: Path) -> Calibration:
+    """Read and check a calibration folder. Raises `CalibrationError` saying what is wrong with it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    if not (path / _MANIFEST).is_file():
+        raise CalibrationError(f"{path}: no {_MANIFEST} in it; expected a folder made by `sparsepack calibrate`")
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        schema, layers, digest = manifest["schema"], manifest["model"]["layers"], manifest["statistics_sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CalibrationError(f"{path / _MANIFEST}: damaged ({error!r}); calibrate again") from error
+    if schema != SCHEMA:
+        raise CalibrationError(f"{path}: schema {schema}; this sparsepack reads schema {SCHEMA}: calibrate again")
+    if not (path / _TENSORS).is_file() or sha256_file(path / _TENSORS) != digest:
+        raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")
+    try:
+        tensors = load_file(path / _TENSORS)
+        statistics = tuple(LayerStatistics.from_tensors(tensors, layer) for layer in range(layers))
+    except (SafetensorError, KeyError) as error:
+        raise CalibrationError(f"{path / _TENSORS}: damaged ({error}); calibrate again") from error
+    return Calibration(manifest, statistics, tensors["windows"])
+
+
+def merge(first: Calibration, second: Calibration) -> Calibration:
+    """Two calibrations of one model as one: counts, sums and windows of both.
+
+    Raises `CalibrationError` where model, tokenizer, context, sinks or precision differ.
+    """
+    for key in _MUST_AGREE:
+        group, name = key.split(".")
+        ours, theirs = first.manifest[group][name], second.manifest[group][name]
+        if ours != theirs:
+            raise CalibrationError(f"cannot merge: {key} is {ours} in the first and {theirs} in the second")
+    if second.manifest["statistics_sha256"] == first.manifest["statistics_sha256"]:
+        raise CalibrationError("cannot merge a calibration with itself: every token would count twice")
+    layers = [ours + theirs for ours, theirs in zip(first.layers, second.layers, strict=True)]
+    one, other = first.manifest["tokens"], second.manifest["tokens"]
+    added = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
+    tokens = {**one, **{name: one[name] + other[name] for name in added}}
+    manifest = {**first.manifest, "texts": first.manifest["texts"] + second.manifest["texts"], "tokens": tokens}
+    return Calibration(manifest, tuple(layers), torch.cat([first.windows, second.windows]))

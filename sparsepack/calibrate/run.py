@@ -1,0 +1,201 @@
+"""`calibrate`: one streaming pass over text, block by block, that collects every statistic any packer needs.
+
+After each block its statistics and the hidden states that enter the next one are saved beside the output, in
+`.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack import __version__
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.criteria import column_norms
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.statistics import LayerStatistics, SiteStatistics
+from sparsepack.errors import CalibrationError, TextError
+from sparsepack.files.atomic import atomic_file, check_output, write_json
+from sparsepack.files.hashing import fingerprint, sha256_bytes
+from sparsepack.files.text import Text
+from sparsepack.models.blocks import BlockStream
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.hooks import site_hooks
+from sparsepack.models.windows import rolling_windows
+from sparsepack.progress import progress
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """How much text, and how it is run.
+
+    context -- tokens per window;  samples -- windows drawn at random with `seed` (0: all, in order)
+    sinks   -- first positions of each window left out of the statistics (attention sinks)
+    batch   -- windows at a time;  device, dtype -- where and in what precision the blocks run
+    """
+
+    context: int = 2048
+    samples: int = 64
+    seed: int = 0
+    sinks: int = 4
+    batch: int = 2
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        """Raise `CalibrationError` for values that make no sense."""
+        if not self.context > self.sinks >= 0 or self.samples < 0 or self.batch < 1:
+            raise CalibrationError(
+                f"context {self.context}, sinks {self.sinks}, samples {self.samples}, batch {self.batch}: expected "
+                "context > sinks >= 0, samples >= 0 and batch >= 1"
+            )
+
+
+def calibrate(
+    checkpoint: Checkpoint, text: Text, output: Path, options: CalibrateOptions | None = None, overwrite: bool = False
+) -> Calibration:
+    """Collect the statistics of `checkpoint` over `text` into the folder `output` (section "Calibration folder").
+
+    Raises `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
+    """
+    options = options or CalibrateOptions()
+    options.check()
+    check_output(output, overwrite)
+    windows = _chosen_windows(checkpoint, text, options)
+    manifest = _manifest(checkpoint, text, windows, options)
+    unfinished = _Unfinished(output, fingerprint(manifest))
+    with torch.inference_mode():
+        layers = _run(checkpoint, windows, options, unfinished)
+    finished = folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
+    unfinished.discard()
+    return finished
+
+
+def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
+    limit = getattr(checkpoint.config, "max_position_embeddings", options.context)
+    if options.context > limit:
+        raise CalibrationError(f"context {options.context}: {checkpoint.name} was made for at most {limit}")
+    windows, _ = rolling_windows(checkpoint.tokenizer, text, options.context)
+    if windows.max() >= checkpoint.config.vocab_size:
+        raise TextError(
+            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
+            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
+        )
+    if options.samples and options.samples < len(windows):
+        generator = torch.Generator().manual_seed(options.seed)
+        windows = windows[torch.randperm(len(windows), generator=generator)[: options.samples].sort().values]
+    return windows
+
+
+def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions) -> dict[str, Any]:
+    import transformers
+
+    count, context = windows.shape
+    compute = {name: value for name, value in asdict(options).items() if name in ("device", "dtype", "batch")}
+    return {
+        "schema": folder.SCHEMA,
+        "kind": "calibration",
+        "sparsepack": __version__,
+        "model": {
+            "name": checkpoint.name,
+            "sha256": checkpoint.sha256,
+            "model_type": checkpoint.family.model_type,
+            "layers": checkpoint.layers,
+        },
+        "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
+        "texts": [{"name": text.name, "sha256": text.sha256, "documents": len(text.documents)}],
+        "tokens": {
+            "windows": count,
+            "context": options.context,
+            "run": count * context,
+            "counted": count * (context - options.sinks),
+            "sinks": options.sinks,
+            "sinks_left_out": count * options.sinks,
+            "padding_left_out": 0,  # windows are always full
+            "samples_asked": options.samples,
+            "seed": options.seed,
+        },
+        "compute": compute,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def _run(
+    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, unfinished: "_Unfinished"
+) -> list[LayerStatistics]:
+    stream = BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
+    layers, hidden = unfinished.resume()
+    if hidden is None:
+        hidden = torch.cat([stream.embed(batch).cpu() for batch in windows.split(options.batch)])
+    batches = -(-len(windows) // options.batch)
+    with progress("calibrating", checkpoint.layers * batches, len(layers) * batches) as advance:
+        for layer in range(len(layers), checkpoint.layers):
+            stream.load(layer)
+            statistics = _empty(checkpoint)
+            norms = {
+                site: column_norms(stream.block, names).to(stream.device)
+                for site, names in checkpoint.family.projections.items()
+            }
+
+            def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
+                into.sites[site].add(x[:, options.sinks :], norms[site])
+
+            def watch(query: torch.Tensor, key: torch.Tensor, into: Any = statistics) -> None:
+                into.attention.add(query[:, :, options.sinks :], key[:, :, options.sinks :])
+
+            outputs = []
+            with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
+                for batch in hidden.split(options.batch):
+                    outputs.append(stream(batch).cpu())
+                    advance()
+            hidden = torch.cat(outputs)
+            layers.append(statistics)
+            unfinished.save(layer, statistics, hidden)
+    return layers
+
+
+def _empty(checkpoint: Checkpoint) -> LayerStatistics:
+    return LayerStatistics({site: SiteStatistics(checkpoint.stacked_shape(site)[1]) for site in SITES})
+
+
+class _Unfinished:
+    """The state of a run that has not finished: one file of statistics per block, and the last hidden states."""
+
+    def __init__(self, output: Path, mark: str) -> None:
+        self.path = output.absolute().parent / f".{output.name}.unfinished"
+        self.mark = mark
+
+    def resume(self) -> tuple[list[LayerStatistics], torch.Tensor | None]:
+        """The blocks that are done and the hidden states after them; nothing if another run left this state."""
+        from safetensors.torch import load_file
+
+        state_path = self.path / "state.json"
+        state = json.loads(state_path.read_text()) if state_path.is_file() else {}
+        if state.get("mark") != self.mark:
+            self.discard()
+            return [], None
+        done = state["blocks"]
+        layers = [
+            LayerStatistics.from_tensors(load_file(self.path / f"block-{n:05}.safetensors"), n) for n in range(done)
+        ]
+        return layers, load_file(self.path / f"hidden-{done:05}.safetensors")["hidden"]
+
+    def save(self, layer: int, statistics: LayerStatistics, hidden: torch.Tensor) -> None:
+        from safetensors.torch import save_file
+
+        self.path.mkdir(exist_ok=True)
+        done = layer + 1
+        pieces = {f"block-{layer:05}": statistics.tensors(layer), f"hidden-{done:05}": {"hidden": hidden}}
+        for name, tensors in pieces.items():
+            with atomic_file(self.path / f"{name}.safetensors", overwrite=True) as temporary:
+                save_file({key: value.contiguous() for key, value in tensors.items()}, temporary)
+        # The state file is written last: until it is there, the block before counts as the last finished one.
+        write_json(self.path / "state.json", {"mark": self.mark, "blocks": done})
+        (self.path / f"hidden-{layer:05}.safetensors").unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

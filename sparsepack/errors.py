@@ -1,0 +1,37 @@
+"""What a user can get wrong, as exceptions: each message is one line saying what, where, expected, remedy."""
+
+
+class UserError(Exception):
+    """A mistake of the user's. The command line prints the message on one line and exits 2."""
+
+
+class CheckpointError(UserError):
+    """The source model cannot be read or is not understood."""
+
+
+class TextError(UserError):
+    """Calibration or evaluation text that cannot be used."""
+
+
+class CalibrationError(UserError):
+    """A calibration folder that is damaged, or belongs to another model."""
+
+
+class ThresholdsError(UserError):
+    """A thresholds table that is damaged, out of range, or belongs to another model."""
+
+
+class ArtifactError(UserError):
+    """A packed file that is damaged, unknown, or cannot do what was asked of it."""
+
+
+class PackingError(UserError):
+    """A model that cannot be packed as asked."""
+
+
+class OutputError(UserError):
+    """An output that exists already or cannot be written."""
+
+
+class RecipeError(UserError):
+    """A recipe that does not fit the schema."""

@@ -1,0 +1,274 @@
+"""A sparse scorer as a model that lm-eval can ask."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from rich.console import Console
+from rich.progress import track
+
+from sparsepack.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from transformers import PreTrainedTokenizerBase
+
+    from sparsepack.eval.tasks import Scorer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_NEW_TOKENS = 256  # lm-eval's default for tasks that do not say
+SAMPLING_SEED = 1234
+_WITHOUT_EFFECT_WHEN_GREEDY = {"top_k", "top_p", "min_p", "typical_p"}
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """One input of the model; `scored` is its first position whose output counts."""
+
+    ids: tuple[int, ...]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How to continue a text; `temperature` 0 is greedy."""
+
+    until: tuple[str, ...]
+    max_new: int
+    temperature: float
+
+
+class SparseLM(TemplateLM):
+    """lm-eval's view of a `Scorer`, under one protocol (which positions of a row run sparse):
+
+    - `decode`: from the position that predicts the first scored or generated token on; the context is dense. After
+      an empty context that position is the prefix token itself, so the whole row is sparse.
+    - `all`: every position.
+    - `dense`: none.
+
+    The prefix token is BOS where the tokenizer has one, else EOS. Special tokens at the start of a context are the
+    tokenizer's own choice, as in lm-eval's HFLM. Rows too long for the scorer lose their beginning; they are counted
+    in `truncated_requests` and warned about.
+    """
+
+    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, *, protocol: str, batch_size: int) -> None:
+        super().__init__()
+        prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if prefix is None:
+            raise UserError("the tokenizer has neither a BOS nor an EOS token; lm-eval tasks need one to start from")
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.protocol = protocol
+        self.batch_size = batch_size
+        self.truncated_requests = 0
+        self._prefix_token_id: int = prefix
+
+    @property
+    def device(self) -> torch.device:
+        return self.scorer.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """EOS; where the tokenizer has none, its BOS."""
+        eos: int | None = self.tokenizer.eos_token_id
+        return self._prefix_token_id if eos is None else eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._prefix_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; special tokens as the tokenizer likes, but no second BOS before a text that begins with it."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """As TemplateLM's, without its progress bar: `_loglikelihood_tokens` shows one."""
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scores
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood in nats, is it the greedy continuation) of each `(texts, context, continuation)`."""
+        requests_of: dict[Row, list[int]] = defaultdict(list)  # choices of one token share their row
+        truncated = 0
+        for index, (texts, context, continuation) in enumerate(requests):
+            self._check_continuation(texts, continuation)
+            ids = tuple((context + continuation)[:-1])
+            truncated += len(ids) > self.scorer.context
+            ids = ids[-self.scorer.context :]
+            requests_of[Row(ids, len(ids) - len(continuation))].append(index)
+        self._warn_truncated(truncated)
+
+        scores: dict[int, tuple[float, bool]] = {}
+        for batch in _batches(requests_of, self.batch_size, "scoring"):
+            for row, logits in zip(batch, self._logits(batch), strict=True):
+                log_probs = torch.log_softmax(logits[row.scored : len(row.ids)].float(), dim=-1)  # [N, V]
+                greedy = log_probs.argmax(dim=-1)
+                for index in requests_of[row]:
+                    targets = torch.tensor(requests[index][2], device=log_probs.device)  # [N]
+                    total = log_probs.gather(1, targets[:, None]).double().sum().item()
+                    if total != total:
+                        # argmax over NaN picks choice 0, which is the right one throughout BLiMP
+                        raise FloatingPointError("the model's outputs are not numbers (NaN); no score means anything")
+                    scores[index] = (total, bool((greedy == targets).all()))
+        return [scores[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Log-likelihood of each whole text, in nats, over lm-eval's windows: every token is a target exactly once.
+
+        A window of `context` inputs starts after one token of context, and the last one re-reads what fills it. These
+        windows are the same in every protocol, so that their figures compare; `decode` therefore runs all but the
+        re-read tokens sparse. Perplexity with half of each window as dense context scores half of the tokens, which
+        lm-eval's per-word metrics do not allow. Unlike HFLM, a BOS that the tokenizer adds is not a target.
+        """
+        windows: list[tuple[None, list[int], list[int]]] = []
+        window_counts = []
+        for (text,) in (request.args for request in requests):
+            rolling = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.scorer.context,
+                context_len=1,
+            )
+            before = len(windows)
+            windows += [(None, *utils.make_disjoint_window(window)) for window in rolling]
+            window_counts.append(len(windows) - before)
+        scores = iter(self._loglikelihood_tokens(windows))
+        return [sum(next(scores)[0] for _ in range(count)) for count in window_counts]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Continues each context, greedily or at a temperature, computing the whole row anew for every token.
+
+        A continuation ends at EOS, at `max_gen_toks`, or as soon as its text holds any of the `until` strings; it is
+        cut before the earliest of them. Stop strings may span tokens, begin inside one, or be the text of a special
+        token; the context never counts. Special tokens are not part of the answer. Sampling draws from one seeded
+        generator per request, so neither batch size nor order matters. Raises UserError for options not named here.
+        """
+        rows_of: dict[Generation, dict[int, Row]] = defaultdict(dict)
+        truncated = 0
+        for index, (text, options) in enumerate(request.args for request in requests):
+            generation = _generation(options)
+            room = self.scorer.context - generation.max_new
+            if room < 1:
+                raise UserError(
+                    f"{generation.max_new} new tokens leave no room for a question in a context of "
+                    f"{self.scorer.context}; set a smaller max_gen_toks in the task's generation_kwargs"
+                )
+            ids = tuple(self.tok_encode(text)) or (self.prefix_token_id,)
+            truncated += len(ids) > room
+            ids = ids[-room:]
+            rows_of[generation][index] = Row(ids, len(ids) - 1)
+        self._warn_truncated(truncated)
+
+        answers: dict[int, str] = {}
+        for generation, rows in rows_of.items():
+            order = sorted(rows, key=lambda index: (-len(rows[index].ids), index))
+            for batch in _chunks(order, self.batch_size, "generating"):
+                answers |= self._generate({index: rows[index] for index in batch}, generation)
+        return [answers[index] for index in range(len(requests))]
+
+    def _generate(self, rows: dict[int, Row], generation: Generation) -> dict[int, str]:
+        produced: dict[int, list[int]] = {index: [] for index in rows}
+        randoms = {index: torch.Generator().manual_seed(SAMPLING_SEED + index) for index in rows}
+        live = list(rows)
+        for _ in range(generation.max_new):
+            batch = [Row((*rows[index].ids, *produced[index]), rows[index].scored) for index in live]
+            still = []
+            for index, row, logits in zip(live, batch, self._logits(batch), strict=True):
+                token = _choose(logits[len(row.ids) - 1], generation.temperature, randoms[index])
+                if token == self.tokenizer.eos_token_id:
+                    continue
+                produced[index].append(token)
+                text = self.tokenizer.decode(produced[index])
+                if not any(stop in text for stop in generation.until):
+                    still.append(index)
+            live = still
+            if not live:
+                break
+        return {
+            index: _cut(self.tokenizer.decode(tokens, skip_special_tokens=True), generation.until)
+            for index, tokens in produced.items()
+        }
+
+    def _logits(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Logits `[B, S, V]` of the rows, right-padded to the longest, under this model's protocol."""
+        lengths = torch.tensor([len(row.ids) for row in rows])
+        width = int(lengths.max())
+        input_ids = torch.full((len(rows), width), self.eot_token_id)
+        for ids, row in zip(input_ids, rows, strict=True):
+            ids[: len(row.ids)] = torch.tensor(row.ids)
+        sparse_from = torch.tensor([{"decode": row.scored, "all": 0, "dense": width}[self.protocol] for row in rows])
+        with torch.no_grad():
+            return self.scorer.logits(input_ids.to(self.device), lengths.to(self.device), sparse_from.to(self.device))
+
+    def _check_continuation(self, texts: Any, continuation: list[int]) -> None:
+        if not continuation:
+            raise UserError(
+                f"no token of its own in the continuation of {texts!r}: it merges with the context's last token; "
+                "start it with a space (target_delimiter) in the task's YAML file"
+            )
+        if len(continuation) > self.scorer.context:
+            raise UserError(
+                f"a continuation of {len(continuation)} tokens exceeds the context of {self.scorer.context}"
+            )
+
+    def _warn_truncated(self, count: int) -> None:
+        self.truncated_requests += count
+        if count:
+            logger.warning("%d requests exceed the context of %d; cut at their beginning", count, self.scorer.context)
+
+
+def _generation(options: dict[str, Any]) -> Generation:
+    normal: dict[str, Any] = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
+    until = tuple(stop for stop in normal.pop("until") if stop)
+    max_new = int(normal.pop("max_gen_toks"))
+    sample = bool(normal.pop("do_sample"))
+    temperature = float(normal.pop("temperature", 0.0)) if sample else 0.0
+    unknown = set(normal) - (set() if temperature else _WITHOUT_EFFECT_WHEN_GREEDY)
+    if unknown:
+        raise UserError(
+            f"generation option {', '.join(sorted(unknown))} is not supported; a task's generation_kwargs may have "
+            "until, max_gen_toks, do_sample and temperature"
+        )
+    return Generation(until, max_new, temperature)
+
+
+def _choose(logits: torch.Tensor, temperature: float, random: torch.Generator) -> int:
+    if not temperature:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits.float().cpu() / temperature, dim=-1), 1, generator=random))
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
+
+
+def _batches(rows: Iterable[Row], size: int, what: str) -> Iterator[list[Row]]:
+    """Rows of about one length together, the longest first: what does not fit in memory shows at once."""
+    return _chunks(sorted(rows, key=lambda row: (-len(row.ids), row)), size, what)
+
+
+def _chunks(items: list[T], size: int, what: str) -> Iterator[list[T]]:
+    starts = range(0, len(items), size)
+    console = Console(stderr=True)
+    for start in track(starts, description=what, console=console, disable=not console.is_terminal, transient=True):
+        yield items[start : start + size]

@@ -1,0 +1,251 @@
+"""lm-eval tasks, run through a sparse scorer: names in, a JSON-able table out."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import yaml
+
+from sparsepack.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
+
+PROTOCOLS = ("decode", "all", "dense")
+SEED = 1234  # lm-eval's own default: the same few-shot examples as its command line draws
+BOOTSTRAP_ITERS = 1000  # only for metrics that are not means; their standard error is then good to 2 %
+
+
+class Scorer(Protocol):
+    """A causal language model that can run some positions sparse."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def context(self) -> int:
+        """The most input tokens in one row."""
+
+    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
+        """Next-token logits `[B, S, V]` of right-padded rows.
+
+        `input_ids` int64 `[B, S]`; `lengths` int64 `[B]`, tokens of each row before the padding; `sparse_from`
+        int64 `[B]`: in row b the positions `>= sparse_from[b]` run sparse, the others dense.
+        """
+
+
+def run_tasks(
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tasks: list[str],
+    task_path: Path | None,
+    protocol: str,
+    limit: int | None,
+    batch_size: int,
+    num_fewshot: int | None,
+) -> dict[str, Any]:
+    """Evaluates lm-eval tasks, groups, tags or glob patterns and returns what is worth keeping of the result.
+
+    With `task_path`, only the YAML files of that folder are known and nothing is looked up on the network (unless
+    the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
+    filled HF_HOME. `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
+    those that say 0 (as in lm-eval); each row says what was used. The protocols are those of `SparseLM`.
+
+    Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "tasks", "groups"}`; `tasks[name]` is
+    `{"metrics", "samples", "samples_available", "num_fewshot", "version"}`, `groups[name]` is `{"metrics", "tasks"}`,
+    and `metrics[key]` is `{"value", "stderr", "higher_is_better"}` with numbers or None. A metric's key is lm-eval's
+    name for it, followed by `,filter` where the task has a named filter.
+
+    Raises UserError for an argument out of range, an unknown task, data that cannot be reached and a task that
+    cannot run here.
+    """
+    if protocol not in PROTOCOLS:
+        raise UserError(f"protocol {protocol!r} is not known; choose one of {', '.join(PROTOCOLS)}")
+    if not tasks:
+        raise UserError("no task named; give at least one, for example sp_blimp")
+    for name, value, least in (("limit", limit, 1), ("batch size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+
+    from sparsepack.eval.harness import offline, quiet
+
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        if task_path is not None:
+            stack.enter_context(offline())
+        from lm_eval.evaluator import evaluate
+
+        from sparsepack.eval.lm_eval_model import SparseLM
+
+        _seed()
+        loaded = load_tasks(tasks, task_path)
+        for task in loaded["tasks"].values():
+            _set_fewshot(task, num_fewshot)
+        model = SparseLM(scorer, tokenizer, protocol=protocol, batch_size=batch_size)
+        # not simple_evaluate: that calls git, and describes the machine for seconds
+        found = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS, log_samples=False)
+    return _report(found, protocol=protocol, limit=limit, truncated=model.truncated_requests)
+
+
+def load_tasks(names: list[str], task_path: Path | None) -> dict[str, Any]:
+    """The named tasks with their data, in the form that `lm_eval.evaluator.evaluate` takes.
+
+    Raises UserError for an unknown name, with the nearest known ones, and for a task whose data or YAML file fails.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if task_path is not None and not task_path.is_dir():
+        raise UserError(f"task path {task_path} is not a folder; give the folder that holds the tasks' YAML files")
+    manager = TaskManager(include_path=task_path, include_defaults=task_path is None)
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        matches = manager.match_tasks([name])
+        if not matches:
+            raise UserError(_unknown(name, manager.all_tasks, task_path))
+        for match in matches:
+            part = _load_task(manager, match, task_path)
+            for key, values in loaded.items():
+                values.update(part.get(key, {}))
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise UserError(f"task {name} runs the code that the model writes, which sparsepack does not; leave it out")
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"task {name} needs images or sound; sparsepack evaluates text models, leave it out")
+    return loaded
+
+
+def _load_task(manager: TaskManager, name: str, task_path: Path | None) -> dict[str, Any]:
+    try:
+        part: dict[str, Any] = manager.load([name])
+    except UserError:
+        raise
+    except Exception as error:  # task files run code of their own: anything can come out
+        problem = f"{type(error).__name__}: {_first_line(error)}"
+        if not _is_data_error(error):
+            raise UserError(f"task {name} cannot be built from its YAML file ({problem}); correct the file") from error
+        if task_path is None:
+            remedy = "set HF_HOME to a folder that has the data, or use --task-path with local task files"
+        else:
+            remedy = (
+                "correct the path in the YAML file; data from the hub must lie under HF_HOME, "
+                "or be allowed with HF_HUB_OFFLINE=0"
+            )
+        raise UserError(f"the data of task {name} cannot be reached ({problem}); {remedy}") from error
+    return part
+
+
+def _is_data_error(error: Exception) -> bool:
+    from datasets.exceptions import DatasetsError
+
+    if isinstance(error, (OSError, DatasetsError)):
+        return True
+    # datasets raises a bare ValueError for a hub data set whose cache lacks the configuration
+    return isinstance(error, ValueError) and "cache" in str(error)
+
+
+def _unknown(name: str, known: list[str], task_path: Path | None) -> str:
+    where = "among lm-eval's own tasks" if task_path is None else f"in {task_path}"
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        hint = f"nearest: {', '.join(near)}"
+    elif known:
+        hint = f"it has {', '.join(known[:8])}" + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    else:
+        hint = "it has no task; give the folder of the tasks' YAML files with --task-path"
+    if task_path is not None and (broken := _unreadable(task_path)):
+        hint += f"; not readable: {', '.join(broken)}"
+    return f"task {name!r} not found {where}; {hint}"
+
+
+def _unreadable(folder: Path) -> list[str]:
+    """The YAML files with syntax errors, which lm-eval passes over in silence."""
+    broken = []
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            yaml.compose(path.read_text(encoding="utf-8"))
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            broken.append(f"{path}{line} ({error.problem})")
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            broken.append(f"{path} ({_first_line(error)})")
+    return broken
+
+
+def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
+    default = task.get_config("num_fewshot")
+    if default is None or (num_fewshot is not None and default != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    task.set_fewshot_seed(seed=SEED)
+
+
+def _seed() -> None:
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def _report(found: dict[str, Any], *, protocol: str, limit: int | None, truncated: int) -> dict[str, Any]:
+    from lm_eval import __version__ as lm_eval_version
+
+    counts = found["n-samples"]
+    return {
+        "protocol": protocol,
+        "limit": limit,
+        "lm_eval_version": lm_eval_version,
+        "truncated_requests": truncated,
+        "tasks": {
+            name: {
+                "metrics": _metrics(found["results"][name], found["higher_is_better"].get(name, {})),
+                "samples": count["effective"],
+                "samples_available": count["original"],
+                "num_fewshot": found["n-shot"].get(name, 0),
+                "version": found["versions"].get(name),
+            }
+            for name, count in counts.items()
+        },
+        "groups": {
+            name: {
+                "metrics": _metrics(found["results"].get(name, {}), found["higher_is_better"].get(name, {})),
+                "tasks": sorted(children),
+            }
+            for name, children in found.get("group_subtasks", {}).items()
+        },
+    }
+
+
+def _metrics(row: dict[str, Any], higher_is_better: dict[str, bool | None]) -> dict[str, dict[str, Any]]:
+    """lm-eval keys each value `metric,filter` and its error `metric_stderr,filter`; what is not known is "N/A"."""
+    pairs: Iterable[tuple[str, str, str]] = (key.partition(",") for key in row)
+    return {
+        name if chosen == "none" else f"{name},{chosen}": {
+            "value": _number(row[f"{name},{chosen}"]),
+            "stderr": _number(row.get(f"{name}_stderr,{chosen}")),
+            "higher_is_better": higher_is_better.get(name),
+        }
+        for name, comma, chosen in pairs
+        if comma and not name.endswith("_stderr")
+    }
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,1 @@
+"""The bottom layer: outputs that appear whole or not at all, hashes, GGUF headers, text."""

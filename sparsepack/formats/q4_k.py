@@ -1,0 +1,300 @@
+"""Q4_K: 256 weights in 144 bytes, 4.5 bits each; the bytes that ggml and every GGUF reader know.
+
+    byte    0  1     2  3      4 .. 15                   16 .. 143
+          +--------+--------+-------------------------+--------------------------------------+
+          | d fp16 | dmin   | 8 scales, 8 mins, 6 bit | 256 nibbles q                        |
+          +--------+--------+-------------------------+--------------------------------------+
+
+    weight = d * scale[j] * q  -  dmin * min[j]         j: which of the eight sub-blocks of 32 weights
+
+    bytes  4 ..  7   low 6 bits: scale 0 .. 3     high 2 bits: high bits of scale 4 .. 7
+    bytes  8 .. 11   low 6 bits: min   0 .. 3     high 2 bits: high bits of min   4 .. 7
+    bytes 12 .. 15   low nibble: scale 4 .. 7, high nibble: min 4 .. 7, their low 4 bits
+    byte 16 + 32 i + e   low nibble: weight e of sub-block 2 i, high nibble: weight e of sub-block 2 i + 1
+
+How `encode` chooses them. Within a sub-block the weights, less their minimum, become integers y of 15 bits; sums of y
+and of q y are then exact in float32 in any order, so that the bytes depend neither on chunks nor on threads. Each of a
+few (levels, phase) pairs places a grid q = floor(y * levels / max(y) + phase), least squares fits scale and min to
+it, and the pair with the least squared error wins. d and dmin follow from the fits; scales and mins are rounded to
+six bits together, knowing the error that each rounding causes; then the nibbles, the six-bit numbers and d and dmin
+are each made best once more with the others held.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.superblock import (
+    BLOCK,
+    FP16_MAX,
+    TINY,
+    check_blocks,
+    check_columns,
+    for_each_chunk,
+    fp16,
+    fp16_bytes,
+    fp16_from_bytes,
+    largest,
+    next_fp16,
+    reciprocal,
+    superblocks_first,
+)
+
+BLOCK_BYTES = 144
+
+SUB = 32
+SUBS = BLOCK // SUB
+STEPS = 32767  # 15 * 32 * 32767 < 2**24: sums of q y are exact
+
+# (levels, phase), levels + phase < 16. Chosen greedily from a grid of 8ths for the least squared error summed over
+# normal, uniform, Student t and positive weights; the order is that of the choice, so a prefix is good too.
+GRIDS = ((15.125, 0.5), (15.25, 0.125), (15.125, 0.75), (14.125, 0.5), (14.875, 0.5), (14.875, 1.0))
+
+# Where the grids are equally good (equal weights), rounding must not decide: neighbours should share one.
+FIRST_BONUS = 1 + 4e-7
+
+# The weights that the format can hold: 63 * 15 * d and -63 * dmin.
+HIGHEST = FP16_MAX * 63 * 15
+LOWEST = -FP16_MAX * 63
+
+
+def encode(weights: Tensor) -> Tensor:
+    """Quantise along the last dimension.
+
+    weights: float32, float16 or bfloat16 [..., K], K a multiple of 256. Returns uint8 [..., K / 256 * 144] on the same
+    device. Minimises the squared error, every weight counting the same. Weights beyond what the format holds become
+    its largest; a superblock of zeros becomes 144 zero bytes.
+
+    Raises PackingError for weights that are not finite, or a K that 256 does not divide.
+    """
+    check_columns(weights, "Q4_K")
+    beyond = largest(weights) > -LOWEST
+    flat = weights.detach().reshape(-1, BLOCK)
+    blocks = torch.empty(flat.shape[0], BLOCK_BYTES, dtype=torch.uint8, device=weights.device)
+
+    def work(part: slice) -> None:
+        blocks[part] = encode_columns(superblocks_first(flat[part]), beyond).t()
+
+    for_each_chunk(flat.shape[0], weights.device, work)
+    return blocks.view(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
+
+
+def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Dequantise: uint8 [..., n * 144] -> `dtype` [..., n * 256], computed in float32 as ggml does, then rounded.
+
+    Raises PackingError where `blocks` is not uint8 or not whole superblocks.
+    """
+    check_blocks(blocks, BLOCK_BYTES, "Q4_K")
+    flat = blocks.reshape(-1, BLOCK_BYTES)
+    weights = torch.empty(flat.shape[0], BLOCK, dtype=dtype, device=blocks.device)
+
+    def work(part: slice) -> None:
+        weights[part] = _decode(flat[part])
+
+    for_each_chunk(flat.shape[0], blocks.device, work)
+    return weights.view(*blocks.shape[:-1], blocks.shape[-1] // BLOCK_BYTES * BLOCK)
+
+
+def _decode(blocks: Tensor) -> Tensor:
+    first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=1)  # [n, 8]
+    minimum = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=1)
+    s = fp16_from_bytes(blocks[:, 0:2]) * scale
+    m = fp16_from_bytes(blocks[:, 2:4]) * minimum
+    pairs = blocks[:, 16:].view(-1, SUBS // 2, 1, SUB)
+    q = torch.cat([pairs & 15, pairs >> 4], dim=2).view(-1, SUBS, SUB)
+    # Product and difference are rounded one after the other, as the reference does.
+    return (q * s[:, :, None]).sub_(m[:, :, None]).view(-1, BLOCK)
+
+
+def encode_columns(x: Tensor, beyond: bool) -> Tensor:
+    """Quantise superblocks that stand in columns: float32 [256, n], overwritten -> uint8 [144, n].
+
+    For callers that checked for finite weights; `beyond` says that some may exceed what the format can hold.
+    """
+    y = x.view(SUBS, SUB, -1)
+    if beyond:
+        y.clamp_(LOWEST, HIGHEST)
+    # weight = low + unit * y; low <= 0 because the format has no positive offset.
+    low = y.amin(1).clamp_max_(0)  # [8, n]
+    y -= low[:, None]
+    unit = y.amax(1).div_(STEPS)
+    y.mul_(reciprocal(unit)[:, None]).round_()
+
+    q, scratch = torch.empty_like(y), torch.empty_like(y)
+    total = y.sum(1)
+    sums = _in_weights(total, _best_grid(y, total, low, q, scratch), unit)
+    d, dmin = _shared_scales(sums, low)
+    scale, minimum, _ = _on_grid(sums, low, d, dmin)
+
+    _nibbles(y, scale * d, minimum * dmin, unit, low, q).floor_()
+    sums = _in_weights(total, _sums(y, q, scratch), unit)
+    scale, minimum, loss = _on_grid(sums, low, d, dmin, kept=(scale, minimum))
+    d, dmin = _refined(sums, low, scale, minimum, d, dmin, loss)
+
+    nibbles = _nibbles(y, scale * d, minimum * dmin, unit, low, q).to(torch.uint8)
+    return _pack(d, dmin, scale.to(torch.uint8), minimum.to(torch.uint8), nibbles)
+
+
+class _Sums(NamedTuple):
+    """Over each sub-block: sums of y = weight - low, q, q q and q y. Each [..., 8, n]."""
+
+    y: Tensor
+    q: Tensor
+    qq: Tensor
+    qy: Tensor
+
+
+def _sums(y: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
+    """Sums of q, q q and q y over each sub-block: [3, 8, n]. Overwrites q."""
+    out = torch.empty(3, y.shape[0], y.shape[2], device=y.device)
+    torch.sum(q, 1, out=out[0])
+    if q.is_cuda:
+        # One pass where the product and its sum are three; exact once rounded. CPUs do not vectorise it.
+        torch.linalg.vector_norm(q, dim=1, out=out[1])
+        out[1].square_().round_()
+    else:
+        torch.sum(torch.mul(q, q, out=scratch), 1, out=out[1])
+    torch.sum(q.mul_(y), 1, out=out[2])
+    return out
+
+
+def _in_weights(total: Tensor, sums: Tensor, unit: Tensor) -> _Sums:
+    """Sums over integers y -> sums over weights - low."""
+    return _Sums(total * unit, sums[0], sums[1], sums[2] * unit)
+
+
+def _best_grid(y: Tensor, total: Tensor, low: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
+    """Sums [3, 8, n] of the grid of GRIDS with the least squared error in each sub-block."""
+    sums = torch.stack(
+        [
+            # The phase is a CPU scalar, which needs no transfer.
+            _sums(y, torch.add(torch.tensor(phase), y, alpha=levels / STEPS, out=q).floor_(), scratch)
+            for levels, phase in GRIDS
+        ],
+        dim=1,
+    )
+    sq, sqq, sqy = sums  # [grids, 8, n]
+    # What the best scale and offset explain of the sum of squares, less the part that no grid changes.
+    covariance = torch.addcmul(sqy, sq, total, value=-1 / SUB)
+    slope = covariance / torch.addcmul(sqq, sq, sq, value=-1 / SUB).clamp_min_(TINY)
+    # Where the min would be negative (only positive weights, or nearly so) it is held at 0.
+    held = slope * sq < total
+    held &= low == 0
+    without_min = sqy.square().div_(sqq.clamp_min(1)).sub_(total.square().div_(SUB))
+    gain = torch.where(held, without_min, slope.mul_(covariance))
+    gain[0] *= FIRST_BONUS
+    best = gain.argmax(0)  # [8, n]
+    return sums.gather(1, best.expand(3, 1, -1, -1)).squeeze(1)
+
+
+def _least_squares(sums: _Sums, low: Tensor) -> tuple[Tensor, Tensor]:
+    """s and offset [8, n] of y = s q - offset with the least squared error, whether the format can hold them or not."""
+    y, q, _, qy = sums
+    variance = _variance(sums)
+    s = torch.addcmul(qy, q, y, value=-1 / SUB).mul_(reciprocal(variance))
+    offset = (s * q - y).div_(SUB)
+    # Where all q are the same, scale and offset do the same thing: the min does it, or the scale if no min can.
+    same = (variance <= 0) & (q > 0) & (low == 0)
+    return torch.where(same, _scale_for(sums, low), s), torch.where(same, low, offset)
+
+
+def _variance(sums: _Sums) -> Tensor:
+    return torch.addcmul(sums.qq, sums.q, sums.q, value=-1 / SUB)
+
+
+def _scale_for(sums: _Sums, offset: Tensor) -> Tensor:
+    """Least-squares scale with the offset held."""
+    return torch.addcmul(sums.qy, offset, sums.q) / sums.qq.clamp_min(1)
+
+
+def _loss(s: Tensor, offset: Tensor, sums: _Sums, s_best: Tensor, offset_best: Tensor) -> Tensor:
+    """Squared error of y = s q - offset above the least possible for these q.
+
+    As a sum of squares of differences: the expanded form loses in float32 what distinguishes two neighbouring d.
+    """
+    ds = s - s_best
+    mean = torch.addcmul(offset - offset_best, ds, sums.q, value=-1 / SUB)
+    return ds.square_().mul_(_variance(sums)).add_(mean.square_(), alpha=SUB)
+
+
+def _shared_scales(sums: _Sums, low: Tensor) -> tuple[Tensor, Tensor]:
+    """d and dmin [n] for the least-squares scales and mins of the sub-blocks: the best of four pairs."""
+    s, offset = _least_squares(sums, low)
+    m = offset - low
+    s = torch.where(m < 0, _scale_for(sums, low), s)
+    most_s, most_m = s.amax(0).clamp_min_(0), m.amax(0).clamp_min_(0)
+    # The larger ones leave room above the largest scale, and serve where float16 is coarse, near 2**-24.
+    d, dmin = fp16(most_s / 63), fp16(most_m / 63)
+    larger_d = torch.maximum(fp16(most_s / 61), next_fp16(d))
+    larger_dmin = torch.maximum(fp16(most_m / 61), next_fp16(dmin))
+    d = torch.stack([d, larger_d, d, larger_d])  # [4, n]
+    dmin = torch.stack([dmin, dmin, larger_dmin, larger_dmin])
+    _, _, loss = _on_grid(sums, low, d[:, None], dmin[:, None])
+    best = loss.argmin(0, keepdim=True)
+    return d.gather(0, best)[0], dmin.gather(0, best)[0]
+
+
+def _on_grid(
+    sums: _Sums, low: Tensor, d: Tensor, dmin: Tensor, kept: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Six-bit scales and mins [..., 8, n] that suit these q best, and the loss of each superblock [..., n].
+
+    The least-squares min is rounded down and up, each time with the scale that is then best; `kept` is a third choice.
+    """
+    s_best, offset_best = _least_squares(sums, low)
+    least = (offset_best - low).mul(reciprocal(dmin)).floor_().clamp_(0, 62)
+    per_scale = reciprocal(sums.qq * d)
+    choices = [] if kept is None else [kept]
+    for minimum in (least, least + 1):
+        offset = torch.addcmul(low, minimum, dmin)
+        choices.append((torch.addcmul(sums.qy, offset, sums.q).mul_(per_scale).round_().clamp_(0, 63), minimum))
+    scale, minimum = choices[0]
+    loss = _loss(scale * d, torch.addcmul(low, minimum, dmin), sums, s_best, offset_best)
+    for other_scale, other_minimum in choices[1:]:
+        other_loss = _loss(other_scale * d, torch.addcmul(low, other_minimum, dmin), sums, s_best, offset_best)
+        better = other_loss < loss
+        scale = torch.where(better, other_scale, scale)
+        minimum = torch.where(better, other_minimum, minimum)
+        loss = torch.where(better, other_loss, loss)
+    return scale, minimum, loss.sum(-2)
+
+
+def _refined(
+    sums: _Sums, low: Tensor, scale: Tensor, minimum: Tensor, d: Tensor, dmin: Tensor, loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    """d and dmin [n] by least squares over the superblock with all else held; the old pair where that is no better."""
+    # Without a scale, or without a min, the other is still solved for.
+    a = (scale.square() * sums.qq).sum(0).clamp_min_(1)
+    b = (scale * minimum * sums.q).sum(0)
+    c = minimum.square().sum(0).mul_(SUB).clamp_min_(1)
+    u = torch.addcmul(sums.qy, low, sums.q).mul_(scale).sum(0)
+    v = torch.add(sums.y, low, alpha=SUB).mul_(minimum).sum(0)
+    determinant = a * c - b * b
+    solvable = determinant > 1e-6 * a * c
+    new_d = fp16(torch.where(solvable, (u * c - v * b) / determinant, d).clamp_min_(0))
+    new_dmin = fp16(torch.where(solvable, (u * b - v * a) / determinant, dmin).clamp_min_(0))
+    new_loss = _loss(scale * new_d, torch.addcmul(low, minimum, new_dmin), sums, *_least_squares(sums, low)).sum(0)
+    better = new_loss < loss
+    return torch.where(better, new_d, d), torch.where(better, new_dmin, dmin)
+
+
+def _nibbles(y: Tensor, s: Tensor, m: Tensor, unit: Tensor, low: Tensor, out: Tensor) -> Tensor:
+    """Nearest nibbles to the weights given scales s and mins m [8, n]: [8, 32, n], plus a half, to be truncated."""
+    inverse = reciprocal(s)
+    offset = (m + low).mul_(inverse).add_(0.5)
+    return torch.addcmul(offset[:, None], y, (unit * inverse)[:, None], out=out).clamp_(0, 15.5)
+
+
+def _pack(d: Tensor, dmin: Tensor, scale: Tensor, minimum: Tensor, nibbles: Tensor) -> Tensor:
+    """float32 d, dmin [n]; uint8 scale, minimum [8, n], nibbles [8, 32, n] -> uint8 [144, n]."""
+    blocks = torch.empty(BLOCK_BYTES, d.shape[0], dtype=torch.uint8, device=d.device)
+    # Nothing is left of a d whose scales are all zero: equal weights, equal bytes.
+    blocks[0:2] = fp16_bytes(torch.where(scale.amax(0) > 0, d, 0))
+    blocks[2:4] = fp16_bytes(torch.where(minimum.amax(0) > 0, dmin, 0))
+    blocks[4:8] = scale[:4] | (scale[4:] >> 4 << 6)
+    blocks[8:12] = minimum[:4] | (minimum[4:] >> 4 << 6)
+    blocks[12:16] = (scale[4:] & 15) | (minimum[4:] << 4)
+    torch.bitwise_or(nibbles[0::2], nibbles[1::2] << 4, out=blocks[16:].view(SUBS // 2, SUB, -1))
+    return blocks

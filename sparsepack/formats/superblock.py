@@ -1,0 +1,114 @@
+"""What the codecs of 256-weight superblocks share: which inputs they take, and how much they hold at once."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+
+BLOCK = 256
+FP16_MAX = 65504.0
+
+# Weights per chunk. A CPU chunk is short enough for the caches and long enough to hide Python; a CUDA chunk hides the
+# launches of its operations. Either holds about 20 bytes of temporaries per weight: 5 MB per CPU thread, 300 MB.
+CPU_CHUNK = 1 << 18
+CUDA_CHUNK = 1 << 24
+
+# A divisor at or below this counts as zero: its reciprocal would leave float32, and what it divides is far
+# below the smallest number that a superblock can hold (2**-24).
+TINY = 1e-30
+
+
+def for_each_chunk(superblocks: int, device: torch.device, work: Callable[[slice], None]) -> None:
+    """Call `work` on slices that cover `superblocks` superblocks, each as many as the device works on at once.
+
+    On the CPU whole chunks run side by side, one torch thread each. Splitting every small operation over the threads
+    instead waits for the slowest at each of them: seven times slower when another process takes a core now and then.
+    """
+    step = (CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK) // BLOCK
+    parts = [slice(start, min(start + step, superblocks)) for start in range(0, superblocks, step)]
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or len(parts) < 2:
+        for part in parts:
+            work(part)
+        return
+    try:
+        with ThreadPoolExecutor(min(threads, len(parts)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(work, parts))
+    finally:
+        torch.set_num_threads(threads)  # each worker's setting is also the default of threads that start later
+
+
+def largest(weights: Tensor) -> float:
+    """Largest magnitude in `weights`: one pass, one transfer from the device.
+
+    Raises PackingError where a weight is not a floating-point number, or is infinite or NaN.
+    """
+    if not weights.is_floating_point():
+        raise PackingError(f"weights: {weights.dtype}, expected float32, float16 or bfloat16; convert them first")
+    if weights.numel() == 0:
+        return 0.0
+    # amin and amax propagate NaN.
+    low, high = torch.stack([bound.float() for bound in torch.aminmax(weights)]).tolist()
+    magnitude = float(max(-low, high))
+    if not low > float("-inf") or not high < float("inf"):
+        count = int((~torch.isfinite(weights)).sum())
+        raise PackingError(
+            f"weights {list(weights.shape)}: {count} of {weights.numel()} are infinite or NaN, expected finite; "
+            "the checkpoint is damaged or overflowed in a conversion: fetch or convert it again"
+        )
+    return magnitude
+
+
+def check_blocks(blocks: Tensor, block_bytes: int, name: str) -> None:
+    """Raise PackingError unless `blocks` is uint8 and its last dimension holds whole superblocks."""
+    if blocks.dtype != torch.uint8:
+        raise PackingError(f"{name} superblocks: {blocks.dtype}, expected torch.uint8; view them as bytes")
+    if blocks.dim() == 0 or blocks.shape[-1] % block_bytes:
+        raise PackingError(
+            f"{name} superblocks {list(blocks.shape)}: the last dimension must be a multiple of {block_bytes} bytes; "
+            "the tensor is of another format or cut off"
+        )
+
+
+def check_columns(weights: Tensor, name: str) -> None:
+    """Raise PackingError unless the last dimension of `weights` is a multiple of 256."""
+    if weights.dim() == 0 or weights.shape[-1] % BLOCK:
+        raise PackingError(
+            f"weights {list(weights.shape)}: {name} needs a multiple of {BLOCK} in the last dimension; "
+            "pad it with zeros and record the logical length"
+        )
+
+
+def superblocks_first(flat: Tensor) -> Tensor:
+    """A float32 copy [256, n] of superblocks [n, 256]: sums within superblocks then run over the outer dimension."""
+    columns = torch.empty(BLOCK, flat.shape[0], dtype=torch.float32, device=flat.device)
+    # Casting before transposing keeps the strided copy between equal types, which torch does several times faster.
+    return columns.copy_((flat.float() if flat.device.type == "cpu" else flat).t())
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / x, and 0 where x is too small to divide by."""
+    return torch.where(x > TINY, 1 / x, 0)
+
+
+def fp16(x: Tensor) -> Tensor:
+    """`x`, not negative, as float32 of the nearest finite float16."""
+    return x.clamp_max(FP16_MAX).half().float()
+
+
+def next_fp16(x: Tensor) -> Tensor:
+    """The float16 just above `x`, itself a float16 that is not negative, as float32."""
+    return (x.half().view(torch.int16) + 1).view(torch.float16).float().clamp_max(FP16_MAX)
+
+
+def fp16_bytes(x: Tensor) -> Tensor:
+    """float32 [n] -> the two bytes, low first, of each float16: uint8 [2, n]."""
+    return x.half().view(torch.uint8).view(-1, 2).t()
+
+
+def fp16_from_bytes(pairs: Tensor) -> Tensor:
+    """uint8 [n, 2], low byte first -> float32 [n, 1]."""
+    return pairs.contiguous().view(torch.float16).float()

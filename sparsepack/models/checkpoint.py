@@ -1,0 +1,201 @@
+"""A checkpoint: configuration, tokenizer and tensors of a trained model, read one decoder block at a time.
+
+Accepted: a local Hugging Face folder (safetensors, sharded or not), a hub id, a GGUF in F32, F16 or BF16 as made by
+llama.cpp's converter, and `shipped:tiny`.
+"""
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import read_gguf
+from sparsepack.models.families import Family, family_of
+from sparsepack.models.sources import GgufSource, SafetensorsSource, TensorSource
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A source model. `config` is the stock transformers configuration."""
+
+    name: str
+    path: Path
+    config: Any
+    family: Family
+    source: TensorSource
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output matrix is the embedding: `lm_head` then has no tensor of its own to touch."""
+        return bool(self.config.tie_word_embeddings)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of all weight bytes."""
+        return self.source.sha256()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its Hugging Face name, in its stored dtype, on the CPU."""
+        if name == HEAD and self.tied:
+            name = EMBEDDING
+        if name not in self.source.shapes:
+            near = difflib.get_close_matches(name, self.source.shapes, 1)
+            raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
+        return self.source.tensor(name)
+
+    def block(self, layer: int) -> dict[str, torch.Tensor]:
+        """All tensors of one decoder block, by their names within the block (`self_attn.q_proj.weight`)."""
+        prefix = f"model.layers.{layer}."
+        return {n.removeprefix(prefix): self.source.tensor(n) for n in self.source.shapes if n.startswith(prefix)}
+
+    def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
+        names = [f"model.layers.{layer}.{projection}" for projection in self.family.projections[site]]
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.source.shapes.get(f"{name}.bias") is not None for name in names]
+        if not any(biases):
+            return torch.cat(weights), None
+        bias = [
+            self.tensor(f"{name}.bias") if has else torch.zeros(weight.shape[0], dtype=weight.dtype)
+            for name, weight, has in zip(names, weights, biases, strict=True)
+        ]
+        return torch.cat(weights), torch.cat(bias)
+
+    def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
+        """(rows, columns) of a site's stacked matrix, without reading it."""
+        shapes = [self.source.shapes[f"model.layers.{layer}.{p}.weight"] for p in self.family.projections[site]]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The stock tokenizer; raises `CheckpointError` where it is missing or does not fit the model."""
+        from transformers import AutoTokenizer
+
+        try:
+            if self.path.is_file():
+                tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(str(self.path))
+        except Exception as error:  # the library raises many kinds for one mistake
+            reason = str(error).strip().split("\n")[0]
+            raise CheckpointError(f"{self.name}: its tokenizer cannot be loaded ({reason})") from error
+        if len(tokenizer) > self.config.vocab_size:
+            raise CheckpointError(
+                f"{self.name}: the tokenizer has {len(tokenizer)} tokens, the model {self.config.vocab_size}; "
+                "they do not belong together"
+            )
+        return tokenizer
+
+    def tokenizer_json(self) -> str:
+        """The content of `tokenizer.json`."""
+        path = self.path / "tokenizer.json"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        return str(self.tokenizer.backend_tokenizer.to_str())
+
+
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """Open a checkpoint by folder, file or hub id.
+
+    Raises `CheckpointError` naming what is missing, unknown or not understood. Reads no weights yet.
+    """
+    name = str(name)
+    path = _located(name)
+    config = _config(path, name)
+    family = family_of(config.model_type, name)
+    source: TensorSource
+    if path.is_file():
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        permuted = family.gguf_permuted
+        source = GgufSource(read_gguf(path), config.num_hidden_layers, heads, kv_heads, permuted)
+        config.tie_word_embeddings = HEAD not in source.shapes
+    else:
+        source = SafetensorsSource(path)
+    checkpoint = Checkpoint(name, path, config, family, source)
+    _check_understood(checkpoint)
+    return checkpoint
+
+
+def _located(name: str) -> Path:
+    if name == "shipped:tiny":
+        from sparsepack.data import TINY_MODEL
+
+        return TINY_MODEL
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{name}: no config.json in this folder; expected a Hugging Face model folder")
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{name}: expected a model folder, a .gguf file or a hub id")
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        raise CheckpointError(f"{name}: no such model folder or file")
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # offline, unknown, gated: many kinds, one meaning
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"{name}: neither a local model folder nor a hub model that can be reached ({reason})"
+        ) from error
+
+
+def _config(path: Path, name: str) -> Any:
+    from transformers import AutoConfig
+
+    if path.is_file():
+        architecture = read_gguf(path).metadata.get("general.architecture")
+        if architecture == "sparsepack":
+            raise CheckpointError(f"{name}: a packed sparsepack artifact; expected its source model here")
+        return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    try:
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        model_type = raw["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({error!r})") from error
+    family_of(model_type, name)
+    if raw.get("quantization_config"):
+        raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
+    return AutoConfig.from_pretrained(str(path))
+
+
+def _check_understood(checkpoint: Checkpoint) -> None:
+    """Every tensor must have a place in the family, and every place its tensor."""
+    family, shapes = checkpoint.family, checkpoint.source.shapes
+    inside = {f"{module}.weight" for module in family.norms.values()}
+    inside |= {f"{p}.weight" for names in family.projections.values() for p in names}
+    optional = {f"{p}.bias" for p in family.biases}
+    expected = {f"model.layers.{layer}.{n}" for layer in range(checkpoint.layers) for n in inside}
+    expected |= {EMBEDDING, FINAL_NORM} | (set() if checkpoint.tied else {HEAD})
+    allowed = {f"model.layers.{layer}.{n}" for layer in range(checkpoint.layers) for n in optional} | {HEAD}
+    # Old exports carry the rotary frequencies; transformers derives them.
+    unknown = [n for n in shapes if n not in expected and n not in allowed and not n.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        module = sorted(unknown)[0].rpartition(".")[0] or sorted(unknown)[0]
+        raise CheckpointError(
+            f"{checkpoint.name}: the module {module} is not understood in a {family.model_type} model "
+            f"({len(unknown)} such tensors); packing it would lose it"
+        )
+    missing = sorted(expected - set(shapes))
+    if missing:
+        raise CheckpointError(f"{checkpoint.name}: the tensor {missing[0]} is missing ({len(missing)} in all)")

@@ -1,0 +1,76 @@
+"""Model families as data: which submodules of a decoder block sit at which site, which are norms.
+
+A family is a row here and nothing else: calibration and evaluation hook the stock transformers model, the packers
+read tensors by the names below, and the engine is told the numbers (`models/architecture.py`).
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from sparsepack.errors import CheckpointError
+
+SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
+"""Where one hidden vector enters one or more projections of a decoder block, in order of execution."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. Module names are relative to a decoder block.
+
+    model_type     -- `model_type` of config.json
+    gguf           -- llama.cpp's architecture name
+    projections    -- site -> its projections, in the order in which their output rows are stacked
+    norms          -- our name -> module
+    biases         -- projections that may carry a bias
+    gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
+    """
+
+    model_type: str
+    gguf: str
+    projections: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, str]
+    biases: tuple[str, ...]
+    gguf_permuted: bool
+
+    def site_of(self, projection: str) -> str:
+        """The site that feeds a projection."""
+        return next(site for site, names in self.projections.items() if projection in names)
+
+
+_PROJECTIONS = MappingProxyType(
+    {
+        "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn_out": ("self_attn.o_proj",),
+        "mlp_in": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp_mid": ("mlp.down_proj",),
+    }
+)
+_NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+_QK_NORMS = MappingProxyType({**_NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
+_ALL = tuple(name for names in _PROJECTIONS.values() for name in names)
+_QKV = _PROJECTIONS["attn_in"]
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.model_type: family
+        for family in (
+            Family("llama", "llama", _PROJECTIONS, _NORMS, _ALL, True),
+            Family("mistral", "llama", _PROJECTIONS, _NORMS, (), True),
+            Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, _QKV, False),
+            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, _ALL, False),
+        )
+    }
+)
+
+
+def family_of(model_type: str, where: str) -> Family:
+    """The family of a `model_type`; raises `CheckpointError` naming the known ones."""
+    if model_type not in FAMILIES:
+        near = difflib.get_close_matches(model_type, FAMILIES, 1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise CheckpointError(
+            f"{where}: model type {model_type!r} is not supported{hint}; expected one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]

@@ -1,0 +1,119 @@
+"""Where a checkpoint's tensors come from: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.files.hashing import sha256_file, sha256_files
+from sparsepack.models.gguf_names import gguf_names, unpermute_rotary
+
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, each read from disk when asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's name and shape, without reading any."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor in its stored dtype, on the CPU."""
+
+    def sha256(self) -> str:
+        """Hash of all weight bytes."""
+
+
+class SafetensorsSource:
+    """One or several `.safetensors` files of a folder, with or without an index."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files = self._listed(folder)
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in self._files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a dict)
+                        if name in self._file_of:
+                            raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
+                        self._file_of[name] = path
+                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: cannot be read ({error}); is it whole?") from error
+
+    @staticmethod
+    def _listed(folder: Path) -> list[Path]:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise CheckpointError(f"{index}: not a shard index ({error!r})") from error
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
+                raise CheckpointError(f"{folder}: the shard {missing[0]} of {index.name} is missing; download it again")
+            return [folder / name for name in names]
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            found = "pickled weights (.bin, .pth), which are not read: save the model as safetensors first"
+            pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+            raise CheckpointError(f"{folder}: no .safetensors file{'; found ' + found if pickles else ' in it'}")
+        return files
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def tensor(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def sha256(self) -> str:
+        return sha256_files(self._files)
+
+
+class GgufSource:
+    """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
+
+    def __init__(self, file: GgufFile, layers: int, heads: int, kv_heads: int, permuted: bool) -> None:
+        self._file = file
+        self._heads = {"q_proj": heads, "k_proj": kv_heads} if permuted else {}
+        self._gguf_name: dict[str, str] = {}
+        known = gguf_names(layers)
+        for name, info in file.tensors.items():
+            if name == "rope_freqs.weight":
+                continue  # derived from the config; transformers computes it again
+            if name not in known:
+                raise CheckpointError(f"{file.path}: the tensor {name} is not understood")
+            if info.type not in _GGUF_DTYPES:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {info.type}; expected F32, F16 or BF16: convert with --outtype bf16"
+                )
+            self._gguf_name[known[name]] = name
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        gguf_name = self._gguf_name[name]
+        info = self._file.tensors[gguf_name]
+        data = torch.frombuffer(bytearray(self._file.bytes(gguf_name)), dtype=_GGUF_DTYPES[info.type])
+        value = data.reshape(info.shape)
+        for projection, heads in self._heads.items():
+            if f"{projection}." in name:
+                return unpermute_rotary(value, heads)
+        return value
+
+    def sha256(self) -> str:
+        return sha256_file(self._file.path)

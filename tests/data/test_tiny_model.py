@@ -1,0 +1,137 @@
+"""The text that ships with Python, its split, and the tiny model trained on it."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from sparsepack.data.topics import HELD_OUT_TOPICS, clean_paragraphs, heldout_text, training_text, word_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "sparsepack" / "data" / "tiny"
+needs_model = pytest.mark.skipif(
+    not (TINY / "model.safetensors").exists(), reason=f"{TINY} is not there; tools/train_tiny_model.py makes it"
+)
+
+
+def tool(name: str) -> ModuleType:
+    folder = str(ROOT / "tools")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def long_lines(documents: list[str]) -> set[str]:
+    return {line.strip() for document in documents for line in document.split("\n") if len(line.strip()) >= 40}
+
+
+def test_every_held_out_name_is_a_topic_of_this_python() -> None:
+    assert set(topics) >= HELD_OUT_TOPICS
+
+
+def test_no_topic_opens_a_document_of_both_parts() -> None:
+    titles = [{document.split("\n")[0] for document in part} for part in (training_text(), heldout_text())]
+    assert all(titles)
+    assert titles[0].isdisjoint(titles[1])
+
+
+def test_held_out_part_is_about_an_eighth_of_the_characters() -> None:
+    training, held_out = (sum(map(len, part)) for part in (training_text(), heldout_text()))
+    assert 0.08 < held_out / (training + held_out) < 0.18
+
+
+def test_parts_share_no_long_line_and_no_run_of_words() -> None:
+    training, held_out = training_text(), heldout_text()
+    assert long_lines(training).isdisjoint(long_lines(held_out))
+    runs = [word_runs("\n\n".join(part).split("\n\n")) for part in (training, held_out)]
+    assert runs[0].isdisjoint(runs[1])
+
+
+def test_no_paragraph_of_prose_is_repeated_within_a_part() -> None:
+    for part in (training_text(), heldout_text()):
+        paragraphs = [p for p in "\n\n".join(part).split("\n\n") if len(p) >= 80]
+        assert len(paragraphs) == len(set(paragraphs))
+
+
+def test_docstrings_share_no_run_of_words_with_held_out_topics() -> None:
+    found = tool("train_tiny_model").docstrings()
+    assert sum(map(len, found)) > 100_000
+    runs = [word_runs("\n\n".join(part).split("\n\n")) for part in (found, heldout_text())]
+    assert runs[0].isdisjoint(runs[1])
+
+
+def test_prose_is_unwrapped_and_code_keeps_its_lines() -> None:
+    wrapped = (
+        "A title\n*******\n\n"
+        "   Each of these lines is long enough to be a line of a built-\n   in kind of prose.  It goes on.\n\n"
+        "   for x in y:\n       print(x)\n\n"
+        "   rule ::= item+\n"
+    )
+    assert clean_paragraphs(wrapped) == [
+        "A title",
+        "Each of these lines is long enough to be a line of a built-in kind of prose. It goes on.",
+        "for x in y:\n    print(x)",
+    ]
+
+
+def test_bigram_rows_are_distributions_and_an_unseen_context_is_the_lower_order() -> None:
+    bigram = tool("bigram")
+    table = bigram.bigram_table(torch.tensor([0, 1, 0, 1, 0, 2, 1, 3]), 6)
+    assert torch.allclose(table.sum(1), torch.ones(6, dtype=torch.float64))
+    assert (table > 0).all()
+    assert table[0, 1] == table[0].max()
+    assert torch.equal(table[4], table[5])
+
+
+def test_nll_of_a_table_counts_the_first_token_after_bos() -> None:
+    table = torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
+    nll = tool("bigram").table_nll(table, torch.tensor([1, 0]), 0)
+    assert torch.allclose(nll.exp(), torch.tensor([1 / 0.75, 2.0], dtype=torch.float64))
+
+
+@needs_model
+def test_shipped_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in TINY.rglob("*") if path.is_file()) <= 4_000_000
+
+
+@needs_model
+def test_shipped_model_is_a_llama_whose_widths_are_whole_superblocks() -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["hidden_act"] == "silu"
+    assert config["tie_word_embeddings"]
+    assert config["dtype"] == "bfloat16"
+    heads_width = config["num_attention_heads"] * config["head_dim"]
+    assert [width % 256 for width in (config["hidden_size"], config["intermediate_size"], heads_width)] == [0, 0, 0]
+
+
+@needs_model
+def test_shipped_tokenizer_round_trips_any_text() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+    text = 'The "with" statement\n\n    naïve → 日本 🙂'
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 0)
+
+
+@needs_model
+def test_shipped_model_beats_the_bigrams_on_held_out_topics() -> None:
+    bigram, training = tool("bigram"), tool("train_tiny_model")
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, local_files_only=True)
+    assert isinstance(model, LlamaForCausalLM)
+    tokenizer = training.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    corpus = training.gather_corpus()
+    tokens, _ = training.joined(tokenizer, corpus.held_out)
+    topics_only = training.stream(tokenizer, corpus.topics)
+    everything = torch.cat([topics_only, training.stream(tokenizer, corpus.docstrings)])
+    bigrams = [
+        bigram.table_nll(bigram.bigram_table(seen, model.config.vocab_size), tokens, training.BOS).mean().exp().item()
+        for seen in (topics_only, everything)
+    ]
+    perplexity = training.model_nll(model, tokens, model.config.max_position_embeddings).mean().exp().item()
+    assert perplexity < 0.8 * min(bigrams)

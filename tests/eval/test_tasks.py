@@ -1,0 +1,164 @@
+"""Running lm-eval tasks by name: what comes back, what is refused and how, no network, no noise."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparsepack.errors import UserError
+from sparsepack.eval.tasks import run_tasks
+
+TASKS = Path(__file__).parents[1] / "tasks"
+QUESTIONS = [
+    {"query": "The cat sat on the", "choices": ["mat", "mathematics"], "gold": 0},
+    {"query": "Two and two make", "choices": ["five hundred", "4"], "gold": 1},
+    {"query": "é", "choices": ["x", "y", "z"], "gold": 2},
+]
+MULTIPLE_CHOICE = """
+output_type: multiple_choice
+test_split: test
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+metadata: {version: 2.0}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's own task folder: `own` through our loader, `stock` through the json builder of datasets."""
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    data = tasks / "data.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    loader = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}"
+    (tasks / "own.yaml").write_text(f"task: own\n{loader}{MULTIPLE_CHOICE}")
+    builder = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {tmp_path}/cache}}"
+    (tasks / "stock.yaml").write_text(f"task: stock\n{builder}{MULTIPLE_CHOICE}")
+    (tasks / "hub.yaml").write_text(f"task: hub\ndataset_path: nobody/nothing{MULTIPLE_CHOICE}")
+    (tasks / "lost.yaml").write_text(f"task: lost\n{loader.replace('file: data', 'file: no')}{MULTIPLE_CHOICE}")
+    (tasks / "wrong.yaml").write_text(f"task: wrong\n{loader}{MULTIPLE_CHOICE.replace('split: test', 'split: tset')}")
+    (tasks / "broken.yaml").write_text("task: broken\n  doc_to_text: [\n")
+    (tasks / "both.yaml").write_text("group: both\ntask: [own, stock]\n")
+    return tasks
+
+
+def run(scorer, tokenizer, folder, tasks=("own",), protocol="decode", limit=None, batch_size=4, num_fewshot=None):
+    return run_tasks(
+        scorer,
+        tokenizer,
+        tasks=list(tasks),
+        task_path=folder,
+        protocol=protocol,
+        limit=limit,
+        batch_size=batch_size,
+        num_fewshot=num_fewshot,
+    )
+
+
+def test_the_result_is_json_with_numbers_or_none(scorer, byte_tokenizer, folder):
+    result = run(scorer, byte_tokenizer, folder, tasks=["both"], protocol="all")
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert (result["protocol"], result["limit"], result["lm_eval_version"][:2]) == ("all", None, "0.")
+    assert result["groups"]["both"]["tasks"] == ["own", "stock"]
+    row = result["tasks"]["own"]
+    assert (row["samples"], row["samples_available"], row["num_fewshot"], row["version"]) == (3, 3, 0, 2.0)
+    assert set(row["metrics"]) == {"acc", "acc_norm"}
+    assert row["metrics"] == result["tasks"]["stock"]["metrics"]
+    assert all(isinstance(metric["stderr"], float) for metric in row["metrics"].values())
+    alone = run(scorer, byte_tokenizer, folder, limit=1, num_fewshot=1)["tasks"]["own"]
+    assert (alone["samples"], alone["num_fewshot"]) == (1, 1)
+    assert alone["metrics"]["acc"]["stderr"] is None  # one document has no standard error; lm-eval says "N/A"
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("onw", r"task 'onw' not found in .*tasks; nearest: own.*not readable: .*broken.yaml:2"),
+        ("zzzzzz", r"not found in .*; it has both, hub, lost, own, stock, wrong"),
+        ("hub", r"data of task hub cannot be reached .*nobody/nothing.*HF_HOME"),
+        ("lost", r"data file no.jsonl not found: no .*tasks/no.jsonl"),
+        ("wrong", r"task wrong cannot be built from its YAML file \(KeyError"),
+    ],
+)
+def test_a_task_that_cannot_run_is_one_line_with_a_remedy(scorer, byte_tokenizer, folder, task, message):
+    with pytest.raises(UserError, match=message) as caught:
+        run(scorer, byte_tokenizer, folder, tasks=[task])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"protocol": "sparse"}, {"limit": 0}, {"batch_size": 0}, {"tasks": []}])
+def test_arguments_out_of_range_are_refused(scorer, byte_tokenizer, folder, wrong):
+    with pytest.raises(UserError):
+        run(scorer, byte_tokenizer, folder, **wrong)
+
+
+def test_local_tasks_need_no_network_and_print_nothing(scorer, byte_tokenizer, folder, tmp_path, monkeypatch, capfd):
+    asked = []
+
+    def no_network(host, *args, **kwargs):
+        asked.append(host)
+        raise socket.gaierror("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    monkeypatch.chdir(tmp_path)  # no git checkout: lm-eval's front end would complain
+    run(scorer, byte_tokenizer, folder, tasks=["own", "stock"])
+    with pytest.raises(UserError):
+        run(scorer, byte_tokenizer, folder, tasks=["hub"])
+    assert asked == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    folder = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[3] / "shared")).resolve()
+    if not (folder / "tasks").is_dir():
+        pytest.skip(f"no tasks in {folder}; set SPARSEPACK_SHARED")
+    return folder
+
+
+def test_every_task_file_of_the_project_runs(scorer, plain_scorer, byte_tokenizer, shared, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSEPACK_SHARED", str(shared))
+    monkeypatch.chdir(tmp_path)
+    rows = run(plain_scorer(scorer.model, context=2000), byte_tokenizer, TASKS, tasks=["sp_*"], limit=2)["tasks"]
+    assert set(rows) == {
+        f"sp_{name}" for name in ("arc_challenge", "arc_easy", "blimp", "hellaswag", "openbookqa", "winogrande")
+    }
+    assert {name: row["samples"] for name, row in rows.items()} == dict.fromkeys(rows, 2)
+
+
+def test_winogrande_scores_what_follows_the_gap_after_each_filling(byte_tokenizer, shared, monkeypatch):
+    from sparsepack.eval.tasks import load_tasks
+
+    monkeypatch.setenv("SPARSEPACK_SHARED", str(shared))
+    task = load_tasks(["sp_winogrande"], TASKS)["tasks"]["sp_winogrande"]
+    doc = {"query": "Ann beat Eve so _ won the cup.", "choices": ["Ann", "Eve"], "gold": 0}
+    pairs = task.construct_requests(doc, task.fewshot_context(doc, 0), metadata=("t", 0, 1))
+    assert [pair.args for pair in pairs] == [
+        ("Ann beat Eve so Ann", " won the cup."),
+        ("Ann beat Eve so Eve", " won the cup."),
+    ]
+
+
+@pytest.mark.slow
+def test_the_real_model_tells_minimal_pairs_apart(plain_scorer, shared, monkeypatch):
+    monkeypatch.setenv("SPARSEPACK_SHARED", str(shared))
+    source = shared / "models" / "books-26m-silu"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    result = run(
+        plain_scorer(model, context=8192),
+        AutoTokenizer.from_pretrained(source),
+        TASKS,
+        tasks=["sp_blimp"],
+        protocol="dense",
+        limit=200,
+        batch_size=32,
+    )
+    assert 0.60 <= result["tasks"]["sp_blimp"]["metrics"]["acc"]["value"] <= 0.76

@@ -1,0 +1,54 @@
+"""ggml's own quantiser, through ctypes on the library inside llama-cpp-python: the peer of the codecs."""
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TYPES = {"q4_k": 12, "q6_k": 14}  # enum ggml_type
+BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """libggml-base, or None where llama-cpp-python is absent."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for folder in spec.submodule_search_locations:
+        for path in sorted(Path(folder, "lib").glob("*ggml-base.*")):
+            ggml = ctypes.CDLL(str(path))
+            ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
+            ggml.ggml_quantize_chunk.argtypes = [
+                ctypes.c_int,
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                *[ctypes.c_int64] * 3,
+                ctypes.c_void_p,
+            ]
+            return ggml
+    return None
+
+
+def quantize(name: str, weights: Tensor) -> Tensor:
+    """float32 [rows, K] -> uint8 [rows, K / 256 * block bytes], on one thread, without an importance matrix."""
+    ggml = library()
+    assert ggml is not None, "ask library() first"
+    weights = weights.float().contiguous()
+    rows, columns = weights.shape
+    blocks = torch.zeros(rows, columns // 256 * BLOCK_BYTES[name], dtype=torch.uint8)
+    written = ggml.ggml_quantize_chunk(TYPES[name], weights.data_ptr(), blocks.data_ptr(), 0, rows, columns, None)
+    assert written == blocks.numel(), f"ggml wrote {written} bytes, expected {blocks.numel()}"
+    return blocks
+
+
+def dequantize(name: str, blocks: Tensor) -> Tensor:
+    """gguf-py's reading of the blocks: uint8 [..., n * block bytes] -> float32 [..., n * 256]."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, quants
+
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(quants.dequantize(blocks.numpy(), GGMLQuantizationType(TYPES[name])))
