@@ -69,7 +69,7 @@ def read_gguf(path: Path) -> GgufFile:
 class _Parser:
     def __init__(self, path: Path, raw: np.ndarray) -> None:
         self.path, self.raw = path, raw
-        self.view = memoryview(raw)
+        self.view = raw.data
         self.at = 0
 
     def parse(self) -> GgufFile:

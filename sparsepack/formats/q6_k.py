@@ -31,6 +31,7 @@ from sparsepack.formats.superblock import (
     largest,
     next_fp16,
     reciprocal,
+    sum_subs,
     superblocks_first,
 )
 
@@ -160,7 +161,7 @@ def _loss(s: Tensor, qq: Tensor, qy: Tensor) -> Tensor:
 
     In differences: sums of squares would lose in float32 what distinguishes two neighbouring d.
     """
-    return (s - qy / qq.clamp_min(1)).square_().mul_(qq).sum(-2)
+    return sum_subs((s - qy / qq.clamp_min(1)).square_().mul_(qq))
 
 
 def _rounded(qq: Tensor, qy: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +172,7 @@ def _rounded(qq: Tensor, qy: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
 
 def _refined(qq: Tensor, qy: Tensor, scale: Tensor, d: Tensor, loss: Tensor) -> Tensor:
     """d [n] by least squares over the superblock with all else held; the old one where that is no better."""
-    new = (scale * qy).sum(0) / (scale.square() * qq).sum(0).clamp_min_(1)
+    new = sum_subs(scale * qy) / sum_subs(scale.square() * qq).clamp_min_(1)
     new = new.clamp_(-FP16_MAX, FP16_MAX).half().float()
     return torch.where(_loss(scale * new, qq, qy) < loss, new, d)
 

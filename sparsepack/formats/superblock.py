@@ -25,12 +25,12 @@ def for_each_chunk(superblocks: int, device: torch.device, work: Callable[[slice
     """Call `work` on slices that cover `superblocks` superblocks, each as many as the device works on at once.
 
     On the CPU whole chunks run side by side, one torch thread each. Splitting every small operation over the threads
-    instead waits for the slowest at each of them: seven times slower when another process takes a core now and then.
+    instead waits for the slowest at each of them: several times slower when another process takes a core now and then.
     """
     step = (CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK) // BLOCK
     parts = [slice(start, min(start + step, superblocks)) for start in range(0, superblocks, step)]
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or len(parts) < 2:
+    if device.type != "cpu" or threads == 1 or not parts:
         for part in parts:
             work(part)
         return
@@ -92,6 +92,14 @@ def superblocks_first(flat: Tensor) -> Tensor:
 def reciprocal(x: Tensor) -> Tensor:
     """1 / x, and 0 where x is too small to divide by."""
     return torch.where(x > TINY, 1 / x, 0)
+
+
+def sum_subs(x: Tensor) -> Tensor:
+    """[..., sub-blocks, n] -> [..., n], in halves: torch.sum's order would depend on where in a chunk n lies."""
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        x = x[..., :half, :] + x[..., half:, :]
+    return x.squeeze(-2)
 
 
 def fp16(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.families import Family, family_of
+from sparsepack.models.gguf_config import gguf_config
 from sparsepack.models.sources import GgufSource, SafetensorsSource, TensorSource
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -164,10 +165,10 @@ def _config(path: Path, name: str) -> Any:
     from transformers import AutoConfig
 
     if path.is_file():
-        architecture = read_gguf(path).metadata.get("general.architecture")
-        if architecture == "sparsepack":
+        file = read_gguf(path)
+        if file.metadata.get("general.architecture") == "sparsepack":
             raise CheckpointError(f"{name}: a packed sparsepack artifact; expected its source model here")
-        return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        return gguf_config(file, name)
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
         model_type = raw["model_type"]

@@ -54,7 +54,8 @@ def test_error_is_never_above_ggml(name: str) -> None:
 @needs_ggml
 @pytest.mark.parametrize("model", ["books-26m-silu", "books-26m-relu", "stories-260k"])
 def test_error_is_never_above_ggml_on_a_real_model(model: str, shared: Path) -> None:
-    for name, weights in codec_cases.model_matrices(shared / "models" / model):
+    # benchmarks/codecs.py goes through all of them; the first and the last block keep this short.
+    for name, weights in codec_cases.model_matrices(shared / "models" / model, skip=r"layers\.[1-6]\.|embed"):
         for order, matrix in (("rows", codec_cases.padded(weights)), ("zigzag", codec_cases.zigzag_order(weights))):
             assert error(matrix) <= ggml_error(matrix), f"{name}, {order}"
 
@@ -87,10 +88,11 @@ def test_finite_weights_of_any_size_stay_finite(seed: int, exponent: float, offs
     assert (decoded.double() - weights).norm() <= weights.double().norm() * 1.001
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=256, max_size=256))
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=12), seeds)
 @settings(deadline=None, max_examples=60)
-def test_hand_made_weights_stay_finite(values: list[float]) -> None:
-    assert q6_k.decode(q6_k.encode(torch.tensor(values))).isfinite().all()
+def test_hand_made_weights_stay_finite(values: list[float], seed: int) -> None:
+    order = torch.randint(len(values), (256,), generator=torch.Generator().manual_seed(seed))
+    assert q6_k.decode(q6_k.encode(torch.tensor(values)[order])).isfinite().all()
 
 
 def test_zeros_become_the_zero_of_the_format() -> None:

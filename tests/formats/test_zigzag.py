@@ -17,9 +17,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 @given(st.integers(1, 700), st.integers(1, 40), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_packing_is_encoding_the_permuted_matrix(
-    rows: int, columns: int, dtype: torch.dtype, transposed: bool
-) -> None:
+def test_packing_is_encoding_the_permuted_matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> None:
     weight = matrix(columns, rows).t() if transposed else matrix(rows, columns)
     weight = weight.to(dtype)
     blocks = zigzag.pack(weight)

@@ -1,0 +1,65 @@
+"""How large a packed model is, and how much of it each decoded token reads."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedMatrix, PackedModel, PackedSite
+
+Activity = Mapping[tuple[int, str], float]
+"""Share of active columns per (layer, site), as `Engine.activity` returns it; a site not named is wholly active."""
+
+
+def parameters(packed: PackedModel) -> int:
+    """The model's parameters: logical weights, norms and biases; a tied output matrix counts once."""
+    matrices = [packed.embedding] + ([] if packed.architecture.tied else [packed.output])
+    count = packed.output_norm.numel() + sum(m.rows * m.columns for m in matrices)
+    for layer in packed.layers:
+        count += sum(norm.numel() for norm in layer.norms.values())
+        for site in layer.sites.values():
+            count += site.matrix.rows * site.matrix.columns + (0 if site.bias is None else site.bias.numel())
+    return count
+
+
+def stored_bytes(packed: PackedModel) -> int:
+    """Bytes of all stored tensors, padding rows included, metadata not."""
+    embedding = 0 if packed.architecture.tied else packed.embedding.blocks.nbytes
+    return embedding + _always_read(packed) + sum(site.matrix.blocks.nbytes for site in _sites(packed))
+
+
+def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
+    """Stored bytes that decoding one token needs: the active columns of every site, the output matrix, one row of the
+    embedding, norms, biases and policies. The KV cache, which grows with the text, is left out."""
+    sites = sum(
+        site.matrix.blocks.nbytes * activity.get((number, name), 1.0)
+        for number, layer in enumerate(packed.layers)
+        for name, site in layer.sites.items()
+    )
+    row = packed.embedding.blocks.nbytes / packed.embedding.rows
+    return sites + row + _always_read(packed)
+
+
+def realised_sparsity(packed: PackedModel, activity: Activity) -> float:
+    """Share of the site matrices' bytes that was not needed: inactive columns, weighted by what they hold."""
+    stored = sum(site.matrix.blocks.nbytes for site in _sites(packed))
+    read = sum(
+        site.matrix.blocks.nbytes * activity.get((number, name), 1.0)
+        for number, layer in enumerate(packed.layers)
+        for name, site in layer.sites.items()
+    )
+    return 1 - read / stored
+
+
+def _sites(packed: PackedModel) -> list[PackedSite]:
+    return [site for layer in packed.layers for site in layer.sites.values()]
+
+
+def _always_read(packed: PackedModel) -> int:
+    tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm]
+    for layer in packed.layers:
+        tensors += layer.norms.values()
+        for site in layer.sites.values():
+            tensors.append(site.bias)
+            if site.policy is not None:
+                tensors += [site.policy.threshold, site.policy.offset]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

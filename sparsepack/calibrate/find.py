@@ -1,0 +1,141 @@
+"""`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sparsepack.calibrate import histogram
+from sparsepack.calibrate.allocation import AllocationOptions, SiteChoice, SiteKey, sparse_sites, weights_of
+from sparsepack.calibrate.criteria import channel_weights
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.learned import chosen_sites, learn_choices
+from sparsepack.calibrate.sequential import sequential_thresholds
+from sparsepack.calibrate.teal import greedy_sparsities, run_at
+from sparsepack.calibrate.thresholds import SiteThreshold, Thresholds
+from sparsepack.models.blocks import BlockStream
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.families import SITES
+
+_GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
+_BATCH = 2
+
+
+def find_thresholds(checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions) -> Thresholds:
+    """A thresholds table whose realised sparsity is the target on text of the calibration's kind.
+
+    Raises `ThresholdsError` for options out of range and `CalibrationError` for a calibration of another model.
+    """
+    options.check()
+    calibration.check_model(checkpoint)
+    sites = sparse_sites(checkpoint, options.include, options.ignore)
+    weights = weights_of(checkpoint, sites)
+    if options.sparsity == 0:
+        rows = [SiteThreshold(layer, site, 0.0, 0.0, 0.0) for layer in range(checkpoint.layers) for site in SITES]
+    elif options.allocation == "global":
+        learnt = learn_choices(checkpoint, calibration, options, weights)
+        rows = _sequential(checkpoint, calibration, options, lambda layer, _: chosen_sites(learnt, layer, SITES))
+    elif options.allocation == "teal":
+        greedy = _Greedy(checkpoint, calibration, options, weights)
+        if options.upstream == "dense":
+            rows = _from_histograms(checkpoint, calibration, options, greedy)
+        else:
+            rows = _sequential(checkpoint, calibration, options, greedy)
+    else:
+        uniform = _uniform(options, weights)
+        take = _from_histograms if options.upstream == "dense" else _sequential
+        rows = take(checkpoint, calibration, options, uniform)
+    return Thresholds(
+        model_sha256=checkpoint.sha256,
+        calibration_sha256=calibration.sha256,
+        allocation=options.allocation,
+        criterion=options.criterion,
+        sparsity=options.sparsity,
+        upstream=options.upstream,
+        rows=tuple(rows),
+    )
+
+
+Chooser = Callable[[int, BlockStream], Mapping[str, SiteChoice]]
+
+
+def _stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
+    return BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
+
+
+def _spread(windows: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` of the windows, evenly spread: int64 [min(count, all), context]."""
+    chosen = torch.linspace(0, len(windows) - 1, min(count, len(windows))).round().long()
+    return windows[chosen].long()
+
+
+@torch.no_grad()
+def _sequential(
+    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, choose: Chooser
+) -> list[SiteThreshold]:
+    windows = _spread(calibration.windows, options.windows)
+    return sequential_thresholds(_stream(checkpoint, options), windows, choose, _BATCH)
+
+
+@torch.no_grad()
+def _from_histograms(
+    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, choose: Chooser
+) -> list[SiteThreshold]:
+    """Thresholds from the calibration's own counts: everything upstream dense, as the papers take them."""
+    stream, rows = _stream(checkpoint, options), []
+    for layer in range(checkpoint.layers):
+        stream.load(layer)
+        for site, choice in choose(layer, stream).items():
+            counts = calibration.layers[layer].sites[site].histograms[options.criterion]
+            threshold = histogram.quantile(counts, choice.sparsity)
+            realised = histogram.share_at_most(counts, threshold) if choice.sparsity else 0.0
+            c = choice.channel_weights if choice.sparsity else None
+            rows.append(SiteThreshold(layer, site, choice.sparsity, threshold, realised, c))
+    return rows
+
+
+def _criterion_choices(stream: BlockStream, criterion: str) -> dict[str, SiteChoice]:
+    """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
+    names = stream.checkpoint.family.projections
+    choices = {}
+    for site in SITES:
+        c = channel_weights(criterion, stream.block, names[site])
+        choices[site] = SiteChoice(0.0, None if c is None else c.cpu())
+    return choices
+
+
+def _with_sparsity(choice: SiteChoice, sparsity: float) -> SiteChoice:
+    return SiteChoice(sparsity, choice.channel_weights, choice.offset)
+
+
+def _uniform(options: AllocationOptions, weights: Mapping[SiteKey, float]) -> Chooser:
+    def choose(layer: int, stream: BlockStream) -> dict[str, SiteChoice]:
+        base = _criterion_choices(stream, options.criterion)
+        return {s: _with_sparsity(base[s], options.sparsity if (layer, s) in weights else 0.0) for s in SITES}
+
+    return choose
+
+
+class _Greedy:
+    """TEAL's choices, block after block; keeps its own hidden states of a few short windows."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        calibration: Calibration,
+        options: AllocationOptions,
+        weights: Mapping[SiteKey, float],
+    ) -> None:
+        self.options, self.weights = options, weights
+        self.ids = _spread(calibration.windows, _GREEDY_WINDOWS)[:, :_GREEDY_TOKENS]
+        self.hidden: torch.Tensor | None = None
+
+    def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteChoice]:
+        base = _criterion_choices(stream, self.options.criterion)
+        if self.hidden is None:
+            self.hidden = stream.embed(self.ids)
+        given = dict.fromkeys(SITES, 0.0)
+        if any((layer, site) in self.weights for site in SITES):
+            given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
+        upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
+        self.hidden = run_at(stream, layer, self.hidden, upstream, base)
+        return {site: _with_sparsity(base[site], given[site]) for site in SITES}

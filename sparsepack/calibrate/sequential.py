@@ -1,0 +1,109 @@
+"""Take thresholds block by block, site by site, with everything upstream already sparse.
+
+Each block is run once per site: the sites before it sparse, the score at this site counted, the run cut short there.
+Only the second half of every window is sparse and counted, its first half is dense context: what decoding after a
+dense prefill sees (design, protocol `decode`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from sparsepack.calibrate import histogram
+from sparsepack.calibrate.allocation import SiteChoice, SiteKey
+from sparsepack.calibrate.thresholds import SiteThreshold
+from sparsepack.models.blocks import BlockStream
+from sparsepack.models.families import SITES
+from sparsepack.models.hooks import SiteFunction, site_hooks
+from sparsepack.models.policy import SitePolicy, sparsify
+from sparsepack.progress import progress
+
+Chooser = Callable[[int, BlockStream], Mapping[str, SiteChoice]]
+"""(layer, stream with that block loaded) -> what each site of the block gets; called in order of execution."""
+
+
+def sequential_thresholds(
+    stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int
+) -> list[SiteThreshold]:
+    """Thresholds of all sites so that each realises its choice's sparsity on `windows` [N, S]."""
+    rows: list[SiteThreshold] = []
+    hidden = torch.cat([stream.embed(ids).cpu() for ids in windows.split(batch)])
+    batches = -(-len(windows) // batch)
+    with progress("thresholds", stream.checkpoint.layers * batches) as advance:
+        for layer in range(stream.checkpoint.layers):
+            stream.load(layer)
+            found = _block_thresholds(stream, layer, hidden, choose(layer, stream), batch)
+            rows += found
+            policies = {(row.layer, row.site): row.policy() for row in found}
+            outputs = []
+            with sparse_second_half(stream, layer, policies):
+                for part in hidden.split(batch):
+                    outputs.append(stream(part).cpu())
+                    advance()
+            hidden = torch.cat(outputs)
+    return rows
+
+
+def _block_thresholds(
+    stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteChoice], batch: int
+) -> list[SiteThreshold]:
+    rows: list[SiteThreshold] = []
+    for site in SITES:
+        choice = choices[site]
+        if choice.sparsity == 0:
+            rows.append(SiteThreshold(layer, site, 0.0, 0.0, 0.0))
+            continue
+        policies = {(row.layer, row.site): row.policy() for row in rows}
+        counts = torch.zeros(histogram.BINS, dtype=torch.int64)
+
+        def observe(_: int, at: str, x: torch.Tensor, site: str = site, choice: SiteChoice = choice) -> torch.Tensor:
+            if at != site:
+                return halved(x, policies.get((layer, at)))
+            nonlocal counts
+            counts = counts + histogram.count(score(second_half(x), choice)).cpu()
+            raise _Reached
+
+        with site_hooks([(layer, stream.block)], stream.checkpoint.family, observe):
+            for part in hidden.split(batch):
+                try:
+                    stream(part)
+                except _Reached:
+                    continue
+        threshold = histogram.quantile(counts, choice.sparsity)
+        realised = histogram.share_at_most(counts, threshold)
+        vectors = (choice.channel_weights, choice.offset)
+        rows.append(SiteThreshold(layer, site, choice.sparsity, threshold, realised, *vectors))
+    return rows
+
+
+def score(x: torch.Tensor, choice: SiteChoice) -> torch.Tensor:
+    """|x_j - offset_j| * c_j in float32: [..., columns]."""
+    shifted = x.float() if choice.offset is None else x.float() - choice.offset.to(x.device)
+    return shifted.abs() if choice.channel_weights is None else shifted.abs() * choice.channel_weights.to(x.device)
+
+
+def second_half(x: torch.Tensor) -> torch.Tensor:
+    """The positions that run sparse: x [B, S, ...] -> [B, S - S // 2, ...]."""
+    return x[:, x.shape[1] // 2 :]
+
+
+def halved(x: torch.Tensor, policy: SitePolicy | None) -> torch.Tensor:
+    """x [B, S, columns] with its second half sparsified."""
+    if policy is None:
+        return x
+    return torch.cat([x[:, : x.shape[1] // 2], sparsify(second_half(x), policy.to(x.device))], 1)
+
+
+@contextmanager
+def sparse_second_half(
+    stream: BlockStream, layer: int, policies: Mapping[SiteKey, SitePolicy | None]
+) -> Iterator[None]:
+    """Within the context the loaded block runs the second half of every window by `policies`."""
+    function: SiteFunction = lambda at, site, x: halved(x, policies.get((at, site)))  # noqa: E731
+    with site_hooks([(layer, stream.block)], stream.checkpoint.family, function):
+        yield
+
+
+class _Reached(Exception):
+    """Cuts a forward pass short at the site that was asked for."""

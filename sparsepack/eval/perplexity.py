@@ -1,0 +1,128 @@
+"""Rolling perplexity, and divergence from the source model, under a named protocol (design, "Which tokens are sparse").
+
+`dense`: every position dense. `all`: every position sparse. `decode`: the first half of each window is dense context,
+the second half runs sparse and only it is scored.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsepack.eval.scorer import SparseScorer
+from sparsepack.progress import progress
+
+_CHUNK = 256  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class WindowScores:
+    """Sums over the scored targets of each window, float64 [windows]; the last three only beside a reference."""
+
+    nll: torch.Tensor
+    targets: int
+    kl: torch.Tensor | None
+    same_top: torch.Tensor | None
+    reference_nll: torch.Tensor | None
+
+
+def score_windows(
+    scorer: SparseScorer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    protocol: str,
+    reference: SparseScorer | None = None,
+    batch: int = 1,
+) -> WindowScores:
+    """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats."""
+    width = inputs.shape[1]
+    first = scored_from(protocol, width)
+    start = {"dense": width, "all": 0, "decode": first}[protocol]
+    sums: dict[str, list[torch.Tensor]] = {"nll": [], "kl": [], "same_top": [], "reference_nll": []}
+    with progress(f"perplexity ({protocol})", len(inputs)) as advance:
+        for ids, wanted in zip(inputs.split(batch), targets.split(batch), strict=True):
+            sparse_from = torch.full((len(ids),), start)
+            hidden = scorer.hidden(ids, None, sparse_from)[:, first:]
+            plain = None
+            if reference is not None:
+                plain = reference.hidden(ids, None, torch.full((len(ids),), width))[:, first:]
+            _score_batch(scorer, reference, hidden, plain, wanted[:, first:].to(scorer.device), sums)
+            advance(len(ids))
+    joined = {name: torch.cat(values) if values else None for name, values in sums.items()}
+    nll = joined["nll"]
+    assert nll is not None
+    return WindowScores(nll, width - first, joined["kl"], joined["same_top"], joined["reference_nll"])
+
+
+def scored_from(protocol: str, width: int) -> int:
+    """The first scored position of a window of `width` positions."""
+    return width // 2 if protocol == "decode" else 0
+
+
+@torch.inference_mode()
+def _score_batch(
+    scorer: SparseScorer,
+    reference: SparseScorer | None,
+    hidden: torch.Tensor,
+    plain: torch.Tensor | None,
+    wanted: torch.Tensor,
+    sums: dict[str, list[torch.Tensor]],
+) -> None:
+    totals = {name: torch.zeros(len(hidden), dtype=torch.float64) for name in sums}
+    for at in range(0, hidden.shape[1], _CHUNK):
+        piece = slice(at, at + _CHUNK)
+        log_q = torch.log_softmax(scorer.model.lm_head(hidden[:, piece]).float(), -1)
+        totals["nll"] -= _picked(log_q, wanted[:, piece])
+        if reference is None or plain is None:
+            continue
+        log_p = torch.log_softmax(reference.model.lm_head(plain[:, piece]).float(), -1)
+        totals["kl"] += (log_p.exp() * (log_p - log_q)).sum((1, 2)).double().cpu()
+        totals["same_top"] += (log_p.argmax(-1) == log_q.argmax(-1)).sum(1).double().cpu()
+        totals["reference_nll"] -= _picked(log_p, wanted[:, piece])
+    for name, total in totals.items():
+        if name == "nll" or reference is not None:
+            sums[name].append(total)
+
+
+def _picked(log_q: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return log_q.gather(-1, wanted[..., None]).sum((1, 2)).double().cpu()
+
+
+def summarise(scores: WindowScores, scored_bytes: int) -> dict[str, Any]:
+    """The figures of a run: each with its standard error over windows.
+
+    perplexity is exp of the mean NLL, its error exp(mean) * error of the mean. `scored_bytes` is the UTF-8 length of
+    the scored targets.
+    """
+    nll, count = scores.nll / scores.targets, len(scores.nll)
+    perplexity = math.exp(float(nll.mean()))
+    result: dict[str, Any] = {
+        "windows": count,
+        "targets": scores.targets * count,
+        "perplexity": {"value": perplexity, "stderr": _scaled(perplexity, _stderr(nll))},
+        "bits_per_byte": float(scores.nll.sum()) / math.log(2) / scored_bytes,
+    }
+    if scores.kl is not None and scores.same_top is not None and scores.reference_nll is not None:
+        reference = math.exp(float((scores.reference_nll / scores.targets).mean()))
+        ratios = nll - scores.reference_nll / scores.targets  # paired: the windows' difficulty cancels
+        ratio = math.exp(float(ratios.mean()))
+        result |= {
+            "kl_divergence": _mean(scores.kl / scores.targets),
+            "top_token_agreement": _mean(scores.same_top / scores.targets),
+            "source_perplexity": reference,
+            "perplexity_ratio": {"value": ratio, "stderr": _scaled(ratio, _stderr(ratios))},
+        }
+    return result
+
+
+def _mean(values: torch.Tensor) -> dict[str, float | None]:
+    return {"value": float(values.mean()), "stderr": _stderr(values)}
+
+
+def _stderr(values: torch.Tensor) -> float | None:
+    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def _scaled(factor: float, error: float | None) -> float | None:
+    return None if error is None else factor * error

@@ -1,0 +1,158 @@
+"""`eval`: accuracy of a checkpoint or an artifact, with the protocol beside every figure."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack import __version__
+from sparsepack.calibrate.thresholds import read_thresholds
+from sparsepack.errors import TextError, UserError
+from sparsepack.eval.perplexity import score_windows, scored_from, summarise
+from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.eval.tasks import PROTOCOLS
+from sparsepack.files.text import read_text
+from sparsepack.models.windows import rolling_windows
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What to measure.
+
+    perplexity -- texts; each gives a row per protocol;  context -- tokens per window;  windows -- at most so many
+    against    -- source checkpoint for KL divergence and top-token agreement
+    tasks, task_path, limit, num_fewshot -- lm-eval tasks
+    protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
+    """
+
+    subject: str
+    thresholds: Path | None = None
+    perplexity: tuple[str, ...] = ()
+    protocol: str | None = None
+    context: int = 2048
+    windows: int | None = None
+    against: str | None = None
+    tasks: tuple[str, ...] = ()
+    task_path: Path | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def check(self) -> None:
+        """Raise `UserError` for a request that measures nothing or makes no sense."""
+        if not self.perplexity and not self.tasks:
+            raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
+        if self.protocol is not None and self.protocol not in PROTOCOLS:
+            raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
+        if self.context < 2 or self.batch < 1 or (self.windows is not None and self.windows < 1):
+            raise UserError(
+                f"context {self.context}, batch {self.batch}, windows {self.windows}: "
+                "expected a context of at least 2, batch and windows of at least 1"
+            )
+
+
+def evaluate(request: EvalRequest) -> dict[str, Any]:
+    """Measure what was asked; the result is JSON-able.
+
+    `{"subject": {...}, "protocol", "perplexity": [row, ...], "tasks": {...}, "sparsity": {...}, "versions"}`
+    Raises `UserError` subclasses.
+    """
+    request.check()
+    texts = [read_text(name) for name in request.perplexity]
+    table = read_thresholds(request.thresholds) if request.thresholds else None
+    subject = open_subject(request.subject, table, request.device, request.dtype)
+    protocol = request.protocol or ("decode" if subject.sparse else "dense")
+    reference = _reference(request, subject)
+    scorer = subject.scorer()
+    rows = []
+    for text in texts:
+        scorer.reset()
+        limit = min(request.context, subject.context)
+        if limit < request.context:
+            raise TextError(f"context {request.context}: {subject.name} was made for at most {subject.context}")
+        inputs, targets = rolling_windows(subject.tokenizer, text, request.context)
+        total = len(inputs)
+        inputs, targets = inputs[: request.windows], targets[: request.windows]
+        scores = score_windows(scorer, inputs, targets, protocol, reference, request.batch)
+        scored = targets[:, scored_from(protocol, targets.shape[1]) :]
+        scored_bytes = sum(len(piece.encode()) for piece in subject.tokenizer.batch_decode(scored))
+        rows.append(
+            {
+                "text": text.name,
+                "text_sha256": text.sha256,
+                "protocol": protocol,
+                "context": request.context,
+                "windows_of": total,
+                **summarise(scores, scored_bytes),
+                "realised_sparsity": _realised(scorer, subject),
+            }
+        )
+    result: dict[str, Any] = {
+        "kind": "evaluation",
+        "subject": {
+            "name": subject.name,
+            "kind": subject.kind,
+            "source_sha256": subject.source_sha256,
+            "thresholds": str(request.thresholds) if request.thresholds else None,
+            "target_sparsity": subject.target_sparsity,
+        },
+        "protocol": protocol,
+        "against": request.against,
+        "perplexity": rows,
+        "tasks": None,
+        "compute": {name: value for name, value in asdict(request).items() if name in ("device", "dtype", "batch")},
+        "versions": {
+            "sparsepack": __version__,
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+        },
+    }
+    if request.tasks:
+        result["tasks"] = _tasks(request, subject, scorer, protocol)
+    return result
+
+
+def _reference(request: EvalRequest, subject: Subject) -> SparseScorer | None:
+    if request.against is None:
+        return None
+    source = open_subject(request.against, None, request.device, request.dtype)
+    if source.source_sha256 != subject.source_sha256:
+        raise UserError(
+            f"{request.against}: not the model that {subject.name} was made from "
+            f"({source.source_sha256[:12]}, expected {subject.source_sha256[:12]})"
+        )
+    return source.scorer()
+
+
+def _tasks(request: EvalRequest, subject: Subject, scorer: SparseScorer, protocol: str) -> dict[str, Any]:
+    from sparsepack.eval.tasks import run_tasks
+
+    scorer.reset()
+    result = run_tasks(
+        scorer,
+        subject.tokenizer,
+        tasks=list(request.tasks),
+        task_path=request.task_path,
+        protocol=protocol,
+        limit=request.limit,
+        batch_size=max(request.batch, 8),
+        num_fewshot=request.num_fewshot,
+    )
+    return {**result, "realised_sparsity": _realised(scorer, subject)}
+
+
+def _realised(scorer: SparseScorer, subject: Subject) -> Mapping[str, Any]:
+    """Realised sparsity per site, and weighted by parameters over all sites (dense ones count as 0)."""
+    shares = subject.parameter_shares()
+    realised = scorer.realised()
+    return {
+        "target": subject.target_sparsity,
+        "overall": sum(value * shares[key] for key, value in realised.items()),
+        "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
+    }

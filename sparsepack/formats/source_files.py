@@ -1,0 +1,34 @@
+"""The texts beside a checkpoint's weights, from its folder, or made again where the checkpoint is a GGUF."""
+
+import json
+from typing import Any
+
+from sparsepack.errors import PackingError
+from sparsepack.models.checkpoint import Checkpoint
+
+
+def config_json(checkpoint: Checkpoint) -> str:
+    """The content of the model's config.json."""
+    path = checkpoint.path / "config.json"
+    return path.read_text(encoding="utf-8") if path.is_file() else str(checkpoint.config.to_json_string())
+
+
+def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What tokenizer_config.json says, with the text of chat_template.jinja as `chat_template`.
+
+    Raises `PackingError` where the file is no JSON object.
+    """
+    if checkpoint.path.is_file():
+        tokenizer = checkpoint.tokenizer
+        named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        return {**named, "chat_template": tokenizer.chat_template}
+    path, template = checkpoint.path / "tokenizer_config.json", checkpoint.path / "chat_template.jinja"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise PackingError(f"{path}: not JSON ({error}); download it again") from error
+    if not isinstance(config, dict):
+        raise PackingError(f"{path}: expected a JSON object; download it again")
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config

@@ -1,0 +1,109 @@
+"""The numbers of a model that an engine needs, taken from the stock configuration when a model is packed."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sparsepack.errors import CheckpointError
+
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One decoder, in numbers.
+
+    heads, kv_heads, head_dim -- attention; grouped queries where heads > kv_heads
+    activation                -- of the gate, one of ACTIVATIONS
+    inv_freq                  -- rotary frequencies [head_dim / 2]; channels i and i + head_dim / 2 turn together
+    rotary_scale              -- factor on cos and sin (YaRN), 1 otherwise
+    sliding_windows           -- per layer, tokens that a query sees at most (0: all)
+    qk_norm                   -- whether q and k are RMS-normalised per head before the rotary embedding
+    context                   -- positions the model was made for
+    bos, eos                  -- token ids; bos None where the model has none
+    """
+
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    norm_eps: float
+    activation: str
+    inv_freq: tuple[float, ...]
+    rotary_scale: float
+    sliding_windows: tuple[int, ...]
+    qk_norm: bool
+    tied: bool
+    context: int
+    bos: int | None
+    eos: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Architecture":
+        """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
+        lists = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
+        return cls(**{**value, **lists})
+
+
+def architecture_of(config: Any, bos: int | None) -> Architecture:
+    """Read a stock configuration. Raises `CheckpointError` for what an engine here cannot run."""
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in _FIXED_ROTARY:
+        raise CheckpointError(
+            f"{config.model_type}: rotary embedding of type {kind!r} changes with the text's length; "
+            f"expected one of {', '.join(_FIXED_ROTARY)}"
+        )
+    if config.hidden_act not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{config.model_type}: activation {config.hidden_act!r}; expected {', '.join(ACTIVATIONS)}"
+        )
+    inv_freq, scale = _rotary(config)
+    eos = getattr(config, "eos_token_id", None)
+    return Architecture(
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        inv_freq=tuple(inv_freq.tolist()),
+        rotary_scale=scale,
+        sliding_windows=_sliding_windows(config),
+        qk_norm=config.model_type == "qwen3",
+        tied=bool(config.tie_word_embeddings),
+        context=config.max_position_embeddings,
+        bos=bos,
+        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    )
+
+
+def _rotary(config: Any) -> tuple[torch.Tensor, float]:
+    """The frequencies as the stock rotary module computes them: float32 [head_dim / 2], and its scale."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        rotary_class = type(AutoModel.from_config(config).rotary_emb)
+    rotary = rotary_class(config)
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def _sliding_windows(config: Any) -> tuple[int, ...]:
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return (window if config.model_type == "mistral" else 0,) * config.num_hidden_layers

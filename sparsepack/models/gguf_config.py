@@ -1,0 +1,114 @@
+"""The stock configuration of a model that is a GGUF.
+
+transformers' own reader of GGUF configurations leaves out head sizes that differ from hidden / heads, rotary scaling,
+sliding windows and biases: such models would load, and be others. Here every key that llama.cpp's converter writes for
+the supported families is read, and what cannot be expressed is refused.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.models.families import FAMILIES
+
+OWN_CONFIG = "sparsepack.config"
+"""The config.json that sparsepack puts into the GGUFs it writes."""
+
+# Llama 3.1's rotary scaling; the factor (8, in Llama 3.2 32) is the largest in the tensor.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def gguf_config(file: GgufFile, name: str) -> Any:
+    """The configuration of a GGUF in full precision.
+
+    Raises `CheckpointError` for other architectures, missing keys and rotary scalings that are not understood.
+    """
+    from transformers import AutoConfig
+
+    if OWN_CONFIG in file.metadata:
+        values = json.loads(file.metadata[OWN_CONFIG])
+        return AutoConfig.for_model(**values)
+    kind = file.metadata.get("general.architecture")
+    model_type = next((family.model_type for family in FAMILIES.values() if family.gguf == kind), None)
+    if model_type is None:
+        known = sorted({family.gguf for family in FAMILIES.values()})
+        raise CheckpointError(f"{name}: a GGUF of architecture {kind!r}; expected one of {', '.join(known)}")
+    try:
+        values = _values(file, f"{kind}.")
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{name}: the key {error} is missing or not understood; convert the model again"
+        ) from error
+    config = AutoConfig.for_model(model_type, **values)
+    if "rope_freqs.weight" in file.tensors:
+        _take_factors(config, file, name)
+    return config
+
+
+def _values(file: GgufFile, prefix: str) -> dict[str, Any]:
+    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    heads, hidden = keys["attention.head_count"], keys["embedding_length"]
+    tokenizer = "tokenizer.ggml."
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": keys["feed_forward_length"],
+        "num_hidden_layers": keys["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "head_dim": keys.get("attention.key_length", keys.get("rope.dimension_count", hidden // heads)),
+        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": keys["context_length"],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "rope_parameters": _rope(keys),
+        "bos_token_id": file.metadata.get(f"{tokenizer}bos_token_id"),
+        "eos_token_id": file.metadata.get(f"{tokenizer}eos_token_id"),
+    }
+
+
+def _rope(keys: dict[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", 10000.0)}
+    scaling = keys.get("rope.scaling.type", "none")
+    if scaling in ("linear", "yarn"):
+        rope |= {"rope_type": scaling, "factor": keys["rope.scaling.factor"]}
+    elif scaling != "none":
+        raise TypeError(f"rope.scaling.type = {scaling}")
+    if scaling == "yarn":
+        rope["original_max_position_embeddings"] = keys["rope.scaling.original_context_length"]
+        rope |= {
+            n: keys[f"rope.scaling.yarn_{n}"] for n in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{n}" in keys
+        }
+    return rope
+
+
+def _take_factors(config: Any, file: GgufFile, name: str) -> None:
+    """Llama 3's scaling from the factors that llama.cpp's converter made of it, if it is Llama 3's."""
+    factors = np.frombuffer(file.bytes("rope_freqs.weight").tobytes(), dtype="<f4")
+    scaling = {**_LLAMA3, "factor": float(factors.max(initial=1.0)), "rope_theta": config.rope_parameters["rope_theta"]}
+    config.rope_parameters = scaling
+    unscaled = scaling["rope_theta"] ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    if not _same(factors, unscaled / _frequencies(config)):
+        raise CheckpointError(
+            f"{name}: rope_freqs.weight is not Llama 3's scaling; expected the Hugging Face folder here"
+        )
+
+
+def _frequencies(config: Any) -> np.ndarray:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies: np.ndarray = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].double().numpy()
+    return frequencies
+
+
+def _same(found: np.ndarray, expected: np.ndarray) -> bool:
+    return found.shape == expected.shape and bool(np.allclose(found, expected, rtol=1e-4))

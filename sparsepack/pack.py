@@ -1,0 +1,102 @@
+"""`pack`: thresholds and weights into one artifact."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsepack.calibrate import folder
+from sparsepack.calibrate.allocation import AllocationOptions
+from sparsepack.calibrate.find import find_thresholds
+from sparsepack.calibrate.thresholds import Thresholds, read_thresholds
+from sparsepack.errors import PackingError
+from sparsepack.files.atomic import check_output
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.policy import SitePolicy
+
+ZIGZAG = "zigzag-q4_k"
+FORMATS = (ZIGZAG, "q4_k", "f16", "bf16", "f32")
+"""The zigzag GGUF, and the plain GGUFs that stock llama.cpp loads."""
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or not at all.
+
+    output_type, embedding_type -- "auto" or a type name; see `formats.zigzag_gguf`
+    """
+
+    model: str
+    output: Path
+    format: str = ZIGZAG
+    calibration: Path | None = None
+    allocation: AllocationOptions | None = None
+    thresholds: Path | None = None
+    output_type: str = "auto"
+    embedding_type: str = "auto"
+    device: str = "cpu"
+    overwrite: bool = False
+    recipe: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise `PackingError` where the parts do not go together."""
+        if self.format not in FORMATS:
+            raise PackingError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
+        sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
+        if sparse and self.format != ZIGZAG:
+            raise PackingError(
+                f"format {self.format}: a plain GGUF has no place for thresholds; leave --sparsity out or use {ZIGZAG}"
+            )
+        if self.thresholds is not None and self.allocation is not None and self.allocation.sparsity > 0:
+            raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")
+        if self.thresholds is None and sparse and self.calibration is None:
+            raise PackingError("--sparsity needs --calibration, a folder made by `sparsepack calibrate`")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What came of it: the file, what the user should be told, and the thresholds inside."""
+
+    path: Path
+    notes: tuple[str, ...]
+    thresholds: Thresholds | None
+
+
+def pack(request: PackRequest) -> Packed:
+    """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
+    from sparsepack.formats.plain_gguf import write_plain
+    from sparsepack.formats.zigzag_gguf import write_zigzag
+
+    request.check()
+    check_output(request.output, request.overwrite)
+    checkpoint = open_checkpoint(request.model)
+    table = thresholds_for(checkpoint, request)
+    provenance = {
+        "calibration": {"sha256": table.calibration_sha256} if table else None,
+        "recipe": dict(request.recipe) if request.recipe else None,
+        "thresholds": table.summary() if table else None,
+    }
+    shared: dict[str, Any] = {
+        "provenance": {name: value for name, value in provenance.items() if value is not None},
+        "output_type": request.output_type,
+        "embedding_type": request.embedding_type,
+        "device": request.device,
+        "overwrite": request.overwrite,
+    }
+    if request.format == ZIGZAG:
+        policies: dict[tuple[int, str], SitePolicy | None] = table.policies() if table else {}
+        notes = write_zigzag(checkpoint, policies, request.output, **shared)
+    else:
+        notes = write_plain(checkpoint, request.output, type=request.format, **shared)
+    return Packed(request.output, notes, table)
+
+
+def thresholds_for(checkpoint: Checkpoint, request: PackRequest) -> Thresholds | None:
+    """The table that the request names or asks to be found."""
+    if request.thresholds is not None:
+        table = read_thresholds(request.thresholds)
+        table.check_model(checkpoint)
+        return table
+    if request.allocation is None or request.calibration is None:
+        return None
+    return find_thresholds(checkpoint, folder.load(request.calibration), request.allocation)

@@ -1,0 +1,78 @@
+"""Small random checkpoints of every family, with a byte-level tokenizer, as Hugging Face folders."""
+
+import pydoc_data.topics
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 512
+END = "<|endoftext|>"
+
+TEXT = "\n".join(pydoc_data.topics.topics.values())
+
+# What each family is small with; `tie_word_embeddings` and head_dim cover both ways.
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "tie_word_embeddings": False},
+    "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 128},
+}
+
+
+@cache
+def tokenizer() -> Any:
+    """A byte-level BPE of `VOCABULARY` tokens without BOS, trained on Python's own documentation."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(TEXT.splitlines(), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END)
+
+
+def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
+    """Save a random model of `family` in bfloat16, changed by `changes` to its configuration; returns the folder.
+
+    Norms and biases are random too, so that a lost one shows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        **SMALL[family],
+        **changes,
+    }
+    config = AutoConfig.for_model(family, **values)
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

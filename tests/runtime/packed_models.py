@@ -1,0 +1,202 @@
+"""Random models of every family, packed in memory, beside the stock model with the same weights."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats import zigzag
+from sparsepack.formats.matrices import ZIGZAG, encode_rows
+from sparsepack.formats.packed import PackedLayer, PackedMatrix, PackedModel, PackedSite
+from sparsepack.formats.zigzag_reader import dequantised
+from sparsepack.models.architecture import architecture_of
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.hooks import site_hooks
+from sparsepack.models.policy import SitePolicy, sparsify
+from sparsepack.models.whole import build_model
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VARIANTS: Mapping[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama tied, biases, llama3 rotary": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "hidden_act": "gelu",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama, several bands, tied Q6_K": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 300,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "llama, one head, relu": {
+        "model_type": "llama",
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "hidden_act": "relu",
+    },
+    "mistral, sliding window": {"model_type": "mistral", "sliding_window": 5, "head_dim": 8},
+    "mistral, no window": {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
+    "qwen2, biases, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2, every second layer slides": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "qwen3, wide heads, yarn": {
+        "model_type": "qwen3",
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen3, tied": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+}
+
+
+def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> PackedModel:
+    """A packed model with random weights, large enough for attention and thresholds to matter; every site dense."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {**SMALL, **VARIANTS[variant], **changes}
+    config = AutoConfig.for_model(**values)
+    family = FAMILIES[config.model_type]
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+
+    def weight(name: str) -> Tensor:
+        x = torch.randn(shapes[name], generator=generator)
+        if name.endswith("norm.weight"):
+            return 1 + 0.2 * x
+        return 0.3 * x if x.dim() == 1 else x * 2 / x.shape[1] ** 0.5
+
+    def site(prefix: str, projections: tuple[str, ...]) -> PackedSite:
+        weights = [weight(f"{prefix}.{p}.weight") for p in projections]
+        parts = tuple(len(w) for w in weights)
+        has = [f"{prefix}.{p}.bias" in shapes for p in projections]
+        bias = torch.cat([weight(f"{prefix}.{p}.bias") for p in projections]) if all(has) else None
+        stacked = torch.cat(weights)
+        return PackedSite(PackedMatrix(zigzag.pack(stacked), ZIGZAG, *stacked.shape), bias, None, parts)
+
+    def by_rows(name: str, type: str) -> PackedMatrix:
+        value = weight(name)
+        return PackedMatrix(encode_rows(value, type), type, *value.shape)
+
+    layers = tuple(
+        PackedLayer(
+            {name: site(f"model.layers.{i}", projections) for name, projections in family.projections.items()},
+            {name: weight(f"model.layers.{i}.{module}.weight") for name, module in family.norms.items()},
+        )
+        for i in range(config.num_hidden_layers)
+    )
+    embedding = by_rows("model.embed_tokens.weight", "F16" if config.hidden_size % 256 else "Q6_K")
+    return PackedModel(
+        architecture=architecture_of(config, config.bos_token_id),
+        layers=layers,
+        embedding=embedding,
+        output_norm=weight("model.norm.weight"),
+        output=embedding if config.tie_word_embeddings else by_rows("lm_head.weight", "BF16"),
+        config_json=config.to_json_string(),
+        tokenizer_json="{}",
+        manifest={"model": {"name": f"random {variant}"}},
+    )
+
+
+def stock_model(packed: PackedModel) -> Any:
+    """The stock transformers model with the packed weights, float32."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**json.loads(packed.config_json))
+    return build_model(config, dequantised(packed))
+
+
+class Sparsifier:
+    """A site function that sparsifies positions from `sparse_from` on, and keeps what those put in."""
+
+    def __init__(self, packed: PackedModel, sparse_from: int) -> None:
+        self.packed, self.sparse_from = packed, sparse_from
+        self.inputs: dict[tuple[int, str], Tensor] = {}
+
+    def __call__(self, layer: int, site: str, x: Tensor) -> Tensor:
+        sparse = x[:, self.sparse_from :]
+        self.inputs[layer, site] = sparse[0]
+        policy = self.packed.layers[layer].sites[site].policy
+        return x if policy is None else torch.cat([x[:, : self.sparse_from], sparsify(sparse, policy)], dim=1)
+
+
+def stock_logits(model: Any, packed: PackedModel, ids: list[int], sparse_from: int) -> tuple[Tensor, Sparsifier]:
+    """Teacher-forced logits [S, V] of the stock model, sparsified by the packed model's policies."""
+    watch = Sparsifier(packed, sparse_from)
+    blocks = list(enumerate(model.model.layers))
+    with torch.no_grad(), site_hooks(blocks, FAMILIES[packed.architecture.model_type], watch):
+        return model(torch.tensor([ids])).logits[0], watch
+
+
+def with_policies(packed: PackedModel, model: Any, ids: list[int], starts: list[int], seed: int = 0) -> PackedModel:
+    """The model with a policy at every site but one, about half of the channels active on `ids`.
+
+    Kinds alternate: a scalar threshold, a threshold per channel, either with an offset. Each threshold lies amid a
+    gap of the scores that the stock model really has, sparse from any of `starts`, so that the last bit of an input
+    never decides.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(len(packed.layers)):
+        for number, site in enumerate(packed.layers[layer].sites):
+            if (layer, number) == (1, 2):
+                continue
+            kind = layer + number
+            seen = [stock_logits(model, packed, ids, start)[1].inputs[layer, site] for start in starts]
+            x = torch.cat(seen)  # [positions, columns]
+            offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if kind % 3 == 1 else None
+            d = x if offset is None else x - offset
+            cost = 0.5 + torch.rand(x.shape[1], generator=generator) if kind % 2 else torch.ones(())
+            policy = SitePolicy(_amid_a_gap(d.abs() * cost) / cost, offset)
+            packed = _with_policy(packed, layer, site, policy)
+    return packed
+
+
+def _amid_a_gap(scores: Tensor) -> Tensor:
+    """Near the median of the scores, the middle of the widest gap between neighbours."""
+    ordered = scores.flatten().sort().values
+    middle = ordered[len(ordered) * 45 // 100 : len(ordered) * 55 // 100 + 2]
+    widest = int(middle.diff().argmax())
+    return (middle[widest] + middle[widest + 1]) / 2
+
+
+def _with_policy(packed: PackedModel, layer: int, site: str, policy: SitePolicy) -> PackedModel:
+    old = packed.layers[layer]
+    sites = {**old.sites, site: dataclasses.replace(old.sites[site], policy=policy)}
+    layers = [*packed.layers]
+    layers[layer] = dataclasses.replace(old, sites=sites)
+    return dataclasses.replace(packed, layers=tuple(layers))

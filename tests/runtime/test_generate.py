@@ -1,0 +1,257 @@
+"""Text in, text out: what is streamed, when it ends, and what is refused."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_models import random_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from sparsepack.errors import ArtifactError, UserError
+from sparsepack.runtime.detokenise import TextStream
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def byte_level() -> Tokenizer:
+    """Every byte a token, and no words: the hardest case of incomplete characters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def sentencepiece_like() -> Tokenizer:
+    """As Llama's: spaces are part of words, the first is dropped, unknown characters fall back to bytes."""
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b", "bc", "▁bc"]
+    merges = [("▁", "a"), ("▁", "b"), ("b", "c"), ("▁b", "c")]
+    bpe = models.BPE({token: i for i, token in enumerate(pieces)}, merges, byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+TOKENIZERS = {"byte-level": byte_level(), "sentencepiece-like": sentencepiece_like()}
+TEXT = "a bc  d ü€ 日本 🙂🙂 e\n\n f "
+every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+class Script:
+    """In place of an engine: says the tokens of a script, whatever it is fed."""
+
+    def __init__(self, script: Sequence[int], bos: int | None = 1, eos: tuple[int, ...] = (2,), context: int = 4096):
+        self.architecture = SimpleNamespace(bos=bos, eos=eos)
+        self.script, self.context = script, context
+        self.fed: list[int] = []
+
+    @property
+    def position(self) -> int:
+        return len(self.fed)
+
+    def reset(self) -> None:
+        self.fed = []
+        self.said = 0
+
+    def prefill(self, ids: Sequence[int]) -> torch.Tensor:
+        self.fed += ids
+        return self.say()
+
+    def step(self, id: int) -> torch.Tensor:
+        self.fed.append(id)
+        return self.say()
+
+    def say(self) -> torch.Tensor:
+        self.said += 1
+        return torch.nn.functional.one_hot(torch.tensor(self.script[self.said - 1]), 600).float()
+
+
+def streamed(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*(stream.push(id) for id in ids), stream.finish()]
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def run(engine: object, tokenizer: Tokenizer, prompt: str, max_tokens: int = 99) -> tuple[list[str], str]:
+    pieces = generate(engine, tokenizer.to_str(), prompt, max_tokens)  # type: ignore[arg-type]
+    found = []
+    while True:
+        try:
+            found.append(next(pieces))
+        except StopIteration as end:
+            return found, end.value
+
+
+# text in pieces
+
+
+@every_tokenizer
+def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer) -> None:
+    pieces = streamed(tokenizer, encoded(tokenizer, TEXT))
+    assert "".join(pieces) == TEXT
+    assert "\ufffd" not in "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > len(TEXT) / 2, "text came late"
+
+
+@every_tokenizer
+@given(prompt=st.text(max_size=12), text=st.text(min_size=1, max_size=30))
+@settings(max_examples=150, deadline=None)
+def test_pieces_continue_any_prompt_with_any_text(tokenizer: Tokenizer, prompt: str, text: str) -> None:
+    ids = encoded(tokenizer, prompt + text)
+    cut = len(encoded(tokenizer, prompt))
+    start = tokenizer.decode(ids[:cut])
+    if start.endswith("\ufffd"):  # merged across the border: not a prompt that a tokenizer makes
+        return
+    assert start + "".join(streamed(tokenizer, ids[cut:], ids[:cut])) == tokenizer.decode(ids)
+
+
+@every_tokenizer
+def test_a_leading_space_belongs_after_a_prompt_and_not_at_the_beginning(tokenizer: Tokenizer) -> None:
+    ids = encoded(tokenizer, "a bc")
+    first = encoded(tokenizer, "a")
+    assert streamed(tokenizer, ids, [1])[0] == "a"
+    assert "".join(streamed(tokenizer, ids[len(first) :], [1, *first])) == " bc"
+
+
+@every_tokenizer
+@given(ids=st.lists(st.integers(0, 258), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_any_tokens_give_text_without_an_error(tokenizer: Tokenizer, ids: list[int]) -> None:
+    text = "".join(streamed(tokenizer, ids))
+    if tokenizer is TOKENIZERS["byte-level"]:
+        assert text == tokenizer.decode(ids)
+
+
+@every_tokenizer
+def test_a_character_that_never_ends_shows_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = encoded(tokenizer, "a🙂")[:-1]
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces[:-1]) == "a"
+    assert set(pieces[-1]) == {"\ufffd"}
+
+
+@every_tokenizer
+def test_special_tokens_give_no_text(tokenizer: Tokenizer) -> None:
+    a, bc = encoded(tokenizer, "a"), encoded(tokenizer, "a bc")[len(encoded(tokenizer, "a")) :]
+    assert "".join(streamed(tokenizer, [*a, 0, 1, *bc, 2])) == "a bc"
+
+
+@pytest.mark.parametrize("model", ["books-26m-silu", "stories-260k"])
+def test_real_tokenizers_stream_real_text(shared: Path, model: str) -> None:
+    tokenizer = Tokenizer.from_file(str(shared / "models" / model / "tokenizer.json"))
+    text = "Once upon a time, “naïve” 🙂 quotes —\n  and 日本語."
+    ids = encoded(tokenizer, text)
+    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids) == text
+    assert "".join(streamed(tokenizer, ids[2:], ids[:2])) == text[len(tokenizer.decode(ids[:2])) :]
+
+
+# generate
+
+
+@every_tokenizer
+def test_generation_streams_the_model_s_tokens_until_eos(tokenizer: Tokenizer) -> None:
+    whole, start = encoded(tokenizer, "a bc 🙂 d"), encoded(tokenizer, "a")
+    engine = Script([*whole[len(start) :], 2])
+    pieces, reason = run(engine, tokenizer, "a")
+    assert "".join(pieces) == " bc 🙂 d"
+    assert all(pieces)
+    assert reason == "eos"
+    assert engine.fed == [1, *whole]
+
+
+def test_generation_stops_after_max_tokens_without_a_step_too_many() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script(encoded(tokenizer, "abcdef"))
+    assert run(engine, tokenizer, "x", 3) == (["a", "b", "c"], "tokens")
+    assert engine.said == 3
+    assert run(engine, tokenizer, "x", 0) == ([], "tokens")
+
+
+def test_generation_stops_where_the_context_is_full() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script(encoded(tokenizer, "abcdef"), context=4)
+    pieces, reason = run(engine, tokenizer, "x")
+    assert ("".join(pieces), reason) == ("abc", "context")
+    assert engine.position == 4
+
+
+def test_any_eos_of_several_ends_the_text() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    assert run(Script([*encoded(tokenizer, "ab"), 0], eos=(2, 0)), tokenizer, "x") == (["a", "b"], "eos")
+
+
+def test_an_empty_prompt_begins_with_bos() -> None:
+    tokenizer = TOKENIZERS["sentencepiece-like"]
+    engine = Script([*encoded(tokenizer, "a bc"), 2])
+    assert "".join(run(engine, tokenizer, "")[0]) == "a bc"
+    assert engine.fed[0] == 1
+
+
+def test_an_empty_prompt_without_bos_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"empty prompt: .*\(BOS\)"):
+        generate(Script([], bos=None), TOKENIZERS["byte-level"].to_str(), "", 5)  # type: ignore[arg-type]
+
+
+def test_bos_comes_once() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    assert prompt_tokens(tokenizer, "a", None) == encoded(tokenizer, "a")
+    assert prompt_tokens(tokenizer, "a", 1) == prompt_tokens(tokenizer, "<s>a", 1) == [1, *encoded(tokenizer, "a")]
+
+
+def test_a_prompt_longer_than_the_context_is_an_error_before_anything_runs() -> None:
+    with pytest.raises(UserError, match="prompt of 6 tokens: the context holds 4"):
+        generate(Script([], context=4), TOKENIZERS["byte-level"].to_str(), "abcde", 5)  # type: ignore[arg-type]
+
+
+def test_options_are_checked_before_anything_runs() -> None:
+    engine, tokenizer_json = Script([]), TOKENIZERS["byte-level"].to_str()
+    with pytest.raises(UserError, match="-1 tokens"):
+        generate(engine, tokenizer_json, "a", -1)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="temperature -1"):
+        generate(engine, tokenizer_json, "a", 1, temperature=-1)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_no_text_is_an_error() -> None:
+    with pytest.raises(UserError, match="character 1 is half a character"):
+        prompt_tokens(TOKENIZERS["byte-level"], "a\udc80", 1)
+
+
+def test_a_damaged_tokenizer_is_an_error() -> None:
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json cannot be read"):
+        open_tokenizer(json.dumps({}))
+
+
+def test_a_real_engine_generates_the_same_text_for_the_same_seed() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Engine(random_model("llama", vocab_size=tokenizer.get_vocab_size()))
+    engine.architecture = dataclasses.replace(engine.architecture, eos=())
+
+    def text(**options: float) -> str:
+        return "".join(generate(engine, tokenizer.to_str(), "Once", 30, **options))  # type: ignore[arg-type]
+
+    assert text() == text()
+    assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1)
+    assert text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
+
+
+def test_generation_imports_no_transformers() -> None:
+    code = "import sys, sparsepack.runtime.generate; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

@@ -1,0 +1,75 @@
+"""Choosing tokens: what may be chosen, how often, and that it repeats."""
+
+import pytest
+import torch
+
+from sparsepack.errors import ArtifactError, UserError
+from sparsepack.runtime.sampling import Sampler, Sampling
+
+LOGITS = torch.tensor([0.5, 0.2, 0.1, 0.15, 0.05]).log()
+
+
+def draws(sampling: Sampling, count: int = 2000, logits: torch.Tensor = LOGITS) -> list[int]:
+    sampler = Sampler(sampling)
+    return [sampler.choose(logits) for _ in range(count)]
+
+
+def test_temperature_zero_takes_the_likeliest_and_the_lowest_of_equals() -> None:
+    assert set(draws(Sampling(), 10)) == {0}
+    assert draws(Sampling(), 1, torch.tensor([1.0, 3.0, 3.0])) == [1]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    found = torch.tensor(draws(Sampling(temperature=1.0))).bincount(minlength=5) / 2000
+    assert (found - LOGITS.exp()).abs().max() < 0.04
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold, hot = (draws(Sampling(temperature=t)).count(0) for t in (0.3, 5.0))
+    assert cold > 1800
+    assert hot < 700
+
+
+def test_top_k_keeps_the_likeliest() -> None:
+    assert set(draws(Sampling(temperature=1.0, top_k=3))) == {0, 1, 3}
+    assert set(draws(Sampling(temperature=1.0, top_k=1))) == {0}
+    assert set(draws(Sampling(temperature=1.0, top_k=99))) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.01, {0}), (0.45, {0}), (0.6, {0, 1}), (0.8, {0, 1, 3}), (1.0, {*range(5)})])
+def test_top_p_keeps_the_fewest_that_have_the_probability(top_p: float, kept: set[int]) -> None:
+    assert set(draws(Sampling(temperature=1.0, top_p=top_p))) == kept
+
+
+def test_top_p_is_a_share_of_what_top_k_kept() -> None:
+    assert set(draws(Sampling(temperature=1.0, top_k=2, top_p=0.7))) == {0}
+
+
+def test_a_seed_repeats_and_another_differs() -> None:
+    assert draws(Sampling(1.0, seed=5), 50) == draws(Sampling(1.0, seed=5), 50)
+    assert draws(Sampling(1.0, seed=5), 50) != draws(Sampling(1.0, seed=6), 50)
+
+
+def test_impossible_tokens_are_never_chosen() -> None:
+    logits = torch.tensor([float("-inf"), 0.0, float("-inf"), -1.0])
+    assert set(draws(Sampling(temperature=3.0), 500, logits)) == {1, 3}
+
+
+def test_tiny_temperatures_are_greedy() -> None:
+    assert set(draws(Sampling(temperature=1e-300), 20)) == {0}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
+    with pytest.raises(ArtifactError, match="damaged"):
+        Sampler(Sampling()).choose(torch.tensor([0.0, bad]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}],
+    ids=str,
+)
+def test_options_out_of_range_are_errors(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="expected"):
+        Sampling(**options)  # type: ignore[arg-type]
