@@ -42,6 +42,8 @@ class PackRequest:
         """Raise `PackingError` where the parts do not go together."""
         if self.format not in FORMATS:
             raise PackingError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
+        if self.allocation is not None:
+            self.allocation.check()
         sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
         if sparse and self.format != ZIGZAG:
             raise PackingError(
@@ -51,6 +53,8 @@ class PackRequest:
             raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")
         if self.thresholds is None and sparse and self.calibration is None:
             raise PackingError("--sparsity needs --calibration, a folder made by `sparsepack calibrate`")
+        if self.thresholds is None and self.allocation is None and self.calibration is not None:
+            raise PackingError("--calibration alone changes nothing; say how much --sparsity to take from it")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from sparsepack.calibrate.criteria import CRITERIA
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
@@ -46,18 +47,15 @@ class AllocationOptions:
     upstream: str = "sparse"
     windows: int = 16
     offsets: bool = False
-    steps: int = 120
-    batch: int = 2
+    steps: int = 300
+    batch: int = 4
     length: int = 1024
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-    extra: Mapping[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise `ThresholdsError` for values out of range."""
-        from sparsepack.calibrate.statistics import CRITERIA
-
         if not 0 <= self.sparsity < 1:
             raise ThresholdsError(f"sparsity {self.sparsity}: expected at least 0 and below 1 (0.5 skips half)")
         for name, value, known in (
@@ -67,6 +65,14 @@ class AllocationOptions:
         ):
             if value not in known:
                 raise ThresholdsError(f"{name} {value!r}: expected one of {', '.join(known)}")
+        for name, count, least in (
+            ("windows", self.windows, 1),
+            ("steps", self.steps, 1),
+            ("batch", self.batch, 1),
+            ("length", self.length, 2),
+        ):
+            if count < least:
+                raise ThresholdsError(f"{name} {count}: expected at least {least}")
         if self.offsets and self.allocation != "global":
             raise ThresholdsError("offsets are learnt from the model's output: they need --allocation global")
         if self.allocation == "global" and self.upstream == "dense":

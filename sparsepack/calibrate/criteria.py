@@ -1,9 +1,11 @@
-"""Channel weights c of the score |x_j| * c_j."""
+"""The criteria of a channel's score |x_j| * c_j: c = 1, or the norm of its column in the stacked matrix."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+CRITERIA = ("magnitude", "column-norm")
 
 
 def column_norms(block: nn.Module, projections: Sequence[str]) -> torch.Tensor:

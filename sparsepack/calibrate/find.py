@@ -1,6 +1,6 @@
 """`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -9,7 +9,7 @@ from sparsepack.calibrate.allocation import AllocationOptions, SiteChoice, SiteK
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.learned import chosen_sites, learn_choices
-from sparsepack.calibrate.sequential import sequential_thresholds
+from sparsepack.calibrate.sequential import Chooser, sequential_thresholds
 from sparsepack.calibrate.teal import greedy_sparsities, run_at
 from sparsepack.calibrate.thresholds import SiteThreshold, Thresholds
 from sparsepack.models.blocks import BlockStream
@@ -53,9 +53,6 @@ def find_thresholds(checkpoint: Checkpoint, calibration: Calibration, options: A
         upstream=options.upstream,
         rows=tuple(rows),
     )
-
-
-Chooser = Callable[[int, BlockStream], Mapping[str, SiteChoice]]
 
 
 def _stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from sparsepack.calibrate.statistics import LayerStatistics
-from sparsepack.errors import CalibrationError
-from sparsepack.files.atomic import atomic_folder, write_json
+from sparsepack.errors import CalibrationError, OutputError
+from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
+from sparsepack.files.tensors import save_tensors
 from sparsepack.models.checkpoint import Checkpoint
 
 SCHEMA = 1
@@ -46,18 +47,23 @@ class Calibration:
             )
 
 
+def check_output(path: Path, overwrite: bool) -> None:
+    """Raise `OutputError` unless a calibration can be written there: `overwrite` replaces calibrations only."""
+    atomic.check_output(path, overwrite, folder=True)
+    if path.exists() and any(path.iterdir()) and not (path / _MANIFEST).is_file():
+        raise OutputError(f"{path}: a folder that is no calibration; it is not replaced, give another name")
+
+
 def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calibration:
     """Write a calibration folder, whole or not at all; returns it with the hash of its statistics in the manifest."""
-    from safetensors.torch import save_file
-
-    tensors = {"windows": calibration.windows.to(torch.int32).contiguous()}
+    check_output(path, overwrite)
+    tensors = {"windows": calibration.windows.to(torch.int32)}
     for layer, statistics in enumerate(calibration.layers):
         tensors |= statistics.tensors(layer)
-    with atomic_folder(path, overwrite) as folder:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / _TENSORS)
-        (folder / _TENSORS).chmod(0o644)
+    with atomic.atomic_folder(path, overwrite) as folder:
+        save_tensors(tensors, folder / _TENSORS)
         manifest = {**calibration.manifest, "statistics_sha256": sha256_file(folder / _TENSORS)}
-        write_json(folder / _MANIFEST, manifest)
+        atomic.write_json(folder / _MANIFEST, manifest)
     return Calibration(manifest, calibration.layers, calibration.windows)
 
 
@@ -81,9 +87,10 @@ def load(path: Path) -> Calibration:
     try:
         tensors = load_file(path / _TENSORS)
         statistics = tuple(LayerStatistics.from_tensors(tensors, layer) for layer in range(layers))
-    except (SafetensorError, KeyError) as error:
+        windows = tensors["windows"]
+    except (SafetensorError, KeyError, TypeError) as error:
         raise CalibrationError(f"{path / _TENSORS}: damaged ({error}); calibrate again") from error
-    return Calibration(manifest, statistics, tensors["windows"])
+    return Calibration(manifest, statistics, windows)
 
 
 def merge(first: Calibration, second: Calibration) -> Calibration:

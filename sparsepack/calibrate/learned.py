@@ -93,12 +93,12 @@ def _start(
         threshold = histogram.quantile(counts, options.sparsity)
         if threshold == 0:  # more exact zeros than asked for: begin among the smallest of the others
             counts[0] = 0
-            threshold = histogram.quantile(counts, 0.05)
+            threshold = histogram.quantile(counts, 0.05) or 1.0  # nothing but zeros: any threshold will do
         columns = checkpoint.stacked_shape(site, layer)[1]
         names = checkpoint.family.projections[site]
         c = channel_weights(options.criterion, model.model.layers[layer], names)
         each = torch.full((columns,), threshold, device=options.device)
-        each = each if c is None else each / c.clamp_min(c.max() * 1e-6)
+        each = each if c is None else each / c.clamp_min(float(c.max()) * 1e-6 or 1.0)
         key = (layer, site)
         made.scales[key] = float(each.median())
         made.log_thresholds[key] = each.log().requires_grad_(True)
@@ -184,10 +184,10 @@ def _shifted(
     realised: Mapping[SiteKey, float], weights: Mapping[SiteKey, float], target: float
 ) -> dict[SiteKey, float]:
     """All sparsities moved by one amount so that their weighted mean is the target."""
-    low, high = -1.0, 1.0
+    low, high, highest = -1.0, 1.0, max(_HIGHEST, target)
     for _ in range(60):
         middle = (low + high) / 2
-        moved = {key: min(max(value + middle, 0.0), _HIGHEST) for key, value in realised.items()}
+        moved = {key: min(max(value + middle, 0.0), highest) for key, value in realised.items()}
         if sum(moved[key] * weights[key] for key in moved) > target:
             high = middle
         else:

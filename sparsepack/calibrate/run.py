@@ -18,8 +18,9 @@ from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.statistics import LayerStatistics, SiteStatistics
 from sparsepack.errors import CalibrationError, TextError
-from sparsepack.files.atomic import atomic_file, check_output, write_json
+from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.files.hashing import fingerprint, sha256_bytes
+from sparsepack.files.tensors import save_tensors
 from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
@@ -39,7 +40,7 @@ class CalibrateOptions:
     """
 
     context: int = 2048
-    samples: int = 64
+    samples: int = 128
     seed: int = 0
     sinks: int = 4
     batch: int = 2
@@ -64,7 +65,7 @@ def calibrate(
     """
     options = options or CalibrateOptions()
     options.check()
-    check_output(output, overwrite)
+    folder.check_output(output, overwrite)
     windows = _chosen_windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, windows, options)
     unfinished = _Unfinished(output, fingerprint(manifest))
@@ -84,6 +85,11 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
         raise TextError(
             f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
             f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
+        )
+    if windows.shape[1] <= options.sinks:
+        raise CalibrationError(
+            f"context {options.context}, sinks {options.sinks}: without a BOS token a window has "
+            f"{windows.shape[1]} positions, none is left to count; give a larger context"
         )
     if options.samples and options.samples < len(windows):
         generator = torch.Generator().manual_seed(options.seed)
@@ -130,16 +136,13 @@ def _run(
     stream = BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
     layers, hidden = unfinished.resume()
     if hidden is None:
-        hidden = torch.cat([stream.embed(batch).cpu() for batch in windows.split(options.batch)])
+        hidden = stream.embed(windows)
     batches = -(-len(windows) // options.batch)
     with progress("calibrating", checkpoint.layers * batches, len(layers) * batches) as advance:
         for layer in range(len(layers), checkpoint.layers):
             stream.load(layer)
             statistics = _empty(checkpoint)
-            norms = {
-                site: column_norms(stream.block, names).to(stream.device)
-                for site, names in checkpoint.family.projections.items()
-            }
+            norms = {site: column_norms(stream.block, names) for site, names in checkpoint.family.projections.items()}
 
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
                 into.sites[site].add(x[:, options.sinks :], norms[site])
@@ -149,7 +152,7 @@ def _run(
 
             outputs = []
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
-                for batch in hidden.split(options.batch):
+                for batch in torch.split(hidden, options.batch):
                     outputs.append(stream(batch).cpu())
                     advance()
             hidden = torch.cat(outputs)
@@ -185,17 +188,17 @@ class _Unfinished:
         return layers, load_file(self.path / f"hidden-{done:05}.safetensors")["hidden"]
 
     def save(self, layer: int, statistics: LayerStatistics, hidden: torch.Tensor) -> None:
-        from safetensors.torch import save_file
-
+        """Keep a finished block and the hidden states after it."""
         self.path.mkdir(exist_ok=True)
         done = layer + 1
         pieces = {f"block-{layer:05}": statistics.tensors(layer), f"hidden-{done:05}": {"hidden": hidden}}
         for name, tensors in pieces.items():
             with atomic_file(self.path / f"{name}.safetensors", overwrite=True) as temporary:
-                save_file({key: value.contiguous() for key, value in tensors.items()}, temporary)
+                save_tensors(tensors, temporary)
         # The state file is written last: until it is there, the block before counts as the last finished one.
         write_json(self.path / "state.json", {"mark": self.mark, "blocks": done})
         (self.path / f"hidden-{layer:05}.safetensors").unlink(missing_ok=True)
 
     def discard(self) -> None:
+        """Forget everything."""
         shutil.rmtree(self.path, ignore_errors=True)

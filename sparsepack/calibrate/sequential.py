@@ -5,8 +5,8 @@ Only the second half of every window is sparse and counted, its first half is de
 dense prefill sees (design, protocol `decode`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -28,7 +28,7 @@ def sequential_thresholds(
 ) -> list[SiteThreshold]:
     """Thresholds of all sites so that each realises its choice's sparsity on `windows` [N, S]."""
     rows: list[SiteThreshold] = []
-    hidden = torch.cat([stream.embed(ids).cpu() for ids in windows.split(batch)])
+    hidden = stream.embed(windows)
     batches = -(-len(windows) // batch)
     with progress("thresholds", stream.checkpoint.layers * batches) as advance:
         for layer in range(stream.checkpoint.layers):
@@ -38,7 +38,7 @@ def sequential_thresholds(
             policies = {(row.layer, row.site): row.policy() for row in found}
             outputs = []
             with sparse_second_half(stream, layer, policies):
-                for part in hidden.split(batch):
+                for part in torch.split(hidden, batch):
                     outputs.append(stream(part).cpu())
                     advance()
             hidden = torch.cat(outputs)
@@ -55,26 +55,36 @@ def _block_thresholds(
             rows.append(SiteThreshold(layer, site, 0.0, 0.0, 0.0))
             continue
         policies = {(row.layer, row.site): row.policy() for row in rows}
-        counts = torch.zeros(histogram.BINS, dtype=torch.int64)
-
-        def observe(_: int, at: str, x: torch.Tensor, site: str = site, choice: SiteChoice = choice) -> torch.Tensor:
-            if at != site:
-                return halved(x, policies.get((layer, at)))
-            nonlocal counts
-            counts = counts + histogram.count(score(second_half(x), choice)).cpu()
-            raise _Reached
-
-        with site_hooks([(layer, stream.block)], stream.checkpoint.family, observe):
-            for part in hidden.split(batch):
-                try:
-                    stream(part)
-                except _Reached:
-                    continue
+        counts = _score_counts(stream, (layer, site), torch.split(hidden, batch), choice, policies)
         threshold = histogram.quantile(counts, choice.sparsity)
         realised = histogram.share_at_most(counts, threshold)
         vectors = (choice.channel_weights, choice.offset)
         rows.append(SiteThreshold(layer, site, choice.sparsity, threshold, realised, *vectors))
     return rows
+
+
+def _score_counts(
+    stream: BlockStream,
+    key: SiteKey,
+    batches: Sequence[torch.Tensor],
+    choice: SiteChoice,
+    policies: Mapping[SiteKey, SitePolicy | None],
+) -> torch.Tensor:
+    """Histogram of the score at one site of the loaded block, the sites before it sparse by `policies`."""
+    layer, site = key
+    counts = torch.zeros(histogram.BINS, dtype=torch.int64)
+
+    def observe(_: int, at: str, x: torch.Tensor) -> torch.Tensor:
+        if at != site:
+            return halved(x, policies.get((layer, at)))
+        counts.add_(histogram.count(score(second_half(x), choice)).cpu())
+        raise _Reached
+
+    with site_hooks([(layer, stream.block)], stream.checkpoint.family, observe):
+        for part in batches:
+            with suppress(_Reached):
+                stream(part)
+    return counts
 
 
 def score(x: torch.Tensor, choice: SiteChoice) -> torch.Tensor:

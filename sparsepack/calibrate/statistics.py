@@ -1,14 +1,12 @@
-"""What one pass over text collects: per site the score's histograms and second moments, per layer attention channels."""
+"""What one pass over text collects: per site histograms and second moments, per layer attention channels."""
 
 from dataclasses import dataclass, field
 
 import torch
 
 from sparsepack.calibrate import histogram
+from sparsepack.calibrate.criteria import CRITERIA
 from sparsepack.models.families import SITES
-
-CRITERIA = ("magnitude", "column-norm")
-"""score of channel j = |x_j| * c_j: c = 1, or the norm of the channel's column in the stacked matrix."""
 
 
 @dataclass
@@ -34,7 +32,6 @@ class SiteStatistics:
         self.histograms["magnitude"] += histogram.count(size).cpu()
         self.histograms["column-norm"] += histogram.count(size * column_norms).cpu()
         self.second_moment += size.square().flatten(0, -2).sum(0, dtype=torch.float64).cpu()
-
 
     def __add__(self, other: "SiteStatistics") -> "SiteStatistics":
         counts = {name: self.histograms[name] + other.histograms[name] for name in CRITERIA}

@@ -19,6 +19,7 @@ from sparsepack.models.hooks import site_hooks
 STEP = 0.025
 """Share of the block's weights that one greedy step makes sparse."""
 HIGHEST = 0.95
+"""Sparsity of a site at most, unless the target itself is higher."""
 
 
 def greedy_sparsities(
@@ -37,6 +38,7 @@ def greedy_sparsities(
     """
     sites = [site for site in SITES if (layer, site) in weights]
     total = sum(weights[layer, site] for site in sites)
+    highest = max(HIGHEST, target)
     reference = run_at(stream, layer, hidden, dict.fromkeys(SITES, 0.0), base)
     given = dict.fromkeys(SITES, 0.0)
     spent = 0.0
@@ -44,13 +46,10 @@ def greedy_sparsities(
         step = min(STEP, target - spent)
         candidates = []
         for site in sites:
-            raised = given[site] + step * total / weights[layer, site]
-            if raised <= HIGHEST:
-                trial = {**given, site: raised}
+            if given[site] < highest:
+                trial = {**given, site: min(given[site] + step * total / weights[layer, site], highest)}
                 error = second_half(run_at(stream, layer, hidden, trial, base) - reference).norm()
                 candidates.append((float(error), site, trial))
-        if not candidates:  # every site is at its highest
-            break
         _, _, given = min(candidates)
         spent = sum(given[site] * weights[layer, site] for site in sites) / total
     return given

@@ -79,7 +79,7 @@ class Thresholds:
         expected = {(layer, site) for layer in range(checkpoint.layers) for site in SITES}
         found = {(row.layer, row.site) for row in self.rows}
         if found != expected or len(self.rows) != len(expected):
-            wrong = sorted(expected ^ found) or ["a row that stands twice"]
+            wrong = sorted(f"blk.{layer}.{site}" for layer, site in expected ^ found) or ["a row that stands twice"]
             raise ThresholdsError(f"{checkpoint.name}: the table does not have one row for every site: {wrong[0]}")
         for row in self.rows:
             columns = checkpoint.stacked_shape(row.site)[1]
@@ -119,44 +119,65 @@ def read_thresholds(path: Path) -> Thresholds:
     """Read a table. Raises `ThresholdsError` naming the row and field that is wrong."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ThresholdsError(f"{path}: not a thresholds table ({error})") from error
     if not isinstance(value, dict) or value.get("kind") != "thresholds" or value.get("schema") != SCHEMA:
-        raise ThresholdsError(f"{path}: not a thresholds table of schema {SCHEMA}; make one with `sparsepack thresholds`")
-    try:
-        rows = tuple(_row(path, number, row) for number, row in enumerate(value["rows"], 1))
-        fields = {name: value[name] for name in Thresholds.__dataclass_fields__ if name != "rows"}
-    except (KeyError, TypeError) as error:
-        raise ThresholdsError(f"{path}: a field is missing ({error})") from error
-    return Thresholds(**fields, rows=rows)
-
-
-def _row(path: Path, number: int, row: Mapping[str, Any]) -> SiteThreshold:
-    where = f"{path}, row {number}"
-    try:
-        vectors = {name: _decoded(row[name]) for name in ("channel_weights", "offset")}
-    except (ValueError, TypeError) as error:
-        raise ThresholdsError(f"{where}: a vector is not base64 of float32 ({error})") from error
-    made = SiteThreshold(
-        row["layer"], row["site"], float(row["sparsity"]), float(row["threshold"]), float(row["realised"]), **vectors
-    )
-    if made.site not in SITES or not isinstance(made.layer, int):
-        raise ThresholdsError(f"{where}: layer {made.layer!r}, site {made.site!r}; expected a site of {', '.join(SITES)}")
-    if not 0 <= made.sparsity < 1 or not made.threshold >= 0 or math.isinf(made.threshold):
         raise ThresholdsError(
-            f"{where}: sparsity {made.sparsity}, threshold {made.threshold}; expected 0 <= sparsity < 1, threshold >= 0"
+            f"{path}: not a thresholds table of schema {SCHEMA}; make one with `sparsepack thresholds`"
         )
-    return made
+    texts = ("model_sha256", "calibration_sha256", "allocation", "criterion", "upstream")
+    head = {name: _field(value, name, str, str(path)) for name in texts}
+    rows = _field(value, "rows", list, str(path))
+    return Thresholds(
+        **head,
+        sparsity=float(_field(value, "sparsity", float, str(path))),
+        rows=tuple(_row(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)),
+    )
+
+
+def _row(row: Any, where: str) -> SiteThreshold:
+    layer, site = _field(row, "layer", int, where), _field(row, "site", str, where)
+    if site not in SITES:
+        raise ThresholdsError(f"{where}: site {site!r}; expected one of {', '.join(SITES)}")
+    sparsity, threshold, realised = (_field(row, name, float, where) for name in ("sparsity", "threshold", "realised"))
+    if not 0 <= sparsity < 1 or not 0 <= threshold < math.inf:
+        raise ThresholdsError(
+            f"{where}: sparsity {sparsity}, threshold {threshold}; expected 0 <= sparsity < 1, threshold >= 0"
+        )
+    vectors = (_vector(row, name, where) for name in ("channel_weights", "offset"))
+    return SiteThreshold(layer, site, float(sparsity), float(threshold), float(realised), *vectors)
+
+
+_KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+    list: ((list,), "a list"),
+}
+
+
+def _field(value: Any, name: str, kind: type, where: str) -> Any:
+    """A field of a JSON object, checked to be of that kind."""
+    if not isinstance(value, dict) or name not in value:
+        raise ThresholdsError(f"{where}: the field {name!r} is missing")
+    accepted, expected = _KINDS[kind]
+    if not isinstance(value[name], accepted) or isinstance(value[name], bool):
+        raise ThresholdsError(f"{where}: {name} is {value[name]!r}; expected {expected}")
+    return value[name]
+
+
+def _vector(row: Mapping[str, Any], name: str, where: str) -> torch.Tensor | None:
+    """A vector field: None, or base64 of finite little-endian float32."""
+    if row.get(name) is None:
+        return None
+    try:
+        values = np.frombuffer(base64.b64decode(row[name], validate=True), dtype="<f4").astype(np.float32)
+    except (ValueError, TypeError) as error:
+        raise ThresholdsError(f"{where}: {name} is not base64 of float32 ({error})") from error
+    if not np.isfinite(values).all():
+        raise ThresholdsError(f"{where}: {name} holds values that are not finite; expected numbers")
+    return torch.from_numpy(values)
 
 
 def _encoded(vector: torch.Tensor | None) -> str | None:
     return None if vector is None else base64.b64encode(vector.float().numpy().astype("<f4").tobytes()).decode()
-
-
-def _decoded(text: str | None) -> torch.Tensor | None:
-    if text is None:
-        return None
-    values = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4").astype(np.float32)
-    if not np.isfinite(values).all():
-        raise ValueError("not all values are finite")
-    return torch.from_numpy(values)

@@ -41,7 +41,7 @@ def score_windows(
     start = {"dense": width, "all": 0, "decode": first}[protocol]
     sums: dict[str, list[torch.Tensor]] = {"nll": [], "kl": [], "same_top": [], "reference_nll": []}
     with progress(f"perplexity ({protocol})", len(inputs)) as advance:
-        for ids, wanted in zip(inputs.split(batch), targets.split(batch), strict=True):
+        for ids, wanted in zip(torch.split(inputs, batch), torch.split(targets, batch), strict=True):
             sparse_from = torch.full((len(ids),), start)
             hidden = scorer.hidden(ids, None, sparse_from)[:, first:]
             plain = None

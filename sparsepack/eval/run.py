@@ -67,21 +67,21 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     texts = [read_text(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
     subject = open_subject(request.subject, table, request.device, request.dtype)
+    if texts and request.context > subject.context:
+        raise TextError(f"context {request.context}: {subject.name} was made for at most {subject.context}")
     protocol = request.protocol or ("decode" if subject.sparse else "dense")
     reference = _reference(request, subject)
     scorer = subject.scorer()
     rows = []
     for text in texts:
         scorer.reset()
-        limit = min(request.context, subject.context)
-        if limit < request.context:
-            raise TextError(f"context {request.context}: {subject.name} was made for at most {subject.context}")
         inputs, targets = rolling_windows(subject.tokenizer, text, request.context)
         total = len(inputs)
         inputs, targets = inputs[: request.windows], targets[: request.windows]
         scores = score_windows(scorer, inputs, targets, protocol, reference, request.batch)
         scored = targets[:, scored_from(protocol, targets.shape[1]) :]
-        scored_bytes = sum(len(piece.encode()) for piece in subject.tokenizer.batch_decode(scored))
+        pieces = subject.tokenizer.batch_decode(scored, clean_up_tokenization_spaces=False)
+        scored_bytes = sum(len(piece.encode()) for piece in pieces)
         rows.append(
             {
                 "text": text.name,
@@ -148,11 +148,14 @@ def _tasks(request: EvalRequest, subject: Subject, scorer: SparseScorer, protoco
 
 
 def _realised(scorer: SparseScorer, subject: Subject) -> Mapping[str, Any]:
-    """Realised sparsity per site, and weighted by parameters over all sites (dense ones count as 0)."""
+    """Realised sparsity per site, and weighted by parameters: `overall` (dense sites count as 0) is what is skipped,
+    `sparse_sites` leaves out the dense ones, as the target does."""
     shares = subject.parameter_shares()
     realised = scorer.realised()
+    overall = sum(value * shares[key] for key, value in realised.items())
     return {
         "target": subject.target_sparsity,
-        "overall": sum(value * shares[key] for key, value in realised.items()),
+        "overall": overall,
+        "sparse_sites": overall / sum(shares[key] for key in realised) if realised else 0.0,
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }

@@ -19,9 +19,7 @@ class SparseScorer:
     A site without a policy always runs dense. Counts add up until `reset`; padding is never counted.
     """
 
-    def __init__(
-        self, model: Any, family: Family, policies: Mapping[SiteKey, SitePolicy | None], context: int
-    ) -> None:
+    def __init__(self, model: Any, family: Family, policies: Mapping[SiteKey, SitePolicy | None], context: int) -> None:
         self.model, self.context = model, context
         self.device: torch.device = model.lm_head.weight.device
         self._family = family
@@ -36,9 +34,7 @@ class SparseScorer:
             return self.model.lm_head(hidden)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def hidden(
-        self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor
-    ) -> torch.Tensor:
+    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
         """What enters the output matrix: [B, S, H]. `lengths` None means that there is no padding."""
         ids = input_ids.to(self.device)
         with self._sparse(ids.shape[1], lengths, sparse_from):

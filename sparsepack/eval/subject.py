@@ -77,9 +77,7 @@ def open_subject(
     return _checkpoint(open_checkpoint(name), thresholds, device, torch_dtype)
 
 
-def _checkpoint(
-    checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: torch.dtype
-) -> Subject:
+def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
     policies: Mapping[tuple[int, str], SitePolicy | None] = {}
     if thresholds is not None:
         thresholds.check_model(checkpoint)

@@ -12,8 +12,14 @@ from typing import Any
 from sparsepack.errors import OutputError
 
 
-def check_output(path: Path, overwrite: bool) -> None:
-    """Refuse an output that exists (unless `overwrite`) or whose folder does not, before any work is done for it."""
+def check_output(path: Path, overwrite: bool, folder: bool = False) -> None:
+    """Refuse an output that exists (unless `overwrite`) or whose folder does not, before any work is done for it.
+
+    Even `overwrite` replaces only a file by a file, and a folder by a folder.
+    """
+    if path.exists() and path.is_dir() != folder:
+        is_a, expected = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise OutputError(f"{path}: a {is_a}; expected the name of a {expected}")
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: exists already; give another name or --overwrite")
     if not path.absolute().parent.is_dir():
@@ -40,21 +46,18 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder; on success it is renamed to `path` (replacing it if `overwrite`), else removed."""
-    check_output(path, overwrite)
+    """Yield a temporary folder; on success it is renamed to `path` (replacing it if `overwrite`), else removed.
+
+    Raises `OutputError` as `atomic_file` does.
+    """
+    check_output(path, overwrite, folder=True)
     temporary = path.absolute().parent / f".{path.name}.partial-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with _disk_errors(path):
             temporary.mkdir()
             yield temporary
-            if path.exists():
-                retired = temporary.with_name(f"{temporary.name}.old")
-                path.rename(retired)
-                temporary.rename(path)
-                _remove(retired)
-            else:
-                temporary.rename(path)
+            _swap(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -65,11 +68,21 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _swap(temporary: Path, path: Path) -> None:
+    """Put the folder `temporary` in the place of `path`, which keeps what it held if that fails."""
+    target = path.resolve()  # a link to a folder stays a link
+    retired = temporary.with_name(f"{temporary.name}.old")
+    exists = target.exists()
+    if exists:
+        target.rename(retired)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if exists:
+            retired.rename(target)
+        raise
+    if exists:
+        shutil.rmtree(retired)
 
 
 @contextmanager

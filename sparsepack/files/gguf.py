@@ -23,6 +23,7 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+_MAX_NAME = 127  # ggml keeps 63 bytes
 DEFAULT_ALIGNMENT = 32
 
 
@@ -85,11 +86,11 @@ class _Parser:
         for _ in range(pair_count):
             key = self.string()
             if key in metadata:
-                raise self.damaged(f"the key {key!r} stands twice")
+                raise self.damaged(f"the key {key[:80]!r} stands twice")
             metadata[key] = self.value(self.number("I"))
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment % 8:
-            raise self.damaged(f"general.alignment is {alignment!r}")
+            raise self.damaged(f"general.alignment is {str(alignment)[:80]!r}")
         described = [self.tensor_info() for _ in range(tensor_count)]
         data_start = -(-self.at // alignment) * alignment
         return GgufFile(self.path, metadata, self.placed(described, data_start, alignment), data_start, self.raw)
@@ -117,6 +118,8 @@ class _Parser:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.string()
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise self.damaged(f"{name[:80]!r} is no tensor's name")
         dimensions = self.number("I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise self.damaged(f"the tensor {name!r} has {dimensions} dimensions")
@@ -125,7 +128,9 @@ class _Parser:
         try:
             kind = GGMLQuantizationType(code)
         except ValueError:
-            raise ArtifactError(f"{self.path}: {name} has the unknown tensor type {code}; is gguf up to date?") from None
+            raise ArtifactError(
+                f"{self.path}: {name} has the unknown tensor type {code}; is gguf up to date?"
+            ) from None
         block, block_bytes = GGML_QUANT_SIZES[kind]
         weights = math.prod(innermost_first)
         if not innermost_first[0] or innermost_first[0] % block or weights > len(self.raw) * 256:

@@ -2,7 +2,7 @@
 
 A text is named by one of
 - a file: `.txt` (one document) or `.jsonl` (one document a line, field `text`), either with `.xz` or `.gz`;
-- `shipped:train`, `shipped:heldout`: the topics of the language reference that the tiny model saw, and those it did not;
+- `shipped:train`, `shipped:heldout`: topics of the language reference, those that the tiny model saw and the others;
 - `NAME[:CONFIG[:SPLIT[:FIELD]]]` of the `datasets` library (split `train` and field `text` unless given).
 """
 
@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,21 +38,26 @@ class Text:
 def read_text(names: str | Sequence[str]) -> Text:
     """Read one or several texts as one.
 
-    Raises `TextError` for a missing or damaged file, a line without `text`, or a text without any letters.
+    Raises `TextError` for a missing or damaged file, a line without `text`, or a text that is all blank.
     """
     names = [names] if isinstance(names, str) else list(names)
     documents: list[str] = []
     for name in names:
         documents += _documents(name)
-    documents = [document for document in documents if document.strip()]
+    documents = [_without_surrogates(document) for document in documents if document.strip()]
     label = ", ".join(names)
     if not documents:
         raise TextError(f"{label}: no text in it; expected at least one document that is not blank")
     digest = hashlib.sha256()
     for document in documents:
-        data = document.encode("utf-8", "surrogatepass")
+        data = document.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return Text(label, tuple(documents), digest.hexdigest())
+
+
+def _without_surrogates(document: str) -> str:
+    """JSON can hold halves of a character, which no tokenizer takes: they become U+FFFD."""
+    return document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _documents(name: str) -> list[str]:
@@ -72,9 +78,9 @@ def _documents(name: str) -> list[str]:
 
 def _read_file(path: Path, lines: bool) -> list[str]:
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:  # type: ignore[operator]
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:  # type: ignore[operator]
             content = file.read()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise TextError(f"{path}: cannot be read ({error}); is it whole?") from error
     except UnicodeDecodeError as error:
         raise TextError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
@@ -86,7 +92,7 @@ def _read_file(path: Path, lines: bool) -> list[str]:
             continue
         try:
             document = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             document = None
         if not isinstance(document, str):
             raise TextError(f'{path}, line {number}: expected a JSON object with a string field "text"')
@@ -116,4 +122,7 @@ def _read_dataset(name: str) -> list[str]:
         raise TextError(f"{name}: neither a local file nor a data set that can be reached ({reason})") from error
     if field not in rows.column_names:
         raise TextError(f"{name}: no field {field!r}; the data set has {', '.join(rows.column_names)}")
-    return [str(row) for row in rows[field]]
+    documents = [row for row in rows[field] if row is not None]
+    if not all(isinstance(document, str) for document in documents):
+        raise TextError(f"{name}: the field {field!r} does not hold strings; name another: NAME:CONFIG:SPLIT:FIELD")
+    return documents

@@ -153,6 +153,11 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
         value = getattr(architecture, name)
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} {value!r}, expected a positive integer")
+    real = (architecture.norm_eps, architecture.rotary_scale, *architecture.inv_freq)
+    if not all(type(value) in (int, float) for value in real):
+        raise ValueError("norm_eps, rotary_scale or inv_freq hold something else than numbers")
+    if not all(type(value) is int for value in (*architecture.sliding_windows, *architecture.eos)):
+        raise ValueError("sliding_windows or eos hold something else than integers")
     if architecture.model_type not in FAMILIES:
         raise ValueError(f"model type {architecture.model_type!r}, expected one of {', '.join(FAMILIES)}")
     windows = len(architecture.sliding_windows)
@@ -166,11 +171,15 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
 
 
 def stock_config(packed: PackedModel) -> Any:
-    """The stock transformers configuration of the model inside."""
+    """The stock transformers configuration of the model inside; `ArtifactError` where it is not understood."""
     from transformers import AutoConfig
 
-    values = json.loads(packed.config_json)
-    return AutoConfig.for_model(**values)
+    try:
+        values = json.loads(packed.config_json)
+        return AutoConfig.for_model(**values)
+    except Exception as error:  # transformers checks fields in several ways, each with its own kind
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"{CONFIG} inside the artifact is not understood ({reason}); pack it again") from error
 
 
 def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:

@@ -102,8 +102,8 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
 
 
 def _sliding_windows(config: Any) -> tuple[int, ...]:
-    window = getattr(config, "sliding_window", None) or 0
+    window: int = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    return (window if config.model_type == "mistral" else 0,) * config.num_hidden_layers
+    return (window if config.model_type == "mistral" else 0,) * int(config.num_hidden_layers)

@@ -4,7 +4,6 @@ The forward pass is transformers' own: a backbone with a single layer, into whic
 in turn, so masks, rotary embeddings and sliding windows are never re-implemented here.
 """
 
-import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch
 from torch import nn
 
 from sparsepack.models.attention import Watcher, watched_attention
-from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from sparsepack.models.checkpoint import EMBEDDING, Checkpoint
+from sparsepack.models.skeleton import single_layer
 
 
 class BlockStream:
     """Holds one decoder block of a checkpoint on a device.
 
-    `load(i)` replaces the block in memory, `modules` gives its submodules to hook, calling it runs the block:
-    hidden [B, S, H] -> [B, S, H]. `embed` and `head` load what they need and let it go again.
+    `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
+    hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -29,14 +29,16 @@ class BlockStream:
         self._backbone: Any = None
 
     def load(self, layer: int) -> None:
-        """Read block `layer` from disk; the block before it is let go."""
+        """Let go of the block in memory, then read block `layer` from disk."""
+        if self._backbone is not None:
+            self._backbone.layers.to("meta")
         kinds = getattr(self.checkpoint.config, "layer_types", None)
         kind = kinds[layer] if kinds else "only"
         if kind not in self._backbones:
-            self._backbones[kind] = self._single_layer(kinds and [kind])
+            self._backbones[kind] = self._empty(layer)
         self._backbone = self._backbones[kind]
-        tensors = {name: value.to(self.device, self.dtype) for name, value in self.checkpoint.block(layer).items()}
-        self._backbone.layers[0].load_state_dict(tensors, strict=True, assign=True)
+        tensors = {name: value.to(self.device, self.dtype) for name, value in self.checkpoint.block(layer)}
+        self.block.load_state_dict(tensors, strict=True, assign=True)
 
     @property
     def block(self) -> nn.Module:
@@ -55,34 +57,16 @@ class BlockStream:
         return watched_attention(self._backbone, watcher)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, S] -> hidden states [B, S, H]."""
+        """Token ids [N, S] -> hidden states [N, S, H], on the CPU: the windows of a whole run may not fit elsewhere."""
         table = self.checkpoint.tensor(EMBEDDING)
-        return nn.functional.embedding(ids.cpu(), table).to(self.device, self.dtype)
+        return nn.functional.embedding(ids.cpu(), table).to(self.dtype)
 
-    def head(self) -> nn.Module:
-        """Final norm and output matrix as one module: hidden [..., H] -> logits [..., V]."""
+    def _empty(self, layer: int) -> Any:
+        """A stock backbone of one block like `layer`, still without weights."""
         from transformers import AutoModel
 
-        with torch.device("meta"):
-            norm = AutoModel.from_config(self._config(None)).norm
-        norm.weight = nn.Parameter(self.checkpoint.tensor(FINAL_NORM), requires_grad=False)
-        weight = self.checkpoint.tensor(HEAD)
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        return nn.Sequential(norm, linear).to(self.device, self.dtype)
-
-    def _config(self, layer_types: list[str] | None) -> Any:
-        config = copy.deepcopy(self.checkpoint.config)
-        config.num_hidden_layers = 1
+        config = single_layer(self.checkpoint.config, layer)
         config.dtype = self.dtype
-        if layer_types:
-            config.layer_types = layer_types
-        return config
-
-    def _single_layer(self, layer_types: list[str] | None) -> Any:
-        from transformers import AutoModel
-
-        config = self._config(layer_types)
         with torch.device("meta"):
             backbone = AutoModel.from_config(config, attn_implementation="sdpa")
         backbone.embed_tokens = nn.Identity()

@@ -6,6 +6,7 @@ llama.cpp's converter, and `shipped:tiny`.
 
 import difflib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,11 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.families import Family, family_of
 from sparsepack.models.gguf_config import gguf_config
+from sparsepack.models.skeleton import parameter_shapes
 from sparsepack.models.sources import GgufSource, SafetensorsSource, TensorSource
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_DERIVED = "rotary_emb.inv_freq"  # old exports carry the rotary frequencies; transformers computes them
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
         return self.source.tensor(name)
 
-    def block(self, layer: int) -> dict[str, torch.Tensor]:
-        """All tensors of one decoder block, by their names within the block (`self_attn.q_proj.weight`)."""
+    def block(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of one decoder block, read one after the other: (name within the block, tensor)."""
         prefix = f"model.layers.{layer}."
-        return {n.removeprefix(prefix): self.source.tensor(n) for n in self.source.shapes if n.startswith(prefix)}
+        for name in self.source.shapes:
+            if name.startswith(prefix) and not name.endswith(_DERIVED):
+                yield name.removeprefix(prefix), self.source.tensor(name)
 
     def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
@@ -177,26 +182,29 @@ def _config(path: Path, name: str) -> Any:
     family_of(model_type, name)
     if raw.get("quantization_config"):
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
-    return AutoConfig.from_pretrained(str(path))
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except Exception as error:  # the library checks fields in several ways, each with its own kind
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({reason})") from error
 
 
 def _check_understood(checkpoint: Checkpoint) -> None:
-    """Every tensor must have a place in the family, and every place its tensor."""
-    family, shapes = checkpoint.family, checkpoint.source.shapes
-    inside = {f"{module}.weight" for module in family.norms.values()}
-    inside |= {f"{p}.weight" for names in family.projections.values() for p in names}
-    optional = {f"{p}.bias" for p in family.biases}
-    expected = {f"model.layers.{layer}.{n}" for layer in range(checkpoint.layers) for n in inside}
-    expected |= {EMBEDDING, FINAL_NORM} | (set() if checkpoint.tied else {HEAD})
-    allowed = {f"model.layers.{layer}.{n}" for layer in range(checkpoint.layers) for n in optional} | {HEAD}
-    # Old exports carry the rotary frequencies; transformers derives them.
-    unknown = [n for n in shapes if n not in expected and n not in allowed and not n.endswith("rotary_emb.inv_freq")]
+    """Every tensor must have its place in the stock model, in its shape, and every place its tensor."""
+    found, expected = checkpoint.source.shapes, parameter_shapes(checkpoint.config)
+    # A tied model's output matrix may be stored a second time; it is never read.
+    unknown = sorted(n for n in found if n not in expected and n != HEAD and not n.endswith(_DERIVED))
     if unknown:
-        module = sorted(unknown)[0].rpartition(".")[0] or sorted(unknown)[0]
         raise CheckpointError(
-            f"{checkpoint.name}: the module {module} is not understood in a {family.model_type} model "
-            f"({len(unknown)} such tensors); packing it would lose it"
+            f"{checkpoint.name}: the tensor {unknown[0]} is not understood in a {checkpoint.family.model_type} model "
+            f"of this configuration ({len(unknown)} such tensors); packing it would lose it"
         )
-    missing = sorted(expected - set(shapes))
+    missing = sorted(set(expected) - set(found))
     if missing:
         raise CheckpointError(f"{checkpoint.name}: the tensor {missing[0]} is missing ({len(missing)} in all)")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"{checkpoint.name}: {name} is {list(found[name])}, its configuration means {list(shape)}; "
+                "weights and config.json do not belong together"
+            )

@@ -23,7 +23,6 @@ class Family:
     gguf           -- llama.cpp's architecture name
     projections    -- site -> its projections, in the order in which their output rows are stacked
     norms          -- our name -> module
-    biases         -- projections that may carry a bias
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
     """
 
@@ -31,12 +30,7 @@ class Family:
     gguf: str
     projections: Mapping[str, tuple[str, ...]]
     norms: Mapping[str, str]
-    biases: tuple[str, ...]
     gguf_permuted: bool
-
-    def site_of(self, projection: str) -> str:
-        """The site that feeds a projection."""
-        return next(site for site, names in self.projections.items() if projection in names)
 
 
 _PROJECTIONS = MappingProxyType(
@@ -49,17 +43,15 @@ _PROJECTIONS = MappingProxyType(
 )
 _NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 _QK_NORMS = MappingProxyType({**_NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
-_ALL = tuple(name for names in _PROJECTIONS.values() for name in names)
-_QKV = _PROJECTIONS["attn_in"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
-            Family("llama", "llama", _PROJECTIONS, _NORMS, _ALL, True),
-            Family("mistral", "llama", _PROJECTIONS, _NORMS, (), True),
-            Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, _QKV, False),
-            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, _ALL, False),
+            Family("llama", "llama", _PROJECTIONS, _NORMS, True),
+            Family("mistral", "llama", _PROJECTIONS, _NORMS, True),
+            Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, False),
+            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False),
         )
     }
 )

@@ -6,6 +6,7 @@ the supported families is read, and what cannot be expressed is refused.
 """
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,12 @@ def gguf_config(file: GgufFile, name: str) -> Any:
     from transformers import AutoConfig
 
     if OWN_CONFIG in file.metadata:
-        values = json.loads(file.metadata[OWN_CONFIG])
-        return AutoConfig.for_model(**values)
+        try:
+            values = json.loads(file.metadata[OWN_CONFIG])
+            return AutoConfig.for_model(**values)
+        except Exception as error:  # transformers checks fields in several ways, each with its own kind
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{name}: {OWN_CONFIG} inside is not understood ({reason}); pack it again") from error
     kind = file.metadata.get("general.architecture")
     model_type = next((family.model_type for family in FAMILIES.values() if family.gguf == kind), None)
     if model_type is None:
@@ -43,7 +48,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         raise CheckpointError(f"{name}: a GGUF of architecture {kind!r}; expected one of {', '.join(known)}")
     try:
         values = _values(file, f"{kind}.")
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(
             f"{name}: the key {error} is missing or not understood; convert the model again"
         ) from error
@@ -83,6 +88,9 @@ def _rope(keys: dict[str, Any]) -> dict[str, Any]:
         rope |= {"rope_type": scaling, "factor": keys["rope.scaling.factor"]}
     elif scaling != "none":
         raise TypeError(f"rope.scaling.type = {scaling}")
+    if scaling == "yarn" and "rope.scaling.attn_factor" in keys:
+        # llama.cpp multiplies it with the usual factor.
+        rope["attention_factor"] = keys["rope.scaling.attn_factor"] * (0.1 * math.log(rope["factor"]) + 1)
     if scaling == "yarn":
         rope["original_max_position_embeddings"] = keys["rope.scaling.original_context_length"]
         rope |= {

@@ -76,7 +76,8 @@ class SafetensorsSource:
         from safetensors import safe_open
 
         with safe_open(self._file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
+            value: torch.Tensor = file.get_tensor(name)
+        return value
 
     def sha256(self) -> str:
         return sha256_files(self._files)

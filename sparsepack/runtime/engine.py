@@ -141,6 +141,9 @@ class Engine:
 
         Positions before `sparse_from` run dense, the others as `step` would run them, many at once. Forgets the
         text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do.
+
+        Sums are added in another order than by `step`. That is a matter of the last bits until an input comes so close
+        to its threshold that they decide; from there on the two are different, equally good, approximations.
         """
         if not 0 <= sparse_from <= len(ids):
             raise ValueError(f"sparse_from {sparse_from} of {len(ids)} positions")

@@ -70,7 +70,7 @@ def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """
     active = x.float().abs() > threshold
     # A stable sort by activity keeps the columns in order, and has the same shape whatever is active.
-    indices = torch.argsort(active, descending=True, stable=True)
+    indices = torch.argsort(active.byte(), descending=True, stable=True)
     return indices.int(), active.sum(dtype=torch.int32)
 
 

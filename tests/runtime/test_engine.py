@@ -207,6 +207,22 @@ def test_an_unknown_backend_is_an_error() -> None:
         Engine(models("llama")[0], backend="tpu")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cuda_engine_gives_the_stock_models_logits(variant: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    packed, stock = models(variant)
+    expected, _ = stock_logits(stock, packed, IDS, 6)
+    engine = Engine(packed, device="cuda")
+    assert largest_difference(engine.forced(IDS, 6).cpu(), expected) < TOLERANCE
+    activity = engine.activity()
+    engine.reset()
+    found = [engine.prefill(IDS[:6]), *(engine.step(id) for id in IDS[6:])]
+    assert largest_difference(torch.stack(found).cpu(), expected[5:]) < TOLERANCE
+    assert engine.activity() == activity
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(UserError, match="no CUDA device"):

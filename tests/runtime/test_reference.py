@@ -188,6 +188,19 @@ def test_gemv_gives_the_same_bits_with_any_number_of_threads(backend: Backend, s
         torch.set_num_threads(threads)
 
 
+@pytest.mark.gpu
+def test_collect_and_gemv_never_wait_for_the_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    loaded = reference.load_zigzag(packed(300, 128), "cuda")
+    x, threshold = normal(128).to("cuda"), torch.tensor(0.5, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reference.zigzag_gemv(loaded, x, *reference.collect(x, threshold))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("batch", [1, 2, 17])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_zigzag_matmul_is_the_whole_product(backend: Backend, shape: tuple[int, int], batch: int) -> None:

@@ -36,7 +36,9 @@ def test_top_k_keeps_the_likeliest() -> None:
     assert set(draws(Sampling(temperature=1.0, top_k=99))) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.01, {0}), (0.45, {0}), (0.6, {0, 1}), (0.8, {0, 1, 3}), (1.0, {*range(5)})])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.01, {0}), (0.45, {0}), (0.6, {0, 1}), (0.8, {0, 1, 3}), (1.0, {*range(5)})]
+)
 def test_top_p_keeps_the_fewest_that_have_the_probability(top_p: float, kept: set[int]) -> None:
     assert set(draws(Sampling(temperature=1.0, top_p=top_p))) == kept
 

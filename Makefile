@@ -1,0 +1,41 @@
+# make demo   the quickstart on the shipped tiny model, in an environment of its own
+# make test   all tests, in the same environment
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.PHONY: demo test lint format test-gpu clean
+
+demo: $(VENV)/.installed
+	$(BIN)/sparsepack run recipes/quickstart.yaml
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a machine with a CUDA device, with the packages that it has.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) work .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,243 @@
+"""Measure prefill and decoding of an artifact, dense and sparse in turns, with one engine."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from sparsepack import __version__
+from sparsepack.bench import traffic
+from sparsepack.bench.machine import ARRAY_BYTES, cpu_info, gpu_info, read_bandwidth, synchronise
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.progress import progress
+from sparsepack.runtime.engine import Engine
+
+SCHEMA = 1
+DISCLAIMER = "reference runtime: plain torch on matrices decoded to float32, made to be right, not to be fast"
+CHECKED_TOKENS = 9
+LARGEST_DIFFERENCE = 0.02
+"""Relative, of the logits, between two ways to the same output. Dense ones differ by rounding only; sparse ones by
+more where an input lies so close to its threshold that rounding decides."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure.
+
+    n_prompt, n_gen -- tokens of the prefill and of the decoding test, each from an empty cache; 0 leaves it out
+    repetitions     -- of every test, in turns
+    threads         -- of torch; None: as they are
+    seed            -- of the random token ids
+    device, backend -- as the engine's
+
+    Raises `UserError` for a value out of range.
+    """
+
+    n_prompt: int = 512
+    n_gen: int = 128
+    repetitions: int = 5
+    threads: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    backend: str = "reference"
+
+    def __post_init__(self) -> None:
+        for name, least in (("n_prompt", 0), ("n_gen", 0), ("repetitions", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} {value}: expected at least {least}")
+        if not self.n_prompt and not self.n_gen:
+            raise UserError("nothing to measure: n_prompt and n_gen are both 0; give one of them tokens")
+
+
+@dataclass(frozen=True)
+class _Test:
+    name: str
+    mode: str  # "dense" or "sparse"
+    n_prompt: int
+    n_gen: int
+
+
+def bench_decode(
+    packed: PackedModel, settings: BenchSettings, filename: str = "", ids: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Measure an artifact. Returns a JSON-able dict; `tests` holds a row per test, with llama-bench's keys where
+    those exist: `n_prompt`, `n_gen`, `samples_ns`, `avg_ts` (tokens a second), `stddev_ts`, `model_size` (bytes)...
+
+    ids -- tokens to run instead of random ones. How much is skipped depends on them: random ids are no text
+
+    Prefill is dense by definition. Dense and sparse decoding take turns on the same engine, after a check that steps
+    give the logits of the same text at once; its result is in `check`. Rows of decoding tests also have
+    `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the site
+    matrices skipped) and `bandwidth_share` (bytes_per_token * avg_ts over the memory's measured bandwidth).
+
+    Raises `UserError` for a text shorter than a test or a test longer than the model's context.
+    """
+    tests, notes = _tests(packed, settings)
+    longest = max(settings.n_prompt, settings.n_gen)
+    tokens = _tokens(packed, settings.seed, longest) if ids is None else list(ids)
+    if len(tokens) < longest:
+        raise UserError(f"text of {len(tokens)} tokens: the tests take {longest}; give a longer text or fewer tokens")
+    with _threads(settings.threads):
+        engine = Engine(packed, settings.device, longest, backend=settings.backend)
+        check = {mode: _difference(engine, mode, tokens) for mode in dict.fromkeys(test.mode for test in tests)}
+        samples, activities = _measured(engine, tests, tokens, settings.repetitions)
+        bandwidth = read_bandwidth(engine.device)
+        rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
+    return {
+        "schema": SCHEMA,
+        "runtime": DISCLAIMER,
+        "tokens": f"random, seed {settings.seed}" if ids is None else "given",
+        "check": check,
+        "read_bandwidth": {
+            "bytes_per_second": bandwidth,
+            "how": f"torch max over {ARRAY_BYTES >> 20} MiB of float32 at the same number of threads, fastest of 5",
+        },
+        "notes": notes,
+        "tests": rows,
+    }
+
+
+def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], list[str]]:
+    tests, notes = [], []
+    if settings.n_prompt:
+        tests.append(_Test(f"pp{settings.n_prompt}", "dense", settings.n_prompt, 0))
+    if settings.n_gen:
+        tests.append(_Test(f"tg{settings.n_gen}", "dense", 0, settings.n_gen))
+        if any(site.policy for layer in packed.layers for site in layer.sites.values()):
+            tests.append(_Test(f"tg{settings.n_gen}", "sparse", 0, settings.n_gen))
+        else:
+            notes.append("no site of this artifact has thresholds: there is no sparse decoding to measure")
+    return tests, notes
+
+
+def _tokens(packed: PackedModel, seed: int, count: int) -> list[int]:
+    """Random ids, BOS first where the model has one."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(packed.architecture.vocabulary, (count,), generator=generator).tolist()
+    bos = packed.architecture.bos
+    return tokens if bos is None else [bos, *tokens[1:]]
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _difference(engine: Engine, mode: str, tokens: Sequence[int]) -> float:
+    """How far the logits of a step are from those of the same text at once: the timed path computes the real thing.
+
+    Relative, the median over steps after prompts of several lengths; one step each, since a chance difference at a
+    threshold would grow with every further one. Raises RuntimeError where it is too large.
+    """
+    engine.dense = mode == "dense"
+    differences = []
+    for length in range(min(CHECKED_TOKENS, engine.context)):
+        expected = engine.forced(tokens[: length + 1], length)[-1]
+        engine.reset()
+        if length:
+            engine.prefill(tokens[:length])
+        found = engine.step(tokens[length])
+        differences.append(float((found - expected).norm() / expected.norm()))
+    difference = statistics.median(differences)
+    if not difference <= LARGEST_DIFFERENCE:
+        raise RuntimeError(
+            f"backend {engine.backend}, {mode}: steps differ from the whole text at once by {difference:.3g} of the "
+            f"logits, expected at most {LARGEST_DIFFERENCE}; not measured"
+        )
+    return difference
+
+
+def _measured(
+    engine: Engine, tests: Sequence[_Test], tokens: Sequence[int], repetitions: int
+) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity]]:
+    """Nanoseconds of every repetition, and the activity (the same in all of them)."""
+    samples: dict[_Test, list[int]] = {test: [] for test in tests}
+    activities: dict[_Test, traffic.Activity] = {}
+    with progress("bench", repetitions * len(tests)) as advance:
+        for _ in range(repetitions):
+            for test in tests:
+                samples[test].append(_timed(engine, test, tokens))
+                activities[test] = engine.activity()
+                advance()
+    return samples, activities
+
+
+def _timed(engine: Engine, test: _Test, tokens: Sequence[int]) -> int:
+    engine.reset()
+    engine.dense = test.mode == "dense"
+    synchronise(engine.device)
+    start = time.perf_counter_ns()
+    if test.n_prompt:
+        engine.prefill(tokens[: test.n_prompt])
+    for id in tokens[: test.n_gen]:
+        engine.step(id)
+    synchronise(engine.device)
+    return time.perf_counter_ns() - start
+
+
+def _row(
+    packed: PackedModel,
+    engine: Engine,
+    settings: BenchSettings,
+    filename: str,
+    test: _Test,
+    samples_ns: list[int],
+    activity: traffic.Activity,
+    bandwidth: float,
+) -> dict[str, Any]:
+    samples_ts = [(test.n_prompt + test.n_gen) * 1e9 / ns for ns in samples_ns]
+    avg_ts = statistics.mean(samples_ts)
+    row: dict[str, Any] = {
+        "sparsepack_version": __version__,
+        "cpu_info": cpu_info(),
+        "gpu_info": gpu_info(engine.device),
+        "backends": engine.backend,
+        "model_filename": filename,
+        "model_type": f"{packed.architecture.model_type} zigzag-q4_k",
+        "model_size": traffic.stored_bytes(packed),
+        "model_n_params": traffic.parameters(packed),
+        "n_threads": torch.get_num_threads(),
+        "type_k": "f32",
+        "type_v": "f32",
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": 0,
+        "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": round(statistics.mean(samples_ns)),
+        "stddev_ns": round(_deviation(samples_ns)),
+        "avg_ts": avg_ts,
+        "stddev_ts": _deviation(samples_ts),
+        "samples_ns": samples_ns,
+        "samples_ts": samples_ts,
+        "test": test.name,
+        "mode": test.mode,
+        "median_ts": statistics.median(samples_ts),
+        "min_ts": min(samples_ts),
+        "max_ts": max(samples_ts),
+        "bytes_per_token": None,
+        "realised_sparsity": None,
+        "bandwidth_share": None,
+    }
+    if test.n_gen:
+        needed = traffic.bytes_per_token(packed, activity)
+        row["bytes_per_token"] = needed
+        row["realised_sparsity"] = traffic.realised_sparsity(packed, activity)
+        row["bandwidth_share"] = needed * avg_ts / bandwidth
+    return row
+
+
+def _deviation(samples: Sequence[float]) -> float:
+    """Of the sample, as llama-bench does; 0 for one."""
+    return statistics.stdev(samples) if len(samples) > 1 else 0.0

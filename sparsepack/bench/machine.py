@@ -1,0 +1,46 @@
+"""The machine that a benchmark runs on: what it is, and what its memory delivers."""
+
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+ARRAY_BYTES = 1 << 29
+
+
+def cpu_info() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def gpu_info(device: torch.device) -> str:
+    """The accelerator's name, empty on the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def read_bandwidth(device: torch.device | str = "cpu", nbytes: int = ARRAY_BYTES, repetitions: int = 5) -> float:
+    """Bytes a second that the memory of a device delivers, at torch's present number of threads.
+
+    Times the largest element of a float32 array much larger than the caches, `repetitions` times, and takes the
+    fastest: what disturbs a run only slows it.
+    """
+    array = torch.ones(nbytes // 4, device=device)
+    array.max()
+    return array.nbytes / min(_timed_read(array) for _ in range(repetitions))
+
+
+def _timed_read(array: torch.Tensor) -> float:
+    synchronise(array.device)
+    start = time.perf_counter()
+    array.max()
+    synchronise(array.device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,383 @@
+"""The command line: one thin click command per verb. Only click is imported here, so that `--help` answers at once."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from sparsepack import __version__
+from sparsepack.errors import UserError
+
+# Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
+# when it is first imported, so it stands before any command.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+F = TypeVar("F", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
+
+
+class _Verbs(click.Group):
+    """Lists the verbs in the order in which they are used, and turns a user's mistake into one line and exit 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            click.echo(f"sparsepack: {' '.join(str(error).split())}", err=True)
+            ctx.exit(2)
+        except MemoryError:
+            click.echo("sparsepack: out of memory; use a smaller --batch or --context", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="sparsepack")
+def main() -> None:
+    """Find where a language model is sparse, pack it so that hardware profits, prove it is still the same model.
+
+    MODEL is a Hugging Face folder or hub id, a GGUF in F32, F16 or BF16, or shipped:tiny. TEXT is a .txt or .jsonl
+    file (also .xz, .gz), shipped:train, shipped:heldout, or a data set NAME[:CONFIG[:SPLIT[:FIELD]]].
+
+    Exit status: 0 done, 1 the run failed, 2 a mistake in what was asked, 3 a gate failed.
+    """
+
+
+def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
+
+
+_compute = _options(
+    click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, mps."),
+    click.option(
+        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True
+    ),
+)
+_overwrite = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+_json = click.option("--json", "json_path", metavar="FILE", help="Write the result as JSON; - for standard output.")
+_threads = click.option("--threads", type=click.IntRange(1), help="CPU threads (default: all cores).")
+
+_allocation = _options(
+    click.option("--sparsity", type=float, help="Share of the weights that a decoded token skips, 0 to below 1."),
+    click.option(
+        "--allocation",
+        type=click.Choice(["uniform", "teal", "global"]),
+        default="uniform",
+        show_default=True,
+        help="One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
+    ),
+    click.option(
+        "--criterion",
+        type=click.Choice(["magnitude", "column-norm"]),
+        default="magnitude",
+        show_default=True,
+        help="Score of channel j: |x_j|, or |x_j| times the norm of its column.",
+    ),
+    click.option("--include", multiple=True, help="Only these sites: blk.3.mlp_mid, blk.*.attn_in, re:REGEX. Repeats."),
+    click.option("--ignore", multiple=True, help="These sites stay dense. Repeats."),
+    click.option("--dense-upstream", is_flag=True, help="Take thresholds on dense activations, as the papers do."),
+    click.option("--offsets", is_flag=True, help="global: also learn what inactive channels stand at; costs nothing."),
+    click.option("--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."),
+    click.option("--steps", type=click.IntRange(1), help="global: optimiser steps."),
+    click.option("--batch", type=click.IntRange(1), help="global: windows per step."),
+    click.option("--seed", default=0, show_default=True),
+)
+
+
+def _allocation_options(asked: dict[str, Any]) -> Any:
+    """The allocation flags as `AllocationOptions`, taken out of `asked`; None without --sparsity."""
+    from sparsepack.calibrate.allocation import AllocationOptions
+
+    names = ("sparsity", "allocation", "criterion", "include", "ignore", "windows", "steps", "batch", "offsets", "seed")
+    values = {name: asked.pop(name) for name in names}
+    values["upstream"] = "dense" if asked.pop("dense_upstream") else "sparse"
+    values |= {name: asked[name] for name in ("device", "dtype")}
+    if values["sparsity"] is None:
+        return None
+    options = AllocationOptions(**{name: value for name, value in values.items() if value is not None})
+    options.check()
+    return options
+
+
+@main.command()
+@click.argument("model")
+@click.argument("folders", nargs=-1, type=PATH)
+@click.option("--text", "texts", multiple=True, help="What to run; repeats.")
+@click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
+@click.option("--context", default=2048, show_default=True, help="Tokens per window.")
+@click.option("--samples", default=128, show_default=True, help="Windows drawn at random; 0 for all, in order.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--sinks", default=4, show_default=True, help="First positions of a window left out of the statistics.")
+@click.option("--batch", default=2, show_default=True, help="Windows at a time.")
+@_compute
+@_overwrite
+def calibrate(
+    model: str, folders: tuple[Path, ...], texts: tuple[str, ...], output: Path, overwrite: bool, **asked: Any
+) -> None:
+    """Collect the statistics of MODEL over text; or `calibrate merge A B -o C` of two calibrations of one model.
+
+    One pass, one decoder block in memory at a time. A run that was killed goes on where it stopped when the same
+    command is given again.
+    """
+    from sparsepack.show import calibration_table
+
+    if model == "merge":
+        from sparsepack.calibrate import folder
+
+        if len(folders) != 2 or texts:
+            raise click.UsageError("merge takes two calibration folders and -o: sparsepack calibrate merge A B -o C")
+        merged = folder.merge(folder.load(folders[0]), folder.load(folders[1]))
+        click.echo(calibration_table(folder.save(merged, output, overwrite).manifest))
+        return
+    if folders or not texts:
+        raise click.UsageError("give one MODEL and --text: sparsepack calibrate MODEL --text FILE -o FOLDER")
+    from sparsepack.calibrate.run import CalibrateOptions
+    from sparsepack.calibrate.run import calibrate as run_calibration
+    from sparsepack.files.text import read_text
+    from sparsepack.models.checkpoint import open_checkpoint
+
+    made = run_calibration(open_checkpoint(model), read_text(texts), output, CalibrateOptions(**asked), overwrite)
+    click.echo(calibration_table(made.manifest))
+
+
+@main.command()
+@click.argument("model")
+@click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
+@_allocation
+@click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON.")
+@_compute
+@_overwrite
+def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
+    """Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`."""
+    from sparsepack.calibrate import folder
+    from sparsepack.calibrate.find import find_thresholds
+    from sparsepack.files.atomic import check_output
+    from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.show import thresholds_table
+
+    options = _allocation_options(asked)
+    if options is None:
+        raise click.UsageError("give --sparsity, for example 0.5")
+    check_output(output, overwrite)
+    table = find_thresholds(open_checkpoint(model), folder.load(calibration), options)
+    table.write(output, overwrite)
+    click.echo(thresholds_table(table.summary()))
+
+
+@main.command()
+@click.argument("model")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["zigzag-q4_k", "q4_k", "f16", "bf16", "f32"]),
+    default="zigzag-q4_k",
+    show_default=True,
+    help="zigzag-q4_k skips inactive columns; the others are plain GGUFs that stock llama.cpp loads.",
+)
+@click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
+@click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
+@_allocation
+@click.option("--output-type", default="auto", show_default=True, help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32.")
+@click.option("--embedding-type", default="auto", show_default=True, help="Embedding, likewise.")
+@click.option("-o", "--output", type=PATH, required=True, help="The file to make.")
+@_compute
+@_overwrite
+def pack(
+    model: str,
+    format_: str,
+    calibration: Path | None,
+    thresholds: Path | None,
+    output_type: str,
+    embedding_type: str,
+    output: Path,
+    overwrite: bool,
+    **asked: Any,
+) -> None:
+    """Pack MODEL into one file, with the thresholds of a calibration inside if --sparsity is given."""
+    from sparsepack.formats.inspect import describe
+    from sparsepack.pack import PackRequest
+    from sparsepack.pack import pack as make
+    from sparsepack.show import artifact_line
+
+    made = make(
+        PackRequest(
+            model=model,
+            output=output,
+            format=format_,
+            calibration=calibration,
+            allocation=_allocation_options(asked),
+            thresholds=thresholds,
+            output_type=output_type,
+            embedding_type=embedding_type,
+            device=asked["device"],
+            overwrite=overwrite,
+        )
+    )
+    for note in made.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(artifact_line(describe(output)))
+
+
+@main.command()
+@click.argument("path", type=PATH)
+@_json
+def inspect(path: Path, json_path: str | None) -> None:
+    """Show what an artifact, a thresholds table or a calibration folder holds, and which programs can load it."""
+    from sparsepack import show
+
+    if path.is_dir():
+        from sparsepack.calibrate import folder
+
+        _emit(folder.load(path).manifest, json_path, show.calibration_table)
+    elif path.suffix == ".json":
+        from sparsepack.calibrate.thresholds import read_thresholds
+
+        _emit(read_thresholds(path).summary(), json_path, show.thresholds_table)
+    else:
+        from sparsepack.formats.inspect import describe
+
+        _emit(describe(path), json_path, show.artifact_table)
+
+
+@main.command()
+@click.argument("path", type=PATH)
+@click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
+@_json
+def verify(path: Path, against: str | None, json_path: str | None) -> None:
+    """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
+    from sparsepack import show
+    from sparsepack.formats import verify as checks
+
+    if against is None:
+        report = checks.verify(path)
+    else:
+        from sparsepack.models.checkpoint import open_checkpoint
+
+        report = checks.verify_against(path, open_checkpoint(against))
+    _emit(report.to_json(), json_path, show.verification)
+    if not report.passed:
+        sys.exit(1)
+
+
+@main.command(name="eval")
+@click.argument("subject")
+@click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
+@click.option("--perplexity", multiple=True, metavar="TEXT", help="Rolling perplexity of a text; repeats.")
+@click.option("--protocol", type=click.Choice(["decode", "all", "dense"]), help="Default: decode if sparse, else dense.")
+@click.option("--context", default=2048, show_default=True, help="Tokens per window.")
+@click.option("--windows", type=click.IntRange(1), help="At most so many windows, from the first.")
+@click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
+@click.option("--tasks", help="lm-eval tasks, comma-separated.")
+@click.option("--task-path", type=PATH, help="Folder of local task YAML; nothing is looked up on a network then.")
+@click.option("--limit", type=click.IntRange(1), help="Documents per task.")
+@click.option("--num-fewshot", type=click.IntRange(0), help="Overrides the tasks' own.")
+@click.option("--batch", default=1, show_default=True)
+@_compute
+@_threads
+@_json
+def evaluate(perplexity: tuple[str, ...], tasks: str | None, json_path: str | None, threads: int | None, **asked: Any) -> None:
+    """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact."""
+    from sparsepack.eval.run import EvalRequest
+    from sparsepack.eval.run import evaluate as measure
+    from sparsepack.show import evaluation_table
+
+    _set_threads(threads)
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks else ()
+    _emit(measure(EvalRequest(perplexity=perplexity, tasks=names, **asked)), json_path, evaluation_table)
+
+
+@main.command()
+@click.argument("path", type=PATH)
+@click.option("-p", "--prompt", "n_prompt", default=512, show_default=True, help="Tokens of the prefill test; 0: none.")
+@click.option("-n", "--generate", "n_gen", default=128, show_default=True, help="Tokens of the decoding test; 0: none.")
+@click.option("-r", "--repetitions", default=5, show_default=True)
+@click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@_threads
+@_json
+def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
+    """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs."""
+    from sparsepack.bench.decode import BenchSettings, bench_decode
+    from sparsepack.bench.table import bench_table
+    from sparsepack.formats.zigzag_gguf import read_zigzag
+
+    packed = read_zigzag(path)
+    ids = None
+    if text:
+        from sparsepack.files.text import read_text
+        from sparsepack.runtime.generate import open_tokenizer
+
+        ids = open_tokenizer(packed.tokenizer_json).encode(read_text(text).joined, add_special_tokens=False).ids
+    _emit(bench_decode(packed, BenchSettings(**asked), path.name, ids), json_path, bench_table)
+
+
+@main.command()
+@click.argument("path", type=PATH)
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("-n", "--tokens", default=64, show_default=True, help="Tokens to generate at most.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(1))
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
+@click.option("--seed", default=0, show_default=True)
+@click.option("--dense", is_flag=True, help="Skip nothing.")
+@click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
+@click.option("--device", default="cpu", show_default=True)
+@_threads
+def generate(
+    path: Path, prompt: str, tokens: int, dense: bool, context: int | None, device: str, threads: int | None, **asked: Any
+) -> None:
+    """Continue a prompt with a zigzag artifact. Text goes to standard output, what ran and how fast to stderr."""
+    from sparsepack.show import stream_generation
+
+    _set_threads(threads)
+    stream_generation(path, prompt, tokens, dense, context, device, asked)
+
+
+@main.command()
+@click.argument("recipe", type=PATH)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="activation.sparsity=0.4; repeats.")
+@click.option("-w", "--work", type=PATH, help="Folder of the outputs (default work/NAME); done stages are kept.")
+@click.option("--dry-run", is_flag=True, help="Print what would be made: matches, sizes, bits per weight, memory.")
+@_json
+def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bool, json_path: str | None) -> None:
+    """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails."""
+    from sparsepack.files.atomic import write_json
+    from sparsepack.recipe import run_recipe
+
+    outcome = run_recipe(recipe, overrides, work, dry_run)
+    if json_path:
+        write_json(Path(json_path), outcome.report)
+    if not outcome.passed:
+        sys.exit(3)
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
+    """Print a result as a table, or write it as JSON to a file, or to standard output for `-`."""
+    import json
+
+    from sparsepack.files.atomic import write_json
+
+    if json_path == "-":
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        return
+    if json_path:
+        write_json(Path(json_path), result)
+    click.echo(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The work folder of a recipe: what each stage made, from which settings, so that only what changed runs again.
+
+`state.json` holds, per finished stage, its fingerprint (a hash of its settings and of what it was made from) and for
+every output its size, time of change and SHA-256. It is written after each stage, whole or not at all.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import OutputError
+from sparsepack.files.atomic import write_json
+from sparsepack.files.hashing import fingerprint, sha256_file
+
+SCHEMA = 1
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage that is done: its fingerprint, how long it took, and its outputs by path within the work folder."""
+
+    fingerprint: str
+    seconds: float
+    outputs: Mapping[str, Mapping[str, Any]]
+
+
+class WorkFolder:
+    """A work folder and what is known to be finished in it.
+
+    Raises `OutputError` where the folder holds files by the names of our outputs that no run of a recipe made.
+    """
+
+    def __init__(self, path: Path, outputs: Sequence[str]) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self._finished = self._read()
+        if not (path / STATE).exists():
+            foreign = [name for name in outputs if (path / name).exists()]
+            if foreign:
+                raise OutputError(f"{path / foreign[0]}: no recipe made this file; give another work folder")
+
+    def create(self) -> None:
+        """Make the folder, and mark it as ours before anything is in it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{self.path}: no folder can be made there ({error.strerror})") from error
+        self._write()
+
+    def fingerprint(self, settings: Any, needs: Sequence[str]) -> str:
+        """Of a stage with these settings, made from the present outputs of the stages `needs`."""
+        made_from = {
+            name: [self._finished[name].fingerprint, {n: o["sha256"] for n, o in self._finished[name].outputs.items()}]
+            for name in needs
+        }
+        return fingerprint({"settings": settings, "needs": made_from})
+
+    def current(self, stage: str, mark: str) -> bool:
+        """Whether a stage with the fingerprint `mark` is finished and its outputs are what it left."""
+        known = self._finished.get(stage)
+        return known is not None and known.fingerprint == mark and all(map(self._intact, known.outputs.items()))
+
+    def finished(self, stage: str) -> Finished:
+        """What a finished stage left; KeyError where it is not."""
+        return self._finished[stage]
+
+    def finish(self, stage: str, mark: str, seconds: float, outputs: Sequence[str]) -> None:
+        """Record a stage that has just finished."""
+        self._finished[stage] = Finished(mark, seconds, {name: self._stamp(name) for name in outputs})
+        self._write()
+
+    def _intact(self, output: tuple[str, Mapping[str, Any]]) -> bool:
+        """Same size and time of change, or (copied, restored from a cache) the same bytes."""
+        name, stamp = output
+        path = self.path / name
+        if not path.is_file() or path.stat().st_size != stamp["bytes"]:
+            return False
+        return bool(path.stat().st_mtime_ns == stamp["mtime_ns"] or sha256_file(path) == stamp["sha256"])
+
+    def _stamp(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        status = path.stat()
+        return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_file(path)}
+
+    def _read(self) -> dict[str, Finished]:
+        path = self.path / STATE
+        if not path.exists():
+            return {}
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if value["schema"] != SCHEMA:
+                raise ValueError(f"schema {value['schema']}, expected {SCHEMA}")
+            return {name: _finished(entry) for name, entry in value["stages"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.notes.append(f"{path}: not understood ({error!r}); every stage runs again")
+            return {}
+
+    def _write(self) -> None:
+        stages = {name: vars(stage) for name, stage in self._finished.items()}
+        written = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(self.path / STATE, {"schema": SCHEMA, "kind": "recipe state", "written": written, "stages": stages})
+
+
+def _finished(entry: Mapping[str, Any]) -> Finished:
+    stamps = {name: {k: stamp[k] for k in ("bytes", "mtime_ns", "sha256")} for name, stamp in entry["outputs"].items()}
+    return Finished(str(entry["fingerprint"]), float(entry["seconds"]), stamps)

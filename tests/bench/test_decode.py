@@ -1,0 +1,163 @@
+"""What a benchmark's result holds; never how fast anything is."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from packed_models import random_model, stock_model, with_policies
+
+from sparsepack.bench import decode, machine, traffic
+from sparsepack.bench.decode import BenchSettings, bench_decode
+from sparsepack.bench.table import HEADER, bench_table
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.engine import Engine
+
+TEXT = list(range(20, 36))
+SETTINGS = BenchSettings(n_prompt=8, n_gen=12, repetitions=3, threads=1)
+LLAMA_BENCH_KEYS = {
+    *("cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params", "n_threads"),
+    *("n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
+    *("samples_ns", "samples_ts"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "read_bandwidth", lambda device: machine.read_bandwidth(device, 1 << 20))
+
+
+@cache
+def sparse_model() -> PackedModel:
+    packed = random_model("llama")
+    return with_policies(packed, stock_model(packed), TEXT, [0])
+
+
+@cache
+def result() -> dict[str, Any]:
+    return bench_decode(sparse_model(), SETTINGS, "model.gguf", TEXT)
+
+
+def test_the_tests_are_prefill_and_decoding_dense_and_sparse() -> None:
+    assert [(row["test"], row["mode"]) for row in result()["tests"]] == [
+        ("pp8", "dense"),
+        ("tg12", "dense"),
+        ("tg12", "sparse"),
+    ]
+    assert [(row["n_prompt"], row["n_gen"]) for row in result()["tests"]] == [(8, 0), (0, 12), (0, 12)]
+
+
+def test_the_result_is_json_with_llama_bench_s_keys() -> None:
+    again = json.loads(json.dumps(result(), allow_nan=False))
+    for row in again["tests"]:
+        assert set(row) >= LLAMA_BENCH_KEYS
+        assert row["model_filename"] == "model.gguf"
+        assert row["n_threads"] == 1
+        assert row["backends"] == "reference"
+        assert row["model_size"] == traffic.stored_bytes(sparse_model())
+
+
+def test_speeds_follow_from_the_samples() -> None:
+    for row in result()["tests"]:
+        tokens = row["n_prompt"] + row["n_gen"]
+        assert len(row["samples_ns"]) == 3
+        assert row["samples_ts"] == pytest.approx([tokens * 1e9 / ns for ns in row["samples_ns"]])
+        assert row["min_ts"] <= row["median_ts"] <= row["max_ts"]
+        assert row["min_ts"] <= row["avg_ts"] <= row["max_ts"]
+        assert row["stddev_ts"] >= 0
+
+
+def test_bytes_and_sparsity_are_those_of_the_tokens_that_ran() -> None:
+    prefill, dense, sparse = result()["tests"]
+    engine = Engine(sparse_model())
+    for id in TEXT[:12]:
+        engine.step(id)
+    activity = engine.activity()
+    assert prefill["bytes_per_token"] is prefill["realised_sparsity"] is prefill["bandwidth_share"] is None
+    assert dense["bytes_per_token"] == traffic.bytes_per_token(sparse_model(), {})
+    assert dense["realised_sparsity"] == 0
+    assert sparse["bytes_per_token"] == pytest.approx(traffic.bytes_per_token(sparse_model(), activity))
+    assert 0.2 < sparse["realised_sparsity"] < 0.7
+    bandwidth = result()["read_bandwidth"]["bytes_per_second"]
+    for row in (dense, sparse):
+        assert row["bandwidth_share"] == pytest.approx(row["bytes_per_token"] * row["avg_ts"] / bandwidth)
+
+
+def test_dense_and_sparse_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    timed = decode._timed
+
+    def watched(engine: Engine, test: Any, tokens: Any) -> int:
+        order.append(f"{test.name} {test.mode}")
+        return timed(engine, test, tokens)
+
+    monkeypatch.setattr(decode, "_timed", watched)
+    bench_decode(sparse_model(), BenchSettings(n_prompt=0, n_gen=3, repetitions=2))
+    assert order == ["tg3 dense", "tg3 sparse"] * 2
+
+
+def test_output_is_checked_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(result()["check"]) == {"dense", "sparse"}
+    assert max(result()["check"].values()) < 1e-4
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine, id: 2 * step(engine, id))
+    with pytest.raises(RuntimeError, match="steps differ from the whole text at once by 1"):
+        bench_decode(sparse_model(), SETTINGS)
+
+
+def test_an_artifact_without_thresholds_has_no_sparse_rows_and_says_so() -> None:
+    found = bench_decode(random_model("llama"), SETTINGS)
+    assert [row["mode"] for row in found["tests"]] == ["dense", "dense"]
+    assert "no sparse decoding" in found["notes"][0]
+
+
+def test_random_tokens_repeat_and_begin_with_bos() -> None:
+    first, again, other = (decode._tokens(sparse_model(), seed, 9) for seed in (0, 0, 1))
+    assert first == again != other
+    assert first[0] == sparse_model().architecture.bos
+    assert "random, seed 0" in bench_table(bench_decode(sparse_model(), BenchSettings(8, 0, 1)))
+
+
+def test_threads_are_set_for_the_run_and_restored() -> None:
+    before = torch.get_num_threads()
+    found = bench_decode(random_model("llama"), BenchSettings(n_prompt=4, n_gen=0, repetitions=1, threads=before + 1))
+    assert found["tests"][0]["n_threads"] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_table_has_a_line_per_test_and_says_that_the_reference_is_slow() -> None:
+    lines = bench_table(result()).split("\n")
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    assert [len(row) for row in cells] == [len(HEADER)] * 5
+    assert cells[0] == list(HEADER)
+    assert [row[2:4] for row in cells[2:]] == [["pp8", "dense"], ["tg12", "dense"], ["tg12", "sparse"]]
+    assert "±" in cells[2][7]
+    assert cells[2][9] == "-"
+    assert "not to be fast" in "\n".join(lines)
+
+
+def test_a_single_repetition_has_no_spread() -> None:
+    row = bench_decode(random_model("llama"), BenchSettings(4, 0, 1))["tests"][0]
+    assert row["stddev_ts"] == row["stddev_ns"] == 0
+
+
+def test_bandwidth_is_a_positive_number() -> None:
+    assert machine.read_bandwidth("cpu", 1 << 20, 1) > 0
+    assert machine.cpu_info()
+
+
+@pytest.mark.parametrize(
+    "options", [{"n_prompt": -1}, {"repetitions": 0}, {"threads": 0}, {"n_prompt": 0, "n_gen": 0}], ids=str
+)
+def test_settings_out_of_range_are_errors(options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=r"expected at least|nothing to measure"):
+        BenchSettings(**options)  # type: ignore[arg-type]
+
+
+def test_tests_beyond_the_context_or_the_text_are_errors() -> None:
+    with pytest.raises(UserError, match="context 65"):
+        bench_decode(sparse_model(), BenchSettings(n_prompt=65, n_gen=0))
+    with pytest.raises(UserError, match="text of 3 tokens: the tests take 12"):
+        bench_decode(sparse_model(), SETTINGS, ids=TEXT[:3])

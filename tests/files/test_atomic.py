@@ -1,0 +1,161 @@
+"""Outputs appear whole or not at all."""
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsepack.errors import OutputError
+from sparsepack.files.atomic import atomic_file, atomic_folder, check_output, write_json
+from sparsepack.files.tensors import save_tensors
+
+
+@contextmanager
+def disk_of(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes: what a full disk does, from the operating system itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_appears_under_its_name_when_it_is_finished(tmp_path):
+    path = tmp_path / "out.bin"
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(b"whole")
+        assert not path.exists()
+    assert path.read_bytes() == b"whole"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.bin"]
+
+
+@pytest.mark.parametrize(
+    "failure", [ValueError("no"), KeyboardInterrupt(), SystemExit(1)], ids=lambda e: type(e).__name__
+)
+def test_an_interrupted_file_leaves_nothing_and_keeps_the_old_one(tmp_path, failure):
+    new, old = tmp_path / "new.bin", tmp_path / "old.bin"
+    old.write_bytes(b"before")
+    for path, overwrite in ((new, False), (old, True)):
+        with pytest.raises(type(failure)), atomic_file(path, overwrite) as temporary:
+            temporary.write_bytes(b"half")
+            raise failure
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old.bin"]
+    assert old.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("failure", [ValueError("no"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+def test_an_interrupted_folder_leaves_nothing_and_keeps_the_old_one(tmp_path, failure):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.mkdir()
+    (old / "before").write_text("kept")
+    for path, overwrite in ((new, False), (old, True)):
+        with pytest.raises(type(failure)), atomic_folder(path, overwrite) as temporary:
+            (temporary / "half").write_text("half")
+            raise failure
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    assert [entry.name for entry in old.iterdir()] == ["before"]
+
+
+def test_a_folder_interrupted_between_its_two_renames_keeps_the_old_one(tmp_path, monkeypatch):
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "before").write_text("kept")
+    rename, calls = Path.rename, []
+
+    def second_is_interrupted(self, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", second_is_interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(old, overwrite=True) as temporary:
+        (temporary / "after").write_text("new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    assert [entry.name for entry in old.iterdir()] == ["before"]
+
+
+def test_overwriting_a_folder_leaves_nothing_of_the_old_one(tmp_path):
+    path = tmp_path / "out"
+    for name in ("first", "second"):
+        with atomic_folder(path, overwrite=True) as temporary:
+            (temporary / name).write_text(name)
+    assert [entry.name for entry in path.iterdir()] == ["second"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_overwriting_through_a_link_replaces_the_folder_it_leads_to(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with atomic_folder(tmp_path / "link", overwrite=True) as temporary:
+        (temporary / "new").write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "new").read_text() == "new"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    path = tmp_path / "out.bin"
+    with pytest.raises(OutputError, match="disk is full") as caught, disk_of(1000), atomic_file(path) as temporary:
+        temporary.write_bytes(b"x" * 5000)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_under_safetensors_is_one_line_and_leaves_nothing(tmp_path):
+    """The library reports it as an error of its own, in words."""
+    path = tmp_path / "out"
+    with pytest.raises(OutputError, match="disk is full"), disk_of(1000), atomic_folder(path) as temporary:
+        save_tensors({"a": torch.zeros(1000)}, temporary / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_what_the_disk_refuses_is_an_output_error(tmp_path, number):
+    with pytest.raises(OutputError, match=str(tmp_path / "out")), atomic_file(tmp_path / "out"):
+        raise OSError(number, "refused")
+
+
+def test_other_failures_of_the_system_pass_through(tmp_path):
+    with pytest.raises(OSError, match="cable"), atomic_file(tmp_path / "out"):
+        raise OSError(errno.EIO, "cable")
+
+
+def test_an_output_that_exists_or_has_no_folder_is_refused_before_any_work(tmp_path):
+    there = tmp_path / "there"
+    there.write_text("x")
+    with pytest.raises(OutputError, match="exists already.*--overwrite"):
+        check_output(there, overwrite=False)
+    check_output(there, overwrite=True)
+    with pytest.raises(OutputError, match="does not exist"):
+        check_output(tmp_path / "no" / "out", overwrite=True)
+    with pytest.raises(OutputError, match="exists already"), atomic_file(there):
+        pytest.fail("the body must not run")
+    assert there.read_text() == "x"
+
+
+def test_a_folder_is_never_replaced_by_a_file_nor_a_file_by_a_folder(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="a folder; expected the name of a file"):
+        check_output(tmp_path / "folder", overwrite=True)
+    with pytest.raises(OutputError, match="a file; expected the name of a folder"):
+        check_output(tmp_path / "file", overwrite=True, folder=True)
+
+
+def test_json_is_written_over_what_is_there(tmp_path):
+    for value in ({"a": 1}, {"ü": [1.5, None]}):
+        write_json(tmp_path / "x.json", value)
+    assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "ü": [\n    1.5,\n    null\n  ]\n}\n'
+
+
+def test_tensors_are_readable_by_whom_the_umask_allows(tmp_path):
+    save_tensors({"a": torch.arange(6).reshape(2, 3).t()}, tmp_path / "a.safetensors")
+    (tmp_path / "b").touch()
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "b").stat().st_mode

@@ -1,0 +1,134 @@
+"""Texts by every kind of name, and each way in which one can be unusable."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+
+from sparsepack.errors import TextError
+from sparsepack.files.text import read_text
+
+ROWS = '{"title": "a", "text": "One."}\n\n{"text": "Zwei ü."}\n{"text": "  "}\n'
+
+
+def written(path, content):
+    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.write(content)
+    return path
+
+
+def one_line(path) -> str:
+    with pytest.raises(TextError) as caught:
+        read_text(str(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["", ".xz", ".gz"])
+def test_a_txt_is_one_document_and_a_jsonl_one_a_line(tmp_path, end):
+    assert read_text(str(written(tmp_path / f"a.txt{end}", "One.\n\nTwo."))).documents == ("One.\n\nTwo.",)
+    assert read_text(str(written(tmp_path / f"a.jsonl{end}", ROWS))).documents == ("One.", "Zwei ü.")
+
+
+def test_several_texts_are_read_as_one(tmp_path):
+    one, other = written(tmp_path / "a.txt", "One."), written(tmp_path / "b.jsonl", ROWS)
+    both = read_text([str(one), str(other)])
+    assert both.joined == "One.\n\nOne.\n\nZwei ü."
+    assert both.name == f"{one}, {other}"
+
+
+def test_the_hash_is_of_the_documents_whatever_file_they_came_in(tmp_path):
+    plain = read_text(str(written(tmp_path / "a.jsonl", ROWS)))
+    assert read_text(str(written(tmp_path / "b.jsonl.xz", ROWS))).sha256 == plain.sha256
+    moved = '{"text": "One.Z"}\n{"text": "wei ü."}\n'
+    assert read_text(str(written(tmp_path / "c.jsonl", moved))).sha256 != plain.sha256
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(ROWS, encoding="utf-8-sig")
+    assert read_text(str(path)).documents == ("One.", "Zwei ü.")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"txt": "no such field"}', '{"text": 3}', '["text"]', "not json", '{"text": "open', "[" * 100_000]
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path, line):
+    message = one_line(written(tmp_path / "a.jsonl", f'{{"text": "good"}}\n\n{line}\n'))
+    assert f"{tmp_path / 'a.jsonl'}, line 3" in message
+    assert '"text"' in message
+
+
+@pytest.mark.parametrize("end", [".xz", ".gz"])
+def test_a_truncated_archive_is_refused(tmp_path, end):
+    path = written(tmp_path / f"a.txt{end}", "word " * 10_000)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "is it whole?" in one_line(path)
+
+
+@pytest.mark.parametrize("end", [".xz", ".gz"])
+def test_a_damaged_archive_is_refused(tmp_path, end):
+    path = written(tmp_path / f"a.txt{end}", "".join(f"{n * n} " for n in range(20_000)))
+    data = bytearray(path.read_bytes())
+    data[60:200] = bytes(range(100, 240))
+    path.write_bytes(data)
+    assert "cannot be read" in one_line(path)
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_blank_text_is_refused(tmp_path, name, content):
+    assert "not blank" in one_line(written(tmp_path / name, content))
+
+
+def test_what_is_no_text_file_is_refused(tmp_path):
+    assert "a folder" in one_line(tmp_path)
+    assert "expected .txt or .jsonl" in one_line(written(tmp_path / "a.parquet", "x"))
+    assert "expected .txt or .jsonl" in one_line(written(tmp_path / "a.xz", "x"))
+    assert "no such file" in one_line(tmp_path / "none.txt.xz")
+    assert "no such file" in one_line(tmp_path / "none")
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8 text (byte 3)" in one_line(tmp_path / "a.txt")
+
+
+def test_shipped_texts_are_read_by_name_and_share_no_document():
+    train, heldout = read_text("shipped:train"), read_text("shipped:heldout")
+    assert len(train.joined) > len(heldout.joined) > 10_000
+    assert not set(train.documents) & set(heldout.documents)
+    assert "shipped:train" in one_line("shipped:nothing")
+
+
+def test_a_data_set_that_cannot_be_reached_is_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "neither a local file nor a data set" in one_line("no-such-org/no-such-set:config:test")
+    assert "neither a local file nor a data set" in one_line("a:b:c:d:e")
+
+
+class _Rows(dict):
+    @property
+    def column_names(self):
+        return list(self)
+
+
+def test_a_data_set_is_named_by_config_split_and_field(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        return _Rows(body=["One.", None, "Two."], number=[1, 2, 3])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_text("set:small:test:body").documents == ("One.", "Two.")
+    assert asked == [("set", "small", "test")]
+    assert "no field 'text'; the data set has body, number" in one_line("set")
+    assert asked[1] == ("set", None, "train")
+    assert "does not hold strings" in one_line("set:::number")
+
+
+def test_half_a_character_in_json_is_replaced_and_whole_ones_stay(tmp_path):
+    path = written(tmp_path / "a.jsonl", json.dumps({"text": "a\ud800b \U0001f600"}))
+    assert read_text(str(path)).documents == ("a\ufffdb \U0001f600",)

@@ -1,0 +1,70 @@
+"""A trained model: packed, read back and run, against the stock model with the same weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from packed_models import stock_logits, with_policies
+from tokenizers import Tokenizer
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.zigzag_gguf import dequantised, read_zigzag, stock_config, write_zigzag
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.whole import build_model
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generate import generate
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
+START = 12
+
+
+@pytest.fixture(scope="module")
+def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    """books-26m-silu, about half of its channels inactive at every site but one."""
+    checkpoint = open_checkpoint(shared / "models" / "books-26m-silu")
+    path = tmp_path_factory.mktemp("real") / "books.gguf"
+    write_zigzag(checkpoint, {}, path)
+    dense = read_zigzag(path)
+    stock = build_model(stock_config(dense), dequantised(dense))
+    chosen = with_policies(dense, stock, tokens(dense), [START])
+    policies = {(i, name): site.policy for i, layer in enumerate(chosen.layers) for name, site in layer.sites.items()}
+    write_zigzag(checkpoint, policies, path, overwrite=True)
+    return read_zigzag(path)
+
+
+def tokens(packed: PackedModel) -> list[int]:
+    assert packed.architecture.bos is not None
+    return [packed.architecture.bos, *Tokenizer.from_str(packed.tokenizer_json).encode(TEXT).ids]
+
+
+def test_logits_are_the_stock_models(packed: PackedModel) -> None:
+    model, ids = build_model(stock_config(packed), dequantised(packed)), tokens(packed)
+    engine = Engine(packed, context=64)
+    dense, _ = stock_logits(model, packed, ids, len(ids))
+    assert (engine.forced(ids, len(ids)) - dense).abs().max() < 1e-3
+    sparse, _ = stock_logits(model, packed, ids, START)
+    found = engine.forced(ids, START)
+    assert (found - sparse).abs().max() < 1e-3
+    assert ((sparse - dense)[START:].norm() / dense.norm()) > 0.02
+    assert 0.4 < sum(engine.activity().values()) / len(engine.activity()) < 0.6
+
+
+def test_steps_agree_with_the_whole_text(packed: PackedModel) -> None:
+    engine, ids = Engine(packed, context=64), tokens(packed)
+    expected = engine.forced(ids, START)[START - 1 :]
+    engine.reset()
+    found = torch.stack([engine.prefill(ids[:START]), *(engine.step(id) for id in ids[START:])])
+    assert (found - expected).abs().max() < 1e-3
+
+
+def test_it_writes_english(packed: PackedModel) -> None:
+    engine = Engine(packed, context=64)
+    text = "".join(generate(engine, packed.tokenizer_json, "The old man sat down by", 12))
+    assert text.startswith(" ")
+    assert text.isascii()
+    assert " the " in text + " "
+
+
+def test_the_whole_context_is_there_for_the_asking(packed: PackedModel) -> None:
+    assert Engine(packed).context == 4096
+    assert Engine(packed, context=8192).context == 8192
