@@ -103,11 +103,19 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
         ours, theirs = first.manifest[group][name], second.manifest[group][name]
         if ours != theirs:
             raise CalibrationError(f"cannot merge: {key} is {ours} in the first and {theirs} in the second")
-    if second.manifest["statistics_sha256"] == first.manifest["statistics_sha256"]:
-        raise CalibrationError("cannot merge a calibration with itself: every token would count twice")
+    parts = _parts(first) + _parts(second)
+    if len(set(parts)) < len(parts):
+        raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")
     layers = [ours + theirs for ours, theirs in zip(first.layers, second.layers, strict=True)]
     one, other = first.manifest["tokens"], second.manifest["tokens"]
     added = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
     tokens = {**one, **{name: one[name] + other[name] for name in added}}
-    manifest = {**first.manifest, "texts": first.manifest["texts"] + second.manifest["texts"], "tokens": tokens}
+    texts = first.manifest["texts"] + second.manifest["texts"]
+    manifest = {**first.manifest, "texts": texts, "tokens": tokens, "parts": parts}
+    del manifest["statistics_sha256"]  # of the first alone; `save` puts the right one
     return Calibration(manifest, tuple(layers), torch.cat([first.windows, second.windows]))
+
+
+def _parts(calibration: Calibration) -> list[str]:
+    """Hashes of the statistics that were merged into this calibration: its own where it is a single run's."""
+    return list(calibration.manifest.get("parts") or [calibration.manifest["statistics_sha256"]])

@@ -1,4 +1,4 @@
-"""Read back a plain GGUF that sparsepack packed: its weights under Hugging Face's names, its configuration, its manifest."""
+"""Read back a plain GGUF that sparsepack packed: weights under Hugging Face's names, configuration, manifest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -34,9 +34,15 @@ def for_each_chunk(superblocks: int, device: torch.device, work: Callable[[slice
         for part in parts:
             work(part)
         return
+    inference = torch.is_inference_mode_enabled()
+
+    def alone(part: slice) -> None:
+        with torch.inference_mode(inference):  # each thread has a mode of its own
+            work(part)
+
     try:
         with ThreadPoolExecutor(min(threads, len(parts)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(work, parts))
+            list(pool.map(alone, parts))
     finally:
         torch.set_num_threads(threads)  # each worker's setting is also the default of threads that start later
 
