@@ -65,7 +65,12 @@ def main(
     calibration = _calibrated(checkpoint, calibration_text, samples, device)
     data = {name: _windows(reference, name, windows, first_windows) for name in texts}
     options = dict(json.loads("{" + ",".join(f'"{k}":{v}' for k, v in (e.split("=") for e in extra)) + "}"))
-    header = ["allocation", "criterion", "sparsity", *(f"{Path(t).name.split('.')[0]} {p}" for t in texts for p in protocols)]
+    header = [
+        "allocation",
+        "criterion",
+        "sparsity",
+        *(f"{Path(t).name.split('.')[0]} {p}" for t in texts for p in protocols),
+    ]
     print("| " + " | ".join(header) + " | seconds |\n|" + "---|" * (len(header) + 1))
     rows = []
     cases = [("dense", "-", 0.0), *itertools.product(allocations, criteria, sparsities)]

@@ -183,7 +183,9 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
 @click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @_allocation
-@click.option("--output-type", default="auto", show_default=True, help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32.")
+@click.option(
+    "--output-type", default="auto", show_default=True, help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32."
+)
 @click.option("--embedding-type", default="auto", show_default=True, help="Embedding, likewise.")
 @click.option("-o", "--output", type=PATH, required=True, help="The file to make.")
 @_compute
@@ -269,7 +271,9 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @click.option("--perplexity", multiple=True, metavar="TEXT", help="Rolling perplexity of a text; repeats.")
-@click.option("--protocol", type=click.Choice(["decode", "all", "dense"]), help="Default: decode if sparse, else dense.")
+@click.option(
+    "--protocol", type=click.Choice(["decode", "all", "dense"]), help="Default: decode if sparse, else dense."
+)
 @click.option("--context", default=2048, show_default=True, help="Tokens per window.")
 @click.option("--windows", type=click.IntRange(1), help="At most so many windows, from the first.")
 @click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
@@ -281,7 +285,9 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @_compute
 @_threads
 @_json
-def evaluate(perplexity: tuple[str, ...], tasks: str | None, json_path: str | None, threads: int | None, **asked: Any) -> None:
+def evaluate(
+    perplexity: tuple[str, ...], tasks: str | None, json_path: str | None, threads: int | None, **asked: Any
+) -> None:
     """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact."""
     from sparsepack.eval.run import EvalRequest
     from sparsepack.eval.run import evaluate as measure
@@ -331,7 +337,14 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 @click.option("--device", default="cpu", show_default=True)
 @_threads
 def generate(
-    path: Path, prompt: str, tokens: int, dense: bool, context: int | None, device: str, threads: int | None, **asked: Any
+    path: Path,
+    prompt: str,
+    tokens: int,
+    dense: bool,
+    context: int | None,
+    device: str,
+    threads: int | None,
+    **asked: Any,
 ) -> None:
     """Continue a prompt with a zigzag artifact. Text goes to standard output, what ran and how fast to stderr."""
     from sparsepack.show import stream_generation
@@ -348,11 +361,18 @@ def generate(
 @_json
 def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bool, json_path: str | None) -> None:
     """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails."""
+    import contextlib
+    import json
+
     from sparsepack.files.atomic import write_json
     from sparsepack.recipe import run_recipe
 
-    outcome = run_recipe(recipe, overrides, work, dry_run)
-    if json_path:
+    # With JSON on standard output, the tables stand aside.
+    with contextlib.redirect_stdout(sys.stderr if json_path == "-" else sys.stdout):
+        outcome = run_recipe(recipe, overrides, work, dry_run)
+    if json_path == "-":
+        click.echo(json.dumps(outcome.report, indent=2, ensure_ascii=False))
+    elif json_path:
         write_json(Path(json_path), outcome.report)
     if not outcome.passed:
         sys.exit(3)

@@ -15,7 +15,14 @@ class Advance(Protocol):
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
     """Show a bar of `total` units, `done` of them finished already; yields the function that advances it."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

@@ -117,7 +117,18 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     parts = [f"{result['subject']['name']} ({result['subject']['kind']})"]
     if result["perplexity"]:
         rows = [_perplexity_row(row) for row in result["perplexity"]]
-        header = ["text", "protocol", "windows", "perplexity", "bits/byte", "ratio", "KL", "same top", "skipped", "target"]
+        header = [
+            "text",
+            "protocol",
+            "windows",
+            "perplexity",
+            "bits/byte",
+            "ratio",
+            "KL",
+            "same top",
+            "skipped",
+            "target",
+        ]
         parts.append(table(header, rows))
     if result["tasks"]:
         rows = [

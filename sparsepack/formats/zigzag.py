@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats import q4_k
+from sparsepack.formats import fused, q4_k
 from sparsepack.formats.superblock import BLOCK, for_each_chunk, largest
 
 BAND_ROWS = BLOCK
@@ -26,21 +26,28 @@ def bands(rows: int) -> int:
 def pack(weight: Tensor) -> Tensor:
     """Quantise to zigzag Q4_K: float32, float16 or bfloat16 [rows, columns] -> uint8 [bands, columns, 144].
 
-    Rows are padded with zeros to whole bands; the caller keeps `rows`. Works on the weight's device, a few chunks of
-    superblocks at once. Raises PackingError for a weight that is not a matrix, or not finite.
+    Rows are padded with zeros to whole bands; the caller keeps `rows`. Works on the weight's device as `q4_k.encode`
+    does, without a padded copy. Raises PackingError for a weight that is not a matrix, or not finite.
     """
     if weight.dim() != 2:
         raise PackingError(f"weight {list(weight.shape)}: zigzag packs a matrix [rows, columns]")
     beyond = largest(weight) > -q4_k.LOWEST
-    rows, columns = weight.shape
     weight = weight.detach()
+    blocks = fused.encode(weight)
+    if blocks is None:
+        blocks = _pack_in_chunks(weight, beyond)
+    return blocks.view(bands(weight.shape[0]), weight.shape[1], q4_k.BLOCK_BYTES)
+
+
+def _pack_in_chunks(weight: Tensor, beyond: bool) -> Tensor:
+    rows, columns = weight.shape
     blocks = torch.empty(bands(rows) * columns, q4_k.BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
 
     def work(part: slice) -> None:
         blocks[part] = q4_k.encode_columns(_columns(weight, part), beyond).t()
 
     for_each_chunk(blocks.shape[0], weight.device, work)
-    return blocks.view(bands(rows), columns, q4_k.BLOCK_BYTES)
+    return blocks
 
 
 def _columns(weight: Tensor, part: slice) -> Tensor:

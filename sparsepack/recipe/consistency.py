@@ -57,7 +57,7 @@ def _unmeasured(recipe: Recipe, gates: Gates) -> Iterator[str]:
         if getattr(gates, name) is not None and not texts:
             yield f"gates.{name}: it is not measured; add texts as eval.perplexity"
     if gates.realised_sparsity is not None and (not recipe.sparse or set(recipe.protocols()) == {"dense"}):
-        yield "gates.realised_sparsity: nothing runs sparse; expected activation.sparsity above 0, protocol decode or all"
+        yield "gates.realised_sparsity: nothing runs sparse; expected activation.sparsity above 0, and decode or all"
     for name in FILE_GATES:
         if getattr(gates, name) is not None and recipe.pack is None:
             yield f"gates.{name}: there is no file; add a pack section"

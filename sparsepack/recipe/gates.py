@@ -27,6 +27,11 @@ class _Value:
     value: float | None
 
 
+def readable(value: float) -> str:
+    """A measured value or a limit as text: sizes in full, all else to six digits."""
+    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
+
+
 def judge(gates: Gates | None, results: Mapping[str, Any]) -> list[Verdict]:
     """Every gate's verdict on `results` (the report's pack, evaluations and verify parts).
 
@@ -65,7 +70,8 @@ def _judged(name: str, limit: Limit, values: Sequence[_Value]) -> Iterator[Verdi
             continue
         worst = max(values, key=partial(_badness, sign))
         passed = _badness(sign, worst) <= sign * bound
-        yield Verdict(name, worst.value, f"{'at most' if sign > 0 else 'at least'} {bound:g}", worst.where, passed)
+        allowed = f"{'at most' if sign > 0 else 'at least'} {readable(bound)}"
+        yield Verdict(name, worst.value, allowed, worst.where, passed)
 
 
 def _badness(sign: float, row: _Value) -> float:

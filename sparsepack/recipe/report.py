@@ -11,7 +11,7 @@ from rich.markup import escape
 from sparsepack import __version__
 from sparsepack.recipe import actions
 from sparsepack.recipe.console import results, table, with_error
-from sparsepack.recipe.gates import Verdict
+from sparsepack.recipe.gates import Verdict, readable
 from sparsepack.recipe.schema import Recipe
 from sparsepack.recipe.stages import Outcome
 
@@ -73,7 +73,7 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Print the gates to stdout."""
     made = table("gates", "gate", ">measured", "limit", "on", "verdict")
     for verdict in verdicts:
-        measured = "not measured" if verdict.measured is None else f"{verdict.measured:.6g}"
+        measured = "not measured" if verdict.measured is None else readable(verdict.measured)
         said = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
         made.add_row(verdict.gate, measured, verdict.limit, escape(verdict.where), said)
     results().print(made)

@@ -54,11 +54,11 @@ def run_recipe(
         return RecipeOutcome(planned, True)
     outcomes = run_stages(stages, state)
     made = report.collect(recipe, folder, outcomes)
+    report.show(made)
     verdicts = judge(recipe.gates, made)
     passed = all(verdict.passed for verdict in verdicts)
     made |= {"gates": [asdict(verdict) for verdict in verdicts], "passed": passed}
     write_json(folder / report.REPORT, made)
-    report.show(made)
     if verdicts:
         report.show_verdicts(verdicts)
     return RecipeOutcome(made, passed)

@@ -66,8 +66,9 @@ class Prediction:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole file, over logical weights, as `formats.inspect.describe` has it."""
-        return 8 * self.file_bytes / sum(math.prod(tensor.logical) for tensor in self.tensors)
+        """Of the whole file, over the model's weights (a policy holds none), as `formats.inspect.describe` has it."""
+        weights = sum(math.prod(t.logical) for t in self.tensors if not t.name.endswith((".threshold", ".offset")))
+        return 8 * self.file_bytes / weights
 
 
 def predict(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:

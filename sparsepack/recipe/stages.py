@@ -87,6 +87,7 @@ def stages_of(recipe: Recipe, sources: Sources, folder: Path) -> list[Stage]:
     if recipe.eval is not None:
         settings = {**asked["eval"], "protocols": recipe.protocols(), "texts_sha256": texts}
         settings["task_files"] = _hashes(recipe.eval.task_path)
+        settings["lm_eval"] = importlib.metadata.version("lm_eval") if recipe.eval.tasks else None
         add("eval", actions.run_eval, settings, "thresholds pack", actions.EVALUATION)
     if recipe.bench is not None:
         machine = {"cpu": cpu_info(), "threads": torch.get_num_threads()}

@@ -36,7 +36,7 @@ def tiny() -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def tiny_calibration(tiny, tmp_path_factory) -> Calibration:
-    options = CalibrateOptions(context=128, samples=24)
+    options = CalibrateOptions(context=128, samples=48, batch=8)
     return calibrate(tiny, read_text("shipped:train"), tmp_path_factory.mktemp("cal") / "c", options)
 
 

@@ -113,6 +113,13 @@ def blocks_read(monkeypatch):
     return read
 
 
+def _calibrate_until_killed(monkeypatch, where, name, dies, *arguments) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, dies)
+        with pytest.raises(Killed):
+            calibrate(*arguments, OPTIONS)
+
+
 @pytest.mark.parametrize("when", ["before its state is saved", "after its state is saved"])
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_a_killed_run_goes_on_and_ends_the_same(
@@ -127,9 +134,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
         if layer == block:
             raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run._Unfinished, "save", dies)
-        calibrate(small, text, tmp_path / "c", OPTIONS)
+    _calibrate_until_killed(monkeypatch, run._Unfinished, "save", dies, small, text, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)
@@ -148,9 +153,7 @@ def test_a_run_killed_while_it_writes_its_state_goes_on_from_the_block_before(
             raise Killed
         write(path, value)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run, "write_json", dies)
-        calibrate(small, text, tmp_path / "c", OPTIONS)
+    _calibrate_until_killed(monkeypatch, run, "write_json", dies, small, text, tmp_path / "c")
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)
     assert blocks_read == [1, 2]
@@ -199,9 +202,7 @@ def test_the_state_of_other_settings_is_not_used(small, text, tmp_path, monkeypa
         save(self, layer, *rest)
         raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(run._Unfinished, "save", dies)
-        calibrate(small, text, tmp_path / "c", OPTIONS)
+    _calibrate_until_killed(monkeypatch, run._Unfinished, "save", dies, small, text, tmp_path / "c")
     blocks_read.clear()
     changed = Text("topics", (TEXT[3000:9000],), "others") if other.pop("text", 0) else text
     calibrate(small, changed, tmp_path / "c", replace(OPTIONS, **other))

@@ -25,6 +25,12 @@ def disk_of(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def _fail_in(output, write, failure) -> None:
+    with output as temporary:
+        write(temporary)
+        raise failure
+
+
 def test_a_file_appears_under_its_name_when_it_is_finished(tmp_path):
     path = tmp_path / "out.bin"
     with atomic_file(path) as temporary:
@@ -41,9 +47,8 @@ def test_an_interrupted_file_leaves_nothing_and_keeps_the_old_one(tmp_path, fail
     new, old = tmp_path / "new.bin", tmp_path / "old.bin"
     old.write_bytes(b"before")
     for path, overwrite in ((new, False), (old, True)):
-        with pytest.raises(type(failure)), atomic_file(path, overwrite) as temporary:
-            temporary.write_bytes(b"half")
-            raise failure
+        with pytest.raises(type(failure)):
+            _fail_in(atomic_file(path, overwrite), lambda temporary: temporary.write_bytes(b"half"), failure)
     assert [entry.name for entry in tmp_path.iterdir()] == ["old.bin"]
     assert old.read_bytes() == b"before"
 
@@ -54,9 +59,8 @@ def test_an_interrupted_folder_leaves_nothing_and_keeps_the_old_one(tmp_path, fa
     old.mkdir()
     (old / "before").write_text("kept")
     for path, overwrite in ((new, False), (old, True)):
-        with pytest.raises(type(failure)), atomic_folder(path, overwrite) as temporary:
-            (temporary / "half").write_text("half")
-            raise failure
+        with pytest.raises(type(failure)):
+            _fail_in(atomic_folder(path, overwrite), lambda temporary: (temporary / "half").write_text("half"), failure)
     assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
     assert [entry.name for entry in old.iterdir()] == ["before"]
 
@@ -130,7 +134,7 @@ def test_other_failures_of_the_system_pass_through(tmp_path):
 def test_an_output_that_exists_or_has_no_folder_is_refused_before_any_work(tmp_path):
     there = tmp_path / "there"
     there.write_text("x")
-    with pytest.raises(OutputError, match="exists already.*--overwrite"):
+    with pytest.raises(OutputError, match=r"exists already.*--overwrite"):
         check_output(there, overwrite=False)
     check_output(there, overwrite=True)
     with pytest.raises(OutputError, match="does not exist"):

@@ -150,7 +150,7 @@ def test_rotary_frequencies_of_old_exports_are_no_obstacle(copied):
 
 
 def test_an_unknown_tensor_name_gives_the_nearest(folders):
-    with pytest.raises(CheckpointError, match="nearest: model.norm.weight"):
+    with pytest.raises(CheckpointError, match=r"nearest: model\.norm\.weight"):
         open_checkpoint(folders("llama")).tensor("model.norm.weights")
 
 

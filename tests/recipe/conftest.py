@@ -1,0 +1,38 @@
+"""What the tests of recipes share: a recipe of tiny sizes, and a work folder in which it has been run once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from recipes_for_tests import write_recipe
+
+from sparsepack.recipe import run_recipe
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Models this small gain nothing from a second thread, and lose much where other processes hold its core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    return write_recipe(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished_once(tmp_path_factory):
+    """(recipe, work folder, outcome) of one whole run; not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(folder)
+    return recipe, folder / "work", run_recipe(recipe, work=folder / "work")
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path):
+    """A copy of that work folder, times of change kept."""
+    return Path(shutil.copytree(finished_once[1], tmp_path / "work"))

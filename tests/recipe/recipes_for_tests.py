@@ -1,0 +1,27 @@
+"""A recipe of tiny sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TINY: dict[str, Any] = {
+    "schema": 1,
+    "name": "tiny",
+    "model": "shipped:tiny",
+    "calibrate": {"text": "shipped:train", "context": 64, "samples": 4, "batch": 4},
+    "activation": {"sparsity": 0.5, "windows": 4},
+    "pack": {"format": "zigzag-q4_k"},
+    "verify": True,
+    "eval": {"perplexity": "shipped:heldout", "protocols": ["decode", "dense"], "context": 64, "windows": 3},
+    "generate": {"prompt": "The class", "tokens": 4},
+    "gates": {"perplexity_ratio": {"max": 2.0}, "realised_sparsity": {"min": 0.3}, "file_bytes": {"max": 1300000}},
+}
+STAGES = ("calibrate", "thresholds", "pack", "verify", "eval", "generate")
+
+
+def write_recipe(folder: Path, **changes: Any) -> Path:
+    """The tiny recipe as a file, top-level sections replaced by `changes`."""
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}), encoding="utf-8")
+    return path

@@ -1,0 +1,166 @@
+"""Recipe files and overrides: what is accepted, and that every mistake is one line saying what, where, expected."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from recipes_for_tests import TINY, write_recipe
+
+from sparsepack.errors import RecipeError, ThresholdsError, UserError
+from sparsepack.recipe import run_recipe
+from sparsepack.recipe.load import SHIPPED, load_recipe
+
+RECIPES = [path for path in sorted(SHIPPED.glob("*.yaml")) if path.stem != "github-workflow"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_validates_and_describes_itself(path):
+    given = yaml.safe_load(path.read_text())
+    recipe = load_recipe(path, [] if "model" in given else ["model=somewhere"])
+    assert recipe.name == path.stem
+    assert recipe.description
+    assert "\n" not in recipe.description
+
+
+def test_recipes_for_any_model_ask_for_one():
+    with pytest.raises(RecipeError, match=r"model: missing; add it to the recipe, or give --set model=\.\.\."):
+        load_recipe(SHIPPED / "teal50.yaml")
+
+
+def test_a_bare_name_is_a_shipped_recipe():
+    assert load_recipe(Path("quickstart")).name == "quickstart"
+
+
+MISTAKES = {
+    "activation.sparsty=0.4": r"activation\.sparsty: unknown key; nearest: activation\.sparsity \(known: sparsity, ",
+    "calibrat.samples=1": r"calibrat: unknown key; nearest: calibrate ",
+    "gates.kl_divergence.maximum=1": r"gates\.kl_divergence\.maximum: unknown key; nearest: gates\.kl_divergence\.max",
+    "gates.tasks.a.acc.mn=1": r"gates\.tasks\.a\.acc\.mn: unknown key; nearest: gates\.tasks\.a\.acc\.min ",
+    "activation.sparsity=1.5": r"activation\.sparsity: 1\.5; expected less than 1 \[from --set",
+    "activation.sparsity=half": r'activation\.sparsity: "half"; expected a number',
+    "activation.sparsity=.nan": r"activation\.sparsity: NaN; expected ",
+    "activation.allocation=tael": r"activation\.allocation: \"tael\"; expected 'uniform', 'teal' or 'global'",
+    "calibrate.samples=2.5": r"calibrate\.samples: 2\.5; expected a whole number",
+    "calibrate.samples=true": r"calibrate\.samples: true; expected a whole number",
+    "calibrate.text=[]": r"calibrate\.text: \[\]; expected at least one name",
+    "calibrate=4": r"calibrate: 4; expected a mapping",
+    "calibrate.samples.x=4": r"--set calibrate\.samples\.x=4: calibrate\.samples is 4, it has no keys inside",
+    "verify=2": r"verify: 2; expected true or false",
+    "schema=2": r"schema: 2; expected 1",
+    "name=../up": r'name: "\.\./up"; ',
+    "gates.kl_divergence={}": r"gates\.kl_divergence: \{\}; expected min, max or both",
+    "gates.file_bytes={min: 2, max: 1}": r"gates\.file_bytes: .*; min 2 is above max 1: nothing could pass",
+    "generate.prompt=3": r"generate\.prompt: 3; expected text",
+    "activation": r"--set activation: expected PATH=VALUE",
+    ".a=3": r"--set \.a=3: expected PATH=VALUE",
+    "verify=[1": r"--set verify=\[1, line 1: not YAML",
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_is_one_line_with_place_and_remedy(recipe_file, override, expected):
+    with pytest.raises(RecipeError, match=expected) as caught:
+        load_recipe(recipe_file, [override])
+    assert "\n" not in str(caught.value)
+
+
+CONTRADICTIONS = {
+    "calibrate=null": "activation: thresholds are taken on calibration text; add a calibrate section",
+    "pack=null": "verify: there is no artifact to verify; add a pack section",
+    "pack.format=q4_k": "pack.format: a q4_k GGUF has no place for thresholds; expected zigzag-q4_k",
+    "eval.perplexity=[]": "eval: nothing to evaluate",
+    "eval=null": "gates.perplexity_ratio: it is not measured; add texts as eval.perplexity",
+    "eval.protocols=dense": "gates.realised_sparsity: nothing runs sparse",
+    "gates.tasks.sp_blimp.acc.min=0.6": "gates.tasks.sp_blimp: it is not measured; add it to eval.tasks",
+    "activation.offsets=true": "activation.offsets: they are learnt",
+    "calibrate.sinks=64": "calibrate.sinks: 64; expected fewer than context, 64",
+    "eval.task_path=/nowhere": "eval.task_path: /nowhere is no folder",
+}
+
+
+@pytest.mark.parametrize(("override", "expected"), CONTRADICTIONS.items(), ids=CONTRADICTIONS)
+def test_sections_that_do_not_go_together_are_told_before_anything_runs(recipe_file, override, expected):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe_file, [override])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gate_on_verification_needs_verification(recipe_file):
+    with pytest.raises(RecipeError, match=r"gates\.verify: the artifact is not verified; expected verify: true"):
+        load_recipe(recipe_file, ["verify=false", "gates.verify=true"])
+
+
+def test_overrides_are_yaml_and_the_last_one_wins(recipe_file):
+    overrides = ["eval.perplexity=[a.txt, b.txt]", "activation.sparsity=0.3", "activation.sparsity=0.4", "bench=null"]
+    recipe = load_recipe(recipe_file, [*overrides, "gates.tasks=null", "gates.tasks={}", "model=shipped:tiny"])
+    assert recipe.eval.perplexity == ("a.txt", "b.txt")
+    assert recipe.activation.sparsity == 0.4
+    assert recipe.bench is None
+
+
+def test_one_text_may_stand_without_a_list(recipe_file):
+    assert load_recipe(recipe_file).calibrate.text == ("shipped:train",)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "empty; expected at least schema, name and model"),
+        ("- 1\n- 2", r"\[1, 2\]; expected keys and values"),
+        ("a: [1\nb: 2", "line 2: not YAML"),
+        ("schema: 1\nname: a\nname: b\nmodel: m", "line 3: the key 'name' stands twice"),
+        ("name: a\nmodel: m", "schema: missing"),
+        ("schema: 1\nname: a\nmodel: m\n7: x", "7: unknown key"),
+        ("name: 2024-01-01\nschema: 1\nmodel: !!python/object:a {}", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path, content, expected):
+    path = tmp_path / "r.yaml"
+    path.write_text(content)
+    with pytest.raises(RecipeError, match=expected) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_names_the_nearest_ones(recipe_file):
+    with pytest.raises(RecipeError, match=r"tny\.yaml: no such recipe; nearest: .*tiny\.yaml"):
+        load_recipe(recipe_file.with_name("tny.yaml"))
+    with pytest.raises(RecipeError, match=r"quikstart: no such recipe; nearest: .*quickstart\.yaml"):
+        load_recipe(Path("quikstart"))
+
+
+def test_a_file_that_is_not_text_is_one_line(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "expected"),
+    [
+        (
+            "calibrate.context=2048",
+            RecipeError,
+            "calibrate.context: 2048 tokens; shipped:tiny was made for at most 1024",
+        ),
+        ("generate.tokens=1024", RecipeError, "made for at most 1024"),
+        ("activation.ignore=blk.9.*", ThresholdsError, "matches no site; nearest"),
+        ("eval.perplexity=nowhere.txt", UserError, "nowhere.txt: no such file"),
+        ("device=cuda:99", RecipeError, "device: cuda:99; torch finds none"),
+    ],
+)
+def test_what_the_model_does_not_allow_is_told_before_any_stage(tmp_path, recipe_file, override, error, expected):
+    with pytest.raises(error) as caught:
+        run_recipe(recipe_file, [override], work=tmp_path / "work")
+    assert expected in str(caught.value)
+    assert not (tmp_path / "work").exists()
+
+
+def test_the_recipe_survives_a_round_trip_through_its_own_report(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path))
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(recipe.to_json()))
+    assert load_recipe(again) == recipe
+    assert set(TINY) <= set(recipe.to_json())

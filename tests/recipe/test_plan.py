@@ -1,0 +1,71 @@
+"""The dry run: what it predicts is what is made, and it makes nothing."""
+
+import pytest
+from models_for_tests import make_model
+from recipes_for_tests import write_recipe
+
+from sparsepack.pack import PackRequest, pack
+from sparsepack.recipe import run_recipe
+from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.sizes import predict
+
+
+def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_path, capsys):
+    plan = run_recipe(recipe_file, ["activation.ignore=blk.0.*"], work=tmp_path / "work", dry_run=True).report
+    assert not (tmp_path / "work").exists()
+    assert {stage["status"] for stage in plan["stages"]} == {"would run"}
+    assert plan["patterns"] == [
+        {
+            "list": "ignore",
+            "pattern": "blk.0.*",
+            "sites": [f"blk.0.{s}" for s in ("attn_in", "attn_out", "mlp_in", "mlp_mid")],
+        }
+    ]
+    assert [site["sparsity"] for site in plan["sites"]] == [0.0] * 4 + [0.5] * 8
+    assert plan["tokens"]["calibrate"] == 4 * 64
+    assert plan["tokens"]["eval"] == 2 * 2 * 3 * 64
+    assert plan["peak_memory_bytes"]["eval"] > 2 * 4 * plan["model"]["parameters"]
+    out = capsys.readouterr().out
+    assert "ignore blk.0.*: 4 sites" in out
+    assert "mlp_mid" in out
+
+
+def test_a_dry_run_knows_which_stages_are_up_to_date(finished_once, finished):
+    plan = run_recipe(finished_once[0], ["pack.output_type=f16"], work=finished, dry_run=True).report
+    status = {stage["name"]: stage["status"] for stage in plan["stages"]}
+    up_to_date = {name for name, what in status.items() if what == "up to date"}
+    assert up_to_date == {"calibrate", "thresholds"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "activation.criterion=column-norm",
+        "pack.embedding_type=f16",
+        "activation.ignore=[blk.0.*, re:blk.1.mlp.*]",
+        "activation.upstream=dense",
+        "activation={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, offsets: true}",
+    ],
+)
+def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, finished, override):
+    """Far below the promised 1 %: only the digits of the thresholds in the manifest are not known beforehand."""
+    overrides = [override, "eval=null", "generate=null", "gates=null", "verify=false"]
+    plan = run_recipe(finished_once[0], overrides, work=finished, dry_run=True).report["artifact"]
+    made = run_recipe(finished_once[0], overrides, work=finished).report["pack"]
+    assert plan["file_bytes"] == pytest.approx(made["file_bytes"], rel=1e-3)
+    assert plan["bits_per_weight"] == pytest.approx(made["bits_per_weight"]["file"], rel=1e-3)
+    assert {t: v["bytes"] for t, v in plan["types"].items()} == {t: v["bytes"] for t, v in made["types"].items()}
+
+
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "f16", "f32"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family, kind):
+    changes = {"intermediate_size": 300} if kind == "zigzag-q4_k" else {}
+    model = make_model(tmp_path / "model", family, **changes)
+    sections = {"calibrate": None, "activation": None, "verify": False, "eval": None, "generate": None, "gates": None}
+    recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
+    from sparsepack.models.checkpoint import open_checkpoint
+
+    prediction = predict(recipe, open_checkpoint(model))
+    made = pack(PackRequest(str(model), tmp_path / "out.gguf", kind)).path.stat().st_size
+    assert prediction.file_bytes == pytest.approx(made, rel=0.01)

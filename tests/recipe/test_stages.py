@@ -1,0 +1,135 @@
+"""Stages: what is skipped, what runs again, and what an interruption leaves."""
+
+import json
+import os
+
+import pytest
+from recipes_for_tests import STAGES
+
+from sparsepack.errors import OutputError
+from sparsepack.recipe import actions, run_recipe
+
+
+def ran(outcome):
+    return [stage["name"] for stage in outcome.report["stages"] if stage["status"] == "ran"]
+
+
+def test_a_first_run_runs_every_stage_and_reports_what_it_measured(finished_once):
+    _, work, outcome = finished_once
+    assert ran(outcome) == list(STAGES)
+    assert outcome.passed
+    assert json.loads((work / "report.json").read_text()) == outcome.report
+    rows = [row for evaluation in outcome.report["evaluations"] for row in evaluation["perplexity"]]
+    assert [(row["text"], row["protocol"]) for row in rows] == [("shipped:heldout", p) for p in ("decode", "dense")]
+    assert all(row["kl_divergence"]["value"] > 0 for row in rows)
+    assert outcome.report["generate"]["text"]
+    assert outcome.report["verify"]["passed"]
+
+
+def test_a_second_run_runs_nothing_and_gives_the_same_report(finished_once, finished, capsys):
+    recipe, _, first = finished_once
+    second = run_recipe(recipe, work=finished)
+    assert ran(second) == []
+    assert "pack: up to date" in capsys.readouterr().err
+    assert second.report["evaluations"] == first.report["evaluations"]
+    assert second.passed
+
+
+def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once):
+    from sparsepack.formats.inspect import describe
+
+    made_from = describe(finished_once[1] / "model.gguf")["provenance"]["recipe"]
+    assert made_from["activation"]["sparsity"] == 0.5
+    assert "eval" not in made_from
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("generate.tokens=3", ["generate"]),
+        ("gates.file_bytes.max=2000000", []),
+        ("description=another", []),
+        ("eval.windows=2", ["eval"]),
+        ("pack.output_type=f16", ["pack", "verify", "eval", "generate"]),
+        ("activation.sparsity=0.4", ["thresholds", "pack", "verify", "eval", "generate"]),
+        ("calibrate.seed=1", list(STAGES)),
+    ],
+)
+def test_a_changed_setting_reruns_its_stage_and_all_downstream(finished_once, finished, override, expected):
+    assert ran(run_recipe(finished_once[0], [override], work=finished)) == expected
+
+
+def test_a_changed_or_lost_output_is_made_again(finished_once, finished):
+    (finished / "eval.json").unlink()
+    with (finished / "model.gguf").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    assert ran(run_recipe(finished_once[0], work=finished)) == ["pack", "eval"]
+
+
+def test_files_whose_times_alone_changed_are_recognised_by_their_bytes(finished_once, finished):
+    for path in finished.rglob("*"):
+        os.utime(path, (0, 0))
+    assert ran(run_recipe(finished_once[0], work=finished)) == []
+
+
+def test_a_run_that_was_interrupted_goes_on_where_it_stopped(recipe_file, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actions, "run_pack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(recipe_file, work=tmp_path / "work")
+    assert not (tmp_path / "work" / "model.gguf").exists()
+    assert ran(run_recipe(recipe_file, work=tmp_path / "work")) == list(STAGES[2:])
+
+
+def test_an_output_whose_stage_was_not_recorded_is_made_again(finished_once, finished):
+    state = json.loads((finished / "state.json").read_text())
+    del state["stages"]["eval"]
+    (finished / "state.json").write_text(json.dumps(state))
+    assert ran(run_recipe(finished_once[0], work=finished)) == ["eval"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"schema": 2}', '{"schema": 1, "stages": {"pack": {}}}', "[]"])
+def test_a_damaged_state_is_said_and_means_that_nothing_is_known(finished_once, finished, content, capsys):
+    (finished / "state.json").write_text(content)
+    outcome = run_recipe(finished_once[0], work=finished, dry_run=True)
+    assert {stage["status"] for stage in outcome.report["stages"]} == {"would run"}
+    assert "state.json: not understood" in capsys.readouterr().err
+
+
+def test_files_that_no_recipe_made_are_not_overwritten(recipe_file, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "model.gguf").write_text("mine")
+    with pytest.raises(OutputError, match=r"model\.gguf: no recipe made this file"):
+        run_recipe(recipe_file, work=tmp_path / "work")
+    assert (tmp_path / "work" / "model.gguf").read_text() == "mine"
+
+
+def test_without_pack_the_model_itself_is_evaluated_with_its_thresholds(finished_once, finished):
+    overrides = ["pack=null", "verify=false", "generate=null", "gates.file_bytes=null"]
+    outcome = run_recipe(finished_once[0], overrides, work=finished)
+    assert ran(outcome) == ["eval"]
+    decode, dense = (evaluation["perplexity"][0] for evaluation in outcome.report["evaluations"])
+    assert decode["realised_sparsity"]["overall"] > 0.3
+    assert dense["perplexity_ratio"]["value"] == pytest.approx(1)
+
+
+def test_a_dense_recipe_needs_no_calibration(finished_once, finished):
+    overrides = ["calibrate=null", "activation=null", "eval.protocols=[]", "gates.realised_sparsity=null"]
+    outcome = run_recipe(finished_once[0], overrides, work=finished)
+    assert ran(outcome) == ["pack", "verify", "eval", "generate"]
+    assert [evaluation["protocol"] for evaluation in outcome.report["evaluations"]] == ["dense"]
+
+
+def test_bench_runs_on_the_evaluation_text_and_says_whose_speed_it_is(finished_once, finished, capsys):
+    overrides = ["bench={prompt: 8, generate: 4, repetitions: 1}"]
+    outcome = run_recipe(finished_once[0], overrides, work=finished)
+    assert ran(outcome) == ["bench"]
+    assert outcome.report["bench"]["text"] == "shipped:heldout"
+    out = capsys.readouterr().out
+    assert "decode of 4 tokens, dense" in out
+    assert "decode of 4 tokens, sparse" in out
+    assert "reference runtime" in out
