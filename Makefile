@@ -8,8 +8,10 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .PHONY: demo test lint format test-gpu clean
 
-demo: $(VENV)/.installed
-	$(BIN)/sparsepack run recipes/quickstart.yaml
+demo:
+	@start=$$(date +%s) && $(MAKE) --no-print-directory $(VENV)/.installed && ready=$$(date +%s) && \
+	$(BIN)/sparsepack run recipes/quickstart.yaml && \
+	echo "seconds: installation $$((ready - start)), run $$(($$(date +%s) - ready))"
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -78,34 +78,34 @@ def error_table(device: torch.device) -> None:
 def speed_table(device: torch.device, size: int, repeats: int, dtype: torch.dtype) -> None:
     weights = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     on_device = weights.to(device, dtype)
-    runs: dict[str, Callable[[], object]] = {
+    runs: dict[str, Callable[[], Tensor]] = {
         "q4_k.encode": lambda: q4_k.encode(on_device),
         "q6_k.encode": lambda: q6_k.encode(on_device),
         "zigzag.pack": lambda: zigzag.pack(on_device),
     }
-    packed = {"q4_k.decode": q4_k.encode(on_device), "q6_k.decode": q6_k.encode(on_device)}
-    runs["q4_k.decode"] = lambda: q4_k.decode(packed["q4_k.decode"])
-    runs["q6_k.decode"] = lambda: q6_k.decode(packed["q6_k.decode"])
+    results: dict[str, Tensor] = {}
+    runs["q4_k.decode"] = lambda: q4_k.decode(results["q4_k.encode"])
+    runs["q6_k.decode"] = lambda: q6_k.decode(results["q6_k.encode"])
     if device.type == "cpu" and ggml.library() is not None:
         for name in CODECS:
             runs[f"ggml {name}, 1 thread"] = lambda name=name: ggml.quantize(name, weights)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):  # the first round warms up
+    for _ in range(repeats + 1):  # the first round compiles and warms up
         for name, run in runs.items():
             start = time.perf_counter()
-            run()
+            results[name] = run()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     click.echo(f"\n{size} x {size} {str(dtype).removeprefix('torch.')}, {where}, median of {repeats}, interleaved\n")
-    click.echo("| operation | ms | M weights/s | GB/s of unpacked weights |\n|---|---|---|---|")
+    click.echo("| operation | first call, s | ms | M weights/s | GB/s of unpacked weights |\n|---|---|---|---|---|")
     for name, times in seconds.items():
-        middle = statistics.median(times)
+        first, *later = times
+        middle = statistics.median(later)
         width = 4 if "ggml" in name or "decode" in name else dtype.itemsize
         rate = weights.numel() / middle
-        click.echo(f"| {name} | {middle * 1e3:.1f} | {rate / 1e6:.1f} | {rate * width / 1e9:.2f} |")
+        click.echo(f"| {name} | {first:.2f} | {middle * 1e3:.1f} | {rate / 1e6:.1f} | {rate * width / 1e9:.2f} |")
 
 
 @click.command()

@@ -61,6 +61,9 @@ _compute = _options(
 )
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 _json = click.option("--json", "json_path", metavar="FILE", help="Write the result as JSON; - for standard output.")
+_window = click.option(
+    "--context", type=click.IntRange(2), help="Tokens per window (default 2048, or what MODEL was made for if less)."
+)
 _threads = click.option("--threads", type=click.IntRange(1), help="CPU threads (default: all cores).")
 
 _allocation = _options(
@@ -110,7 +113,7 @@ def _allocation_options(asked: dict[str, Any]) -> Any:
 @click.argument("folders", nargs=-1, type=PATH)
 @click.option("--text", "texts", multiple=True, help="What to run; repeats.")
 @click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
-@click.option("--context", default=2048, show_default=True, help="Tokens per window.")
+@_window
 @click.option("--samples", default=128, show_default=True, help="Windows drawn at random; 0 for all, in order.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--sinks", default=4, show_default=True, help="First positions of a window left out of the statistics.")
@@ -141,8 +144,12 @@ def calibrate(
     from sparsepack.calibrate.run import calibrate as run_calibration
     from sparsepack.files.text import read_text
     from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.models.windows import DEFAULT_CONTEXT
 
-    made = run_calibration(open_checkpoint(model), read_text(texts), output, CalibrateOptions(**asked), overwrite)
+    checkpoint = open_checkpoint(model)
+    if asked["context"] is None:
+        asked["context"] = min(DEFAULT_CONTEXT, checkpoint.config.max_position_embeddings)
+    made = run_calibration(checkpoint, read_text(texts), output, CalibrateOptions(**asked), overwrite)
     click.echo(calibration_table(made.manifest))
 
 
@@ -274,7 +281,7 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option(
     "--protocol", type=click.Choice(["decode", "all", "dense"]), help="Default: decode if sparse, else dense."
 )
-@click.option("--context", default=2048, show_default=True, help="Tokens per window.")
+@_window
 @click.option("--windows", type=click.IntRange(1), help="At most so many windows, from the first.")
 @click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
 @click.option("--tasks", help="lm-eval tasks, comma-separated.")

@@ -1,9 +1,9 @@
 """A streaming histogram of non-negative values with exact counts in log-spaced bins.
 
-Bin 0 holds exact zeros (and subnormals that float32 barely tells from them). Every octave from 2**-40 to 2**24 is cut into 256 equal parts, so a bin is at most 0.4 % wide
-and a quantile interpolated within its bin is exact to far less than 0.1 point on continuous data. Values outside
-fall into the first and the last bin. Counts are integers: histograms of shards add up to the histogram of the whole,
-bit for bit.
+Bin 0 holds exact zeros (and subnormals that float32 barely tells from them). Every octave from 2**-40 to 2**24 is cut
+into 256 equal parts, so a bin is at most 0.4 % wide and a quantile interpolated within its bin is exact to far less
+than 0.1 point on continuous data. Values outside fall into the first and the last bin. Counts are integers: histograms
+of shards add up to the histogram of the whole, bit for bit.
 """
 
 import numpy as np

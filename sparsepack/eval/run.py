@@ -16,14 +16,15 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.eval.tasks import PROTOCOLS
 from sparsepack.files.text import read_text
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.windows import DEFAULT_CONTEXT, rolling_windows
 
 
 @dataclass(frozen=True)
 class EvalRequest:
     """What to measure.
 
-    perplexity -- texts; each gives a row per protocol;  context -- tokens per window;  windows -- at most so many
+    perplexity -- texts; each gives a row per protocol;  context -- tokens per window (None: 2048, or what the
+                  model was made for if that is less);  windows -- at most so many
     against    -- source checkpoint for KL divergence and top-token agreement
     tasks, task_path, limit, num_fewshot -- lm-eval tasks
     protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
@@ -33,7 +34,7 @@ class EvalRequest:
     thresholds: Path | None = None
     perplexity: tuple[str, ...] = ()
     protocol: str | None = None
-    context: int = 2048
+    context: int | None = None
     windows: int | None = None
     against: str | None = None
     tasks: tuple[str, ...] = ()
@@ -50,7 +51,8 @@ class EvalRequest:
             raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
         if self.protocol is not None and self.protocol not in PROTOCOLS:
             raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
-        if self.context < 2 or self.batch < 1 or (self.windows is not None and self.windows < 1):
+        counts = (self.batch, self.windows, self.context and self.context - 1)
+        if any(count is not None and count < 1 for count in counts):
             raise UserError(
                 f"context {self.context}, batch {self.batch}, windows {self.windows}: "
                 "expected a context of at least 2, batch and windows of at least 1"
@@ -67,15 +69,16 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     texts = [read_text(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
     subject = open_subject(request.subject, table, request.device, request.dtype)
-    if texts and request.context > subject.context:
-        raise TextError(f"context {request.context}: {subject.name} was made for at most {subject.context}")
+    context = request.context if request.context is not None else min(DEFAULT_CONTEXT, subject.context)
+    if texts and context > subject.context:
+        raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
     protocol = request.protocol or ("decode" if subject.sparse else "dense")
     reference = _reference(request, subject)
     scorer = subject.scorer()
     rows = []
     for text in texts:
         scorer.reset()
-        inputs, targets = rolling_windows(subject.tokenizer, text, request.context)
+        inputs, targets = rolling_windows(subject.tokenizer, text, context)
         total = len(inputs)
         inputs, targets = inputs[: request.windows], targets[: request.windows]
         scores = score_windows(scorer, inputs, targets, protocol, reference, request.batch)
@@ -87,7 +90,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
                 "text": text.name,
                 "text_sha256": text.sha256,
                 "protocol": protocol,
-                "context": request.context,
+                "context": context,
                 "windows_of": total,
                 **summarise(scores, scored_bytes),
                 "realised_sparsity": _realised(scorer, subject),
@@ -148,14 +151,17 @@ def _tasks(request: EvalRequest, subject: Subject, scorer: SparseScorer, protoco
 
 
 def _realised(scorer: SparseScorer, subject: Subject) -> Mapping[str, Any]:
-    """Realised sparsity per site, and weighted by parameters: `overall` (dense sites count as 0) is what is skipped,
-    `sparse_sites` leaves out the dense ones, as the target does."""
+    """Realised sparsity per site, and weighted by parameters.
+
+    `overall` is what is skipped of all sites, dense ones counting as 0; `of_sparse_sites` leaves those out, as the
+    target does.
+    """
     shares = subject.parameter_shares()
     realised = scorer.realised()
     overall = sum(value * shares[key] for key, value in realised.items())
     return {
         "target": subject.target_sparsity,
         "overall": overall,
-        "sparse_sites": overall / sum(shares[key] for key in realised) if realised else 0.0,
+        "of_sparse_sites": overall / sum(shares[key] for key in realised) if realised else 0.0,
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }

@@ -109,7 +109,8 @@ class _Parser:
             end = start + nbytes
             if end > len(self.raw):
                 raise ArtifactError(
-                    f"{self.path}: truncated: {name} ends at byte {end:,}, the file has {len(self.raw):,}; copy it again"
+                    f"{self.path}: truncated: {name} ends at byte {end:,}, the file has {len(self.raw):,}; "
+                    "copy it again"
                 )
             tensors[name] = TensorInfo(name, shape, kind, start, nbytes)
         return tensors

@@ -25,7 +25,7 @@ from sparsepack.formats.superblock import BLOCK
 from sparsepack.formats.vocabulary import VALUE_TYPES, vocabulary
 from sparsepack.formats.writer import KeyValue, PlannedTensor, string, write_gguf
 from sparsepack.formats.zigzag_layout import CONFIG
-from sparsepack.models.architecture import Architecture, architecture_of
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import HEAD, Checkpoint
 from sparsepack.models.gguf_names import gguf_names, permute_rotary
 
@@ -61,9 +61,14 @@ def write_plain(
     if type not in PLAIN_TYPES:
         raise PackingError(f"unknown type {type!r} of a plain GGUF; expected one of {', '.join(PLAIN_TYPES)}")
     try:
-        architecture = architecture_of(checkpoint.config, checkpoint.tokenizer.bos_token_id)
+        architecture = checkpoint.architecture
+    except CheckpointError as error:
+        raise PackingError(str(error)) from error
+    if type == "q4_k":
+        _check_widths(checkpoint)
+    try:
         keys, notes = architecture_keys(architecture, checkpoint.config)
-    except (CheckpointError, PackingError) as error:
+    except PackingError as error:
         raise PackingError(f"{checkpoint.name}: {error}") from error
     values = keys | _vocabulary_values(checkpoint, notes)
     embedding, more = embedding_types(checkpoint, embedding_type, output_type, "q6_k" if type == "q4_k" else type)
@@ -103,12 +108,17 @@ def _plan(
                 "pack as zigzag-q4_k, which sparsepack itself runs"
             )
         kind = embedding.get(name, type if len(shape) == 2 else "F32")
-        if kind == "Q4_K" and shape[-1] % BLOCK:
+        yield PlannedTensor(name, shape, kind, partial(_encoded, checkpoint, source, kind, device))
+
+
+def _check_widths(checkpoint: Checkpoint) -> None:
+    for name, source in gguf_names(checkpoint.layers).items():
+        shape = checkpoint.source.shapes.get(source, ())
+        if name.startswith("blk.") and len(shape) == 2 and shape[-1] % BLOCK:
             raise PackingError(
                 f"{name}: {shape[-1]} columns, Q4_K needs a multiple of {BLOCK}; "
                 "pack as zigzag-q4_k, which pads rows instead, or as f16"
             )
-        yield PlannedTensor(name, shape, kind, partial(_encoded, checkpoint, source, kind, device))
 
 
 def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:

@@ -68,6 +68,7 @@ def encode(weight: Tensor) -> Tensor:
             _encode[(bands * tiles,)](
                 *(weight, blocks, _grids(weight.device), rows, columns, tiles, *weight.stride()),
                 TRANSPOSED=weight.stride(0) == 1,
+                WHOLE=weight.stride(0) == 1 and rows % superblock.BLOCK == 0,
                 TILE=TILE,
                 num_warps=WARPS,
                 enable_fp_fusion=False,
@@ -83,7 +84,7 @@ def _grids(device: torch.device) -> Tensor:
 
 # Unspecialised values save compilations. And a row stride known to be a multiple of 16 would make Triton give a thread
 # several adjacent columns, so that the 32 rows of a sub-block would spread over the warps.
-@triton.jit(do_not_specialize=["columns", "tiles", "row_stride"])
+@triton.jit(do_not_specialize=["rows", "columns", "tiles", "row_stride"])
 def _encode(
     weights,
     blocks,
@@ -94,6 +95,7 @@ def _encode(
     row_stride,
     column_stride,
     TRANSPOSED: tl.constexpr,  # row_stride is 1
+    WHOLE: tl.constexpr,  # and 256 divides rows, without which loads are narrower
     TILE: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -102,7 +104,8 @@ def _encode(
     # Band and column have 64 bits: a matrix may have more than 2**31 elements.
     row = band * BLOCK + tl.arange(0, SUBS)[None, None, :] * SUB + tl.arange(0, SUB)[None, :, None]
     at = column[:, None, None].to(tl.int64) * column_stride + row * (1 if TRANSPOSED else row_stride)
-    x = tl.load(weights + at, mask=(column < columns)[:, None, None] & (row < rows), other=0.0).to(tl.float32)
+    held = (column < columns)[:, None, None]
+    x = tl.load(weights + at, mask=held if WHOLE else held & (row < rows), other=0.0).to(tl.float32)
     y = tl.minimum(tl.maximum(x, LOWEST), HIGHEST)
 
     low = tl.minimum(tl.min(y, 1), 0.0)  # [TILE, 8]

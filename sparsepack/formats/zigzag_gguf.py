@@ -33,7 +33,7 @@ from sparsepack.formats.source_files import config_json
 from sparsepack.formats.writer import PlannedTensor, string, write_gguf
 from sparsepack.formats.zigzag_layout import ARCHITECTURE, CONFIG, NUMBERS, TOKENIZER, site_shapes
 from sparsepack.formats.zigzag_reader import dequantised, read_zigzag, stock_config
-from sparsepack.models.architecture import Architecture, architecture_of
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.policy import SitePolicy
@@ -68,7 +68,7 @@ def write_zigzag(
     path = Path(path)
     check_output(path, overwrite)
     _check_policies(checkpoint, policies)
-    architecture = _architecture(checkpoint)
+    architecture = _numbers(checkpoint)
     embedding, notes = embedding_types(checkpoint, embedding_type, output_type)
     tensors = list(_plan(checkpoint, architecture, policies, embedding, device))
     shapes = {
@@ -87,11 +87,11 @@ def write_zigzag(
     return tuple(notes)
 
 
-def _architecture(checkpoint: Checkpoint) -> Architecture:
+def _numbers(checkpoint: Checkpoint) -> Architecture:
     try:
-        return architecture_of(checkpoint.config, checkpoint.tokenizer.bos_token_id)
+        return checkpoint.architecture
     except CheckpointError as error:
-        raise PackingError(f"{checkpoint.name}: {error}") from error
+        raise PackingError(str(error)) from error
 
 
 def _logical(rows: int, columns: int) -> dict[str, Any]:

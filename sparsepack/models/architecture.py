@@ -1,5 +1,6 @@
 """The numbers of a model that an engine needs, taken from the stock configuration when a model is packed."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,8 +56,11 @@ class Architecture:
         return cls(**{**value, **lists})
 
 
-def architecture_of(config: Any, bos: int | None) -> Architecture:
-    """Read a stock configuration. Raises `CheckpointError` for what an engine here cannot run."""
+def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) -> Architecture:
+    """Read a stock configuration; `more_eos` are end tokens named elsewhere.
+
+    Raises `CheckpointError` for what an engine here cannot run.
+    """
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _FIXED_ROTARY:
         raise CheckpointError(
@@ -68,7 +72,6 @@ def architecture_of(config: Any, bos: int | None) -> Architecture:
             f"{config.model_type}: activation {config.hidden_act!r}; expected {', '.join(ACTIVATIONS)}"
         )
     inv_freq, scale = _rotary(config)
-    eos = getattr(config, "eos_token_id", None)
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -87,8 +90,13 @@ def architecture_of(config: Any, bos: int | None) -> Architecture:
         tied=bool(config.tie_word_embeddings),
         context=config.max_position_embeddings,
         bos=bos,
-        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
     )
+
+
+def token_ids(value: int | list[int] | None) -> list[int]:
+    """What configurations write as one id, several or none."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _rotary(config: Any) -> tuple[torch.Tensor, float]:

@@ -16,6 +16,7 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import read_gguf
+from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.families import Family, family_of
 from sparsepack.models.gguf_config import gguf_config
 from sparsepack.models.skeleton import parameter_shapes
@@ -103,6 +104,20 @@ class Checkpoint:
                 "they do not belong together"
             )
         return tokenizer
+
+    @property
+    def architecture(self) -> Architecture:
+        """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
+        path = self.path / "generation_config.json"
+        try:
+            # Chat models end a turn with tokens that only this file names.
+            generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            more_eos = token_ids(generation.get("eos_token_id"))
+            return architecture_of(self.config, self.tokenizer.bos_token_id, more_eos)
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: not a generation configuration ({error})") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
 
     def tokenizer_json(self) -> str:
         """The content of `tokenizer.json`."""

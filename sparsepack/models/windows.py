@@ -8,6 +8,10 @@ from sparsepack.errors import TextError
 from sparsepack.files.text import Text
 
 
+DEFAULT_CONTEXT = 2048
+"""Tokens per window unless the user or the model says otherwise."""
+
+
 def tokenise(tokenizer: Any, text: Text) -> list[int]:
     """The whole text as token ids, without special tokens."""
     # verbose=False: a text longer than the model's context is what windows are for, no reason to warn.

@@ -23,7 +23,6 @@ from sparsepack.formats.vocabulary import VALUE_TYPES, vocabulary
 from sparsepack.formats.writer import KeyValue, string
 from sparsepack.formats.zigzag_gguf import ALIGNMENT
 from sparsepack.formats.zigzag_layout import CONFIG, NUMBERS, TOKENIZER, site_shapes
-from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint import FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.gguf_names import gguf_names
@@ -81,7 +80,7 @@ def predict(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:
 
 def _zigzag(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:
     assert recipe.pack is not None
-    architecture = architecture_of(checkpoint.config, checkpoint.tokenizer.bos_token_id)
+    architecture = checkpoint.architecture
     embedding, notes = embedding_types(checkpoint, recipe.pack.embedding_type, recipe.pack.output_type)
     big = (architecture.vocabulary, architecture.hidden)
     tensors = [PlannedMatrix(name, big, big, kind) for name, kind in embedding.items()]
@@ -119,7 +118,7 @@ def _site(
 def _plain(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:
     assert recipe.pack is not None
     kind = recipe.pack.format
-    architecture = architecture_of(checkpoint.config, checkpoint.tokenizer.bos_token_id)
+    architecture = checkpoint.architecture
     values, notes = architecture_keys(architecture, checkpoint.config)
     tokenizer = json.loads(checkpoint.tokenizer_json())
     words = vocabulary(tokenizer, tokenizer_config(checkpoint), checkpoint.config.to_dict())

@@ -1,0 +1,190 @@
+"""`evaluate`: a checkpoint, one with thresholds, and artifacts, through one report."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsepack.calibrate.allocation import AllocationOptions
+from sparsepack.calibrate.find import find_thresholds
+from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.errors import TextError, UserError
+from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.eval.subject import open_subject
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.windows import rolling_windows
+from sparsepack.pack import PackRequest, pack
+
+TINY = EvalRequest("shipped:tiny", perplexity=("shipped:heldout",), context=64, windows=4)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A thresholds table of the tiny model, its zigzag artifact, and the table of half the sites."""
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoint = open_checkpoint("shipped:tiny")
+    options = CalibrateOptions(context=64, samples=8, batch=8)
+    calibration = calibrate(checkpoint, read_text("shipped:train"), folder / "c", options)
+    find_thresholds(checkpoint, calibration, AllocationOptions(0.5)).write(folder / "t.json")
+    half = AllocationOptions(0.5, include=("*.mlp_*",))
+    find_thresholds(checkpoint, calibration, half).write(folder / "mlp.json")
+    pack(PackRequest("shipped:tiny", folder / "m.gguf", thresholds=folder / "t.json"))
+    return folder
+
+
+def test_a_checkpoint_is_dense_and_says_so():
+    result = evaluate(TINY)
+    json.dumps(result)
+    row = result["perplexity"][0]
+    assert (result["protocol"], row["protocol"], row["context"], row["windows"]) == ("dense", "dense", 64, 4)
+    assert row["targets"] == 4 * 64
+    assert row["windows_of"] > 4
+    assert row["realised_sparsity"] == {"target": 0.0, "overall": 0, "of_sparse_sites": 0.0, "sites": {}}
+    assert result["subject"]["kind"] == "checkpoint"
+    assert result["tasks"] is None
+
+
+def test_bits_per_byte_are_those_of_the_text():
+    """By the bytes of the very text that the windows cover: the tokens of this tokenizer are whole characters here."""
+    result = evaluate(TINY)["perplexity"][0]
+    tokenizer = open_checkpoint("shipped:tiny").tokenizer
+    text = read_text("shipped:heldout").joined
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    nbytes = len(text[: offsets[4 * 64 - 1][1]].encode())
+    nll = 4 * 64 * math.log(result["perplexity"]["value"])
+    assert result["bits_per_byte"] == pytest.approx(nll / math.log(2) / nbytes)
+
+
+def test_a_checkpoint_with_thresholds_decodes_sparse_and_reports_what_was_skipped(made):
+    result = evaluate(replace(TINY, thresholds=made / "t.json", against="shipped:tiny", windows=8))
+    row = result["perplexity"][0]
+    assert result["protocol"] == "decode"
+    assert row["targets"] == 8 * 32
+    sparsity = row["realised_sparsity"]
+    assert sparsity["target"] == 0.5
+    assert sparsity["overall"] == pytest.approx(0.5, abs=0.03)
+    assert sparsity["overall"] == pytest.approx(sparsity["of_sparse_sites"])
+    assert len(sparsity["sites"]) == 12
+    assert row["kl_divergence"]["value"] > 0
+    assert row["perplexity_ratio"]["value"] == pytest.approx(row["perplexity"]["value"] / row["source_perplexity"])
+
+
+def test_sparsity_over_the_sparse_sites_is_comparable_to_the_target(made):
+    """`overall` counts the dense sites as 0."""
+    sparsity = evaluate(replace(TINY, thresholds=made / "mlp.json", windows=8))["perplexity"][0]["realised_sparsity"]
+    subject = open_subject("shipped:tiny")
+    share = sum(s for (_, site), s in subject.parameter_shares().items() if site.startswith("mlp"))
+    assert sparsity["of_sparse_sites"] == pytest.approx(0.5, abs=0.03)
+    assert sparsity["overall"] == pytest.approx(sparsity["of_sparse_sites"] * share)
+
+
+def test_each_text_has_its_own_row_and_counts(made):
+    one = evaluate(replace(TINY, thresholds=made / "t.json", perplexity=("shipped:train",)))["perplexity"]
+    both = evaluate(replace(TINY, thresholds=made / "t.json", perplexity=("shipped:heldout", "shipped:train")))
+    assert [row["text"] for row in both["perplexity"]] == ["shipped:heldout", "shipped:train"]
+    assert both["perplexity"][1] == one[0]
+
+
+@pytest.mark.parametrize("protocol", ["dense", "all", "decode"])
+def test_the_protocol_asked_for_is_the_one_used(made, protocol):
+    result = evaluate(replace(TINY, thresholds=made / "t.json", protocol=protocol))
+    assert result["protocol"] == result["perplexity"][0]["protocol"] == protocol
+    assert bool(result["perplexity"][0]["realised_sparsity"]["sites"]) == (protocol != "dense")
+
+
+def test_a_zigzag_artifact_is_its_own_weights_and_policies(made):
+    """Dequantised weights differ from the source's; thresholds and tokens are the same."""
+    artifact, table = str(made / "m.gguf"), made / "t.json"
+    packed = evaluate(replace(TINY, subject=artifact, against="shipped:tiny", windows=8))
+    source = evaluate(replace(TINY, thresholds=table, against="shipped:tiny", windows=8))
+    assert packed["subject"]["kind"] == "zigzag-q4_k"
+    assert packed["protocol"] == "decode"
+    assert packed["subject"]["target_sparsity"] == 0.5
+    ours, theirs = packed["perplexity"][0], source["perplexity"][0]
+    assert ours["source_perplexity"] == theirs["source_perplexity"]
+    assert ours["perplexity"]["value"] == pytest.approx(theirs["perplexity"]["value"], rel=0.2)
+    assert ours["perplexity"]["value"] != theirs["perplexity"]["value"]
+    assert ours["realised_sparsity"]["overall"] == pytest.approx(theirs["realised_sparsity"]["overall"], abs=0.02)
+
+
+def test_an_artifact_keeps_policies_bit_for_bit_and_norms_too(made):
+    subject, source = open_subject(str(made / "m.gguf")), open_checkpoint("shipped:tiny")
+    table = open_subject("shipped:tiny", _table(made))
+    assert subject.policies.keys() == table.policies.keys()
+    for key, policy in table.policies.items():
+        assert torch.equal(subject.policies[key].threshold, policy.threshold)
+    assert torch.equal(subject.model.model.norm.weight, source.tensor("model.norm.weight").float())
+    weight = source.tensor("model.layers.0.self_attn.q_proj.weight").float()
+    error = (subject.model.model.layers[0].self_attn.q_proj.weight - weight).norm() / weight.norm()
+    assert 0.03 < error < 0.12
+    assert subject.source_sha256 == source.sha256
+
+
+def _table(made):
+    from sparsepack.calibrate.thresholds import read_thresholds
+
+    return read_thresholds(made / "t.json")
+
+
+@pytest.mark.parametrize("name", ["stories-260k", "books-26m-silu"])
+def test_an_artifacts_tokenizer_is_the_checkpoints(shared, tmp_path, name):
+    checkpoint = open_checkpoint(shared / "models" / name)
+    pack(PackRequest(checkpoint.name, tmp_path / "m.gguf", format="zigzag-q4_k"))
+    text = read_text(str(shared / "text" / "tinystories.sample.txt.xz"))
+    text = replace(text, documents=(text.documents[0][:5000] + " Zwei Übel — “naïve”\n\n\t1,234",))
+    ours, theirs = open_subject(str(tmp_path / "m.gguf")).tokenizer, checkpoint.tokenizer
+    for one, other in zip(rolling_windows(ours, text, 64), rolling_windows(theirs, text, 64), strict=True):
+        assert torch.equal(one, other)
+
+
+def refused(request, kind=UserError) -> str:
+    with pytest.raises(kind) as caught:
+        evaluate(request)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_another_source_than_the_subjects_is_refused(made, shared):
+    other = str(shared / "models" / "stories-260k")
+    assert "not the model that shipped:tiny was made from" in refused(replace(TINY, against=other))
+    assert "was made from" in refused(replace(TINY, subject=str(made / "m.gguf"), against=other))
+
+
+def test_thresholds_of_another_model_or_beside_an_artifact_are_refused(made, shared):
+    other = replace(TINY, subject=str(shared / "models" / "stories-260k"), thresholds=made / "t.json")
+    assert "the thresholds are of another model" in refused(other)
+    artifact = replace(TINY, subject=str(made / "m.gguf"), thresholds=made / "t.json")
+    assert "carries its own thresholds" in refused(artifact)
+
+
+def test_a_text_shorter_than_a_window_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("A few words.")
+    message = refused(replace(TINY, perplexity=(str(tmp_path / "a.txt"),)), TextError)
+    assert "fewer than one window of 64" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 1025}, "context 1025: shipped:tiny was made for at most 1024"),
+        ({"context": 1}, "context of at least 2"),
+        ({"windows": 0}, "windows 0"),
+        ({"batch": 0}, "batch 0"),
+        ({"protocol": "prefill"}, "'prefill': expected one of decode, all, dense"),
+        ({"perplexity": ()}, "nothing to evaluate"),
+        ({"perplexity": ("none.txt",)}, "none.txt: no such file"),
+        ({"subject": "./none"}, "no such model folder or file"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(changes, message):
+    assert message in refused(replace(TINY, **changes))
+
+
+def test_a_context_beyond_the_model_is_refused_before_any_window_is_run(monkeypatch):
+    from sparsepack.eval import run
+
+    monkeypatch.setattr(run, "rolling_windows", lambda *_: pytest.fail("tokenised"))
+    refused(replace(TINY, context=4096), TextError)

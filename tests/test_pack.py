@@ -1,0 +1,136 @@
+"""`pack`: what goes together, where thresholds come from, and that nothing half is left."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from models_for_tests import TEXT, make_model
+
+from sparsepack.calibrate.allocation import AllocationOptions
+from sparsepack.calibrate.find import find_thresholds
+from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.thresholds import read_thresholds
+from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError
+from sparsepack.files.gguf import read_gguf
+from sparsepack.files.text import Text
+from sparsepack.formats.zigzag_gguf import read_zigzag
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.pack import PackRequest, pack
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A random model, its calibration `c` and a thresholds table `t.json`."""
+    folder = tmp_path_factory.mktemp("pack")
+    checkpoint = open_checkpoint(make_model(folder / "m", "qwen2"))
+    calibration = calibrate(
+        checkpoint, Text("t", (TEXT[:4000],), ""), folder / "c", CalibrateOptions(context=64, samples=4)
+    )
+    find_thresholds(checkpoint, calibration, AllocationOptions(0.4)).write(folder / "t.json")
+    return folder
+
+
+@pytest.fixture
+def request_(source, tmp_path):
+    return PackRequest(str(source / "m"), tmp_path / "m.gguf")
+
+
+def refused(request, kind=PackingError) -> str:
+    with pytest.raises(kind) as caught:
+        pack(request)
+    assert isinstance(caught.value, UserError)
+    assert "\n" not in str(caught.value)
+    assert not request.output.exists()
+    return str(caught.value)
+
+
+def test_a_table_goes_into_the_artifact_with_where_it_came_from(source, request_):
+    packed = pack(replace(request_, thresholds=source / "t.json", recipe={"name": "r"}))
+    table, artifact = read_thresholds(source / "t.json"), read_zigzag(request_.output)
+    assert packed.path == request_.output
+    for (layer, site), policy in table.policies().items():
+        assert torch.equal(artifact.layers[layer].sites[site].policy.threshold, policy.threshold)
+    assert artifact.manifest["calibration"]["sha256"] == table.calibration_sha256
+    assert artifact.manifest["recipe"] == {"name": "r"}
+    assert artifact.manifest["thresholds"]["rows"][0]["threshold"] == table.rows[0].threshold
+    assert artifact.manifest["model"]["sha256"] == open_checkpoint(source / "m").sha256
+
+
+def test_a_calibration_and_a_target_give_the_same_as_the_table_they_make(source, request_, tmp_path):
+    from_table = pack(replace(request_, thresholds=source / "t.json"))
+    other = replace(request_, output=tmp_path / "o.gguf", calibration=source / "c", allocation=AllocationOptions(0.4))
+    found = pack(other)
+    assert found.thresholds.to_json() == from_table.thresholds.to_json()
+    assert other.output.read_bytes() == request_.output.read_bytes()
+
+
+def test_without_sparsity_every_site_is_dense(source, request_):
+    for allocation, calibration in (
+        (None, None),
+        (AllocationOptions(0.0), source / "c"),
+        (AllocationOptions(0.0), None),
+    ):
+        pack(replace(request_, allocation=allocation, calibration=calibration, overwrite=True))
+        artifact = read_zigzag(request_.output)
+        assert all(site.policy is None for layer in artifact.layers for site in layer.sites.values())
+
+
+@pytest.mark.parametrize("format", ["q4_k", "bf16"])
+def test_a_plain_gguf_is_packed_dense(request_, format):
+    packed = pack(replace(request_, format=format))
+    assert packed.thresholds is None
+    metadata = read_gguf(request_.output).metadata
+    assert metadata["general.architecture"] == "qwen2"
+    assert json.loads(metadata["sparsepack.manifest"])["kind"] == format
+
+
+def test_parts_that_do_not_go_together_are_refused(source, request_):
+    table, calibration, half = source / "t.json", source / "c", AllocationOptions(0.5)
+    assert "expected one of zigzag-q4_k" in refused(replace(request_, format="gguf"))
+    assert "no place for thresholds" in refused(replace(request_, format="q4_k", thresholds=table))
+    both = replace(request_, thresholds=table, allocation=half, calibration=calibration)
+    assert "not both" in refused(both)
+    assert "needs --calibration" in refused(replace(request_, allocation=half))
+    assert "changes nothing" in refused(replace(request_, calibration=calibration))
+
+
+@pytest.mark.parametrize("sparsity", [-0.5, 1.0, 1.5])
+def test_a_sparsity_out_of_range_is_refused_not_taken_for_dense(source, request_, sparsity):
+    for calibration in (source / "c", None):
+        request = replace(request_, allocation=AllocationOptions(sparsity), calibration=calibration)
+        assert "expected at least 0 and below 1" in refused(request, ThresholdsError)
+
+
+def test_an_existing_output_is_refused_before_the_model_is_opened(request_):
+    request_.output.write_text("precious")
+    with pytest.raises(OutputError, match="exists already"):
+        pack(replace(request_, model="./none"))
+    assert request_.output.read_text() == "precious"
+
+
+def test_a_failure_leaves_neither_half_an_artifact_nor_changes_the_old_one(source, request_, monkeypatch):
+    from sparsepack.formats import zigzag
+
+    pack(request_)
+    before, calls = request_.output.read_bytes(), []
+
+    def interrupted(weight):
+        calls.append(weight)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return encode(weight)
+
+    encode = zigzag.pack
+    monkeypatch.setattr(zigzag, "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(replace(request_, thresholds=source / "t.json", overwrite=True))
+    assert [entry.name for entry in request_.output.parent.iterdir()] == ["m.gguf"]
+    assert request_.output.read_bytes() == before
+
+
+def test_thresholds_of_another_model_are_refused(source, request_, tmp_path):
+    other = make_model(tmp_path / "other", "qwen2", seed=9)
+    assert "of another model" in refused(
+        replace(request_, model=str(other), thresholds=source / "t.json"), ThresholdsError
+    )
