@@ -10,7 +10,10 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -20,10 +23,11 @@ from sparsepack.calibrate.find import find_thresholds
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.run import _realised
+from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.policy import SitePolicy
 from sparsepack.models.windows import rolling_windows
 
 
@@ -76,7 +80,7 @@ def main(
     cases = [("dense", "-", 0.0), *itertools.product(allocations, criteria, sparsities)]
     for allocation, criterion, sparsity in cases:
         began = time.time()
-        policies = {}
+        policies: Mapping[tuple[int, str], SitePolicy | None] = {}
         if sparsity:
             asked = AllocationOptions(sparsity, allocation, criterion, device=device, **options)
             policies = find_thresholds(checkpoint, calibration, asked).policies()
@@ -116,11 +120,18 @@ def _windows(subject: Subject, name: str, count: int, first: bool) -> tuple[torc
     return inputs[chosen], targets[chosen]
 
 
-def _measured(weights, reference, policies, inputs, targets, protocol):  # type: ignore[no-untyped-def]
-    subject = Subject(**{**vars(weights), "policies": policies})
+def _measured(
+    weights: Subject,
+    reference: Subject,
+    policies: Mapping[tuple[int, str], SitePolicy | None],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    protocol: str,
+) -> dict[str, Any]:
+    subject = replace(weights, policies=policies)
     scorer = subject.scorer()
     scores = score_windows(scorer, inputs, targets, protocol, reference.scorer(), batch=4)
-    return {"protocol": protocol, **summarise(scores, 1), "realised_sparsity": _realised(scorer, subject)}
+    return {"protocol": protocol, **summarise(scores, 1), "realised_sparsity": realised_sparsity(scorer, subject)}
 
 
 if __name__ == "__main__":

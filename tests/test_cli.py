@@ -48,7 +48,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_names_every_verb_and_imports_no_torch() -> None:
-    code = "import sys; from sparsepack.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from sparsepack.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
 
@@ -152,7 +154,9 @@ def test_damaged_files_are_refused(tiny: Path, tmp_path: Path) -> None:
 
 def test_a_calibration_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", "llama")
-    line = fails("pack", tmp_path / "other", "--calibration", tiny / "cal", "--sparsity", 0.5, "-o", tmp_path / "x.gguf")
+    line = fails(
+        "pack", tmp_path / "other", "--calibration", tiny / "cal", "--sparsity", 0.5, "-o", tmp_path / "x.gguf"
+    )
     assert "the calibration is of shipped:tiny" in line
 
 

@@ -6,14 +6,12 @@ Tries every combination of `--dropout`, `--steps`, `--topic-share` and `--shape`
 per byte on a validation slice of the training topics, and only then looks at the held-out topics.
 """
 
-import ast
 import itertools
 import json
 import math
 import platform
 import shlex
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bigram import bigram_table, table_nll, unigram_table
+from docstrings import docstrings
 
-from sparsepack.data.topics import clean_paragraphs, heldout_text, training_text, without_copies, word_runs
+from sparsepack.data.topics import heldout_text, training_text
 
 BOS = 0
 BOS_TEXT = "<|endoftext|>"
 LARGEST_FOLDER = 4_000_000
 VALIDATE_EVERY = 1 / 20
-NOT_LIBRARY = frozenset({"dist-packages", "idle_test", "lib2to3", "pydoc_data", "site-packages", "test", "tests"})
 
 
 @dataclass(frozen=True)
@@ -122,30 +120,6 @@ def gather_corpus() -> Corpus:
         held_out=heldout_text(),
         docstrings=docstrings(),
     )
-
-
-def docstrings() -> list[str]:
-    """The standard library's docstrings, a document per module, without what the topics have too."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    avoid = word_runs("\n\n".join(heldout_text() + training_text()).split("\n\n"))
-    seen: set[str] = set()
-    documents = []
-    for path in sorted(root.rglob("*.py")):
-        if NOT_LIBRARY.isdisjoint(path.relative_to(root).parts):
-            document = "\n\n".join(without_copies(_module_paragraphs(path), avoid, seen))
-            if len(document) > 200:
-                documents.append(document)
-    return documents
-
-
-def _module_paragraphs(path: Path) -> list[str]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return []
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
-    return [paragraph for text in texts for paragraph in clean_paragraphs(text)]
 
 
 def train_tokenizer(documents: list[str], vocabulary: int) -> Tokenizer:

@@ -93,7 +93,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
                 "context": context,
                 "windows_of": total,
                 **summarise(scores, scored_bytes),
-                "realised_sparsity": _realised(scorer, subject),
+                "realised_sparsity": realised_sparsity(scorer, subject),
             }
         )
     result: dict[str, Any] = {
@@ -147,10 +147,10 @@ def _tasks(request: EvalRequest, subject: Subject, scorer: SparseScorer, protoco
         batch_size=max(request.batch, 8),
         num_fewshot=request.num_fewshot,
     )
-    return {**result, "realised_sparsity": _realised(scorer, subject)}
+    return {**result, "realised_sparsity": realised_sparsity(scorer, subject)}
 
 
-def _realised(scorer: SparseScorer, subject: Subject) -> Mapping[str, Any]:
+def realised_sparsity(scorer: SparseScorer, subject: Subject) -> Mapping[str, Any]:
     """Realised sparsity per site, and weighted by parameters.
 
     `overall` is what is skipped of all sites, dense ones counting as 0; `of_sparse_sites` leaves those out, as the
