@@ -81,15 +81,15 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
     if options.context > limit:
         raise CalibrationError(f"context {options.context}: {checkpoint.name} was made for at most {limit}")
     windows, _ = rolling_windows(checkpoint.tokenizer, text, options.context)
-    if windows.max() >= checkpoint.config.vocab_size:
-        raise TextError(
-            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
-            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
-        )
     if windows.shape[1] <= options.sinks:
         raise CalibrationError(
             f"context {options.context}, sinks {options.sinks}: without a BOS token a window has "
             f"{windows.shape[1]} positions, none is left to count; give a larger context"
+        )
+    if windows.max() >= checkpoint.config.vocab_size:
+        raise TextError(
+            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
+            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
         )
     if options.samples and options.samples < len(windows):
         generator = torch.Generator().manual_seed(options.seed)

@@ -36,7 +36,7 @@ def encode(weight: Tensor) -> Tensor | None:
         _failed = True
         reason = str(error).strip().splitlines()
         warnings.warn(
-            f"Q4_K is encoded by plain torch, about ten times slower: Triton cannot compile the kernel here "
+            f"Q4_K is encoded by plain torch, many times slower: Triton cannot compile the kernel here "
             f"({type(error).__name__}: {reason[0] if reason else 'no reason given'})",
             RuntimeWarning,
             stacklevel=2,

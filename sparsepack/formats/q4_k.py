@@ -69,8 +69,8 @@ def encode(weights: Tensor) -> Tensor:
 
     weights: float32, float16 or bfloat16 [..., K], K a multiple of 256. Returns uint8 [..., K / 256 * 144] on the same
     device. Minimises the squared error, every weight counting the same. Weights beyond what the format holds become
-    its largest; a superblock of zeros becomes 144 zero bytes. A CUDA device with Triton writes the CPU's bytes, about
-    ten times faster than one without.
+    its largest; a superblock of zeros becomes 144 zero bytes. A CUDA device with Triton writes the CPU's bytes, many
+    times faster than one without.
 
     Raises PackingError for weights that are not finite, or a K that 256 does not divide.
     """

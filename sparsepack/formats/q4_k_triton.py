@@ -3,9 +3,9 @@
 It reads a matrix [rows, columns] of any strides, of float32, float16 or bfloat16. A superblock is 256 rows of one
 column, as in zigzag; superblocks along rows, as q4_k.encode has them, are the same thing seen through a transpose.
 
-              column 0 .. 31       32 .. 63
+              column 0 .. 7        8 .. 15
             +------------------+------------------+---
-    row   0 | y[:, :, 0]       |                  |        a program's tile y [32 columns, 32 rows, 8 sub-blocks]
+    row   0 | y[:, :, 0]       |                  |        a program's tile y [8 columns, 32 rows, 8 sub-blocks]
          32 | y[:, :, 1]       |                  |        stays in registers; rows and columns beyond the matrix
           : |  :               |                  |        read as zeros, columns are not written
         224 | y[:, :, 7]       |                  |
@@ -14,10 +14,8 @@ column, as in zigzag; superblocks along rows, as q4_k.encode has them, are the s
 
     out       band 0: column 0 .. columns - 1, then band 1: ...       144 bytes each, laid out as in q4_k.py
 
-Launch: one axis of bands * ceil(columns / 32) programs of 8 warps, the tiles of a band one after the other. Where
-columns are adjacent in memory (zigzag) a warp takes one sub-block of each of 32 columns, one column per thread: its
-loads are coalesced and a thread sums its 32 rows alone. Where rows are (a transpose) four threads take a sub-block,
-16 bytes of it at a time.
+Launch: one axis of bands * ceil(columns / 8) programs of 2 warps, the tiles of a band one after the other. Adjacent
+columns (zigzag) go to adjacent threads; of adjacent rows (a transpose) a thread loads 16 bytes at a time.
 
 The arithmetic is that of `q4_k.encode_columns` on a CPU, operation by operation: sums over a sub-block are exact,
 sums over sub-blocks are taken in halves, and what torch fuses into one rounding (addcmul, add with alpha) is `tl.fma`
@@ -25,7 +23,8 @@ here while the compiler may fuse nothing else. The bytes are therefore the CPU's
 """
 
 # Triton has no type stubs, and its functions take tensors and compile-time constants without saying which.
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, warn-return-any=False
 
 from contextlib import nullcontext
 from functools import cache
@@ -37,8 +36,8 @@ from torch import Tensor
 
 from sparsepack.formats import q4_k, superblock
 
-TILE = 32  # superblocks per program: 64 adjacent bytes of bfloat16 in each row that a zigzag tile reads
-WARPS = 8
+TILE = 8  # superblocks per program: 16 adjacent bytes of bfloat16 in each row that a zigzag tile reads
+WARPS = 2
 
 SUB = tl.constexpr(q4_k.SUB)
 SUBS = tl.constexpr(q4_k.SUBS)
@@ -83,7 +82,7 @@ def _grids(device: torch.device) -> Tensor:
 
 
 # Unspecialised values save compilations. And a row stride known to be a multiple of 16 would make Triton give a thread
-# several adjacent columns, so that the 32 rows of a sub-block would spread over the warps.
+# several adjacent columns: the rows of a sub-block then spread over the warps, and registers spill.
 @triton.jit(do_not_specialize=["rows", "columns", "tiles", "row_stride"])
 def _encode(
     weights,
@@ -171,7 +170,7 @@ def _fit(total, q, qq, sqy, unit, low):
 @triton.jit
 def _loss(fit, s, offset):
     """Squared error of y = s q - offset above that of the fit, for the same q."""
-    low, y, q, qy, qq, variance, fit_s, fit_offset = fit
+    _, _, q, _, _, variance, fit_s, fit_offset = fit
     ds = s - fit_s
     mean = tl.fma(ds * (-1 / SUB), q, offset - fit_offset)
     return ds * ds * variance + mean * mean * SUB
@@ -180,7 +179,7 @@ def _loss(fit, s, offset):
 @triton.jit
 def _shared_scales(fit, TILE: tl.constexpr):
     """d and dmin [TILE]: the best of four pairs."""
-    low, y, q, qy, qq, variance, s, offset = fit
+    low, _, q, qy, qq, _, s, offset = fit
     m = offset - low
     without_min = tl.div_rn(tl.fma(low, q, qy), tl.maximum(qq, 1.0))
     most_s = tl.maximum(tl.max(tl.where(m < 0, without_min, s), 1), 0.0)
@@ -193,8 +192,7 @@ def _shared_scales(fit, TILE: tl.constexpr):
     for pair in range(4):
         d = tl.where(pair % 2 == 0, small_d, large_d)
         dmin = tl.where(pair < 2, small_dmin, large_dmin)
-        scale, minimum, losses = _on_grid(fit, d[:, None], dmin[:, None])
-        loss = _sum_subs(losses, TILE)
+        loss = _sum_subs(_on_grid(fit, d[:, None], dmin[:, None])[2], TILE)
         better = loss < least
         best_d = tl.where(better, d, best_d)
         best_dmin = tl.where(better, dmin, best_dmin)
@@ -205,7 +203,7 @@ def _shared_scales(fit, TILE: tl.constexpr):
 @triton.jit
 def _on_grid(fit, d, dmin):
     """Six-bit scales and mins that suit these q best, and the loss of each sub-block: [TILE, 8] each."""
-    low, y, q, qy, qq, variance, s, offset = fit
+    low, _, q, qy, qq, _, _, offset = fit
     minimum = _clamp(tl.floor((offset - low) * _reciprocal(dmin)), 62.0)
     per_scale = _reciprocal(qq * d)
     at = tl.fma(minimum, dmin, low)
@@ -225,7 +223,7 @@ def _on_grid(fit, d, dmin):
 @triton.jit
 def _refined(fit, scale, minimum, d, dmin, loss, TILE: tl.constexpr):
     """d and dmin [TILE] by least squares with all else held; the old pair where that is no better."""
-    low, y, q, qy, qq, variance, s, offset = fit
+    low, y, q, qy, qq, _, _, _ = fit
     a = tl.maximum(_sum_subs(scale * scale * qq, TILE), 1.0)
     b = _sum_subs(scale * minimum * q, TILE)
     c = tl.maximum(_sum_subs(minimum * minimum, TILE) * SUB, 1.0)
@@ -251,8 +249,10 @@ def _nibbles(y, s, m, unit, low):
 @triton.jit
 def _pack(out, held, d, dmin, scale, minimum, nibbles, TILE: tl.constexpr):
     """Write the superblocks at the pointers out [TILE] where `held`."""
-    _store_fp16(out, tl.where(tl.max(scale, 1) > 0, d, 0.0), held)
-    _store_fp16(out + 2, tl.where(tl.max(minimum, 1) > 0, dmin, 0.0), held)
+    d = _fp16_bits(tl.where(tl.max(scale, 1) > 0, d, 0.0))
+    dmin = _fp16_bits(tl.where(tl.max(minimum, 1) > 0, dmin, 0.0))
+    # As one word: ptxas 12.8 takes storing the low byte of a float16's bits for a conversion of its value.
+    tl.store(out.to(tl.pointer_type(tl.uint32)), d | (dmin << 16), mask=held)
     scale, high_scale = _halves(scale.to(tl.uint8), TILE, SUBS // 2)
     minimum, high_minimum = _halves(minimum.to(tl.uint8), TILE, SUBS // 2)
     at = out[:, None] + tl.arange(0, SUBS // 2)[None, :]
@@ -264,14 +264,6 @@ def _pack(out, held, d, dmin, scale, minimum, nibbles, TILE: tl.constexpr):
     half: tl.constexpr = BLOCK // 2
     pairs = tl.reshape(tl.permute(even | (odd << 4), (0, 2, 1)), [TILE, half])
     tl.store(out[:, None] + 16 + tl.arange(0, half)[None, :], pairs, mask=held)
-
-
-@triton.jit
-def _store_fp16(out, x, held):
-    """float32 [TILE], each to the two bytes, low first, of its float16."""
-    bits = x.to(tl.float16).to(tl.uint16, bitcast=True)
-    tl.store(out, (bits & 255).to(tl.uint8), mask=held)
-    tl.store(out + 1, (bits >> 8).to(tl.uint8), mask=held)
 
 
 @triton.jit
@@ -309,6 +301,11 @@ def _clamp(x, most):
 def _fp16(x):
     """`x`, not negative, as float32 of the nearest finite float16."""
     return tl.minimum(x, FP16_MAX).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _fp16_bits(x):
+    return x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
 
 @triton.jit

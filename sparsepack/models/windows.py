@@ -7,7 +7,6 @@ import torch
 from sparsepack.errors import TextError
 from sparsepack.files.text import Text
 
-
 DEFAULT_CONTEXT = 2048
 """Tokens per window unless the user or the model says otherwise."""
 

@@ -47,6 +47,12 @@ def test_a_checkpoint_is_dense_and_says_so():
     assert result["tasks"] is None
 
 
+def test_without_a_context_it_is_the_models_own_up_to_2048(shared):
+    assert evaluate(replace(TINY, context=None, windows=1))["perplexity"][0]["context"] == 1024
+    silu = replace(TINY, subject=str(shared / "models" / "books-26m-silu"), context=None, windows=1)
+    assert evaluate(silu)["perplexity"][0]["context"] == 2048
+
+
 def test_bits_per_byte_are_those_of_the_text():
     """By the bytes of the very text that the windows cover: the tokens of this tokenizer are whole characters here."""
     result = evaluate(TINY)["perplexity"][0]

@@ -62,9 +62,8 @@ def test_zigzag_of_any_shape(rows: int, columns: int, dtype: torch.dtype, transp
     assert torch.equal(packed(weight.to(DEVICE)), q4_k.encode(codec_cases.zigzag_order(weight)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_strided_matrices_need_no_copy(dtype: torch.dtype) -> None:
-    whole = normal(1200, 96).to(dtype).to(DEVICE)
+def test_strided_matrices_need_no_copy() -> None:
+    whole = normal(1200, 96).bfloat16().to(DEVICE)
     for weight in (whole[::2, 1::3], whole[5:700, 3:50], whole[:1].expand(300, 96), whole[:, :1], whole.t()[::5]):
         assert torch.equal(packed(weight), q4_k.encode(codec_cases.zigzag_order(weight.cpu())))
 
