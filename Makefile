@@ -25,9 +25,9 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a machine with a CUDA device, with the packages that it has.
+# On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m gpu $$(grep -rlw gpu tests --include="test_*.py") $(PYTEST_ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

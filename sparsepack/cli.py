@@ -1,23 +1,31 @@
 """The command line: one thin click command per verb. Only click is imported here, so that `--help` answers at once."""
 
-import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from sparsepack import __version__
+from sparsepack.cli_options import (
+    PATH,
+    allocation,
+    allocation_options,
+    compute,
+    device_option,
+    emit,
+    json_output,
+    overwrite_flag,
+    set_threads,
+    thread_count,
+    window,
+)
 from sparsepack.errors import UserError
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-F = TypeVar("F", bound=Callable[..., Any])
-PATH = click.Path(path_type=Path)
 
 
 class _Verbs(click.Group):
@@ -49,77 +57,18 @@ def main() -> None:
     """
 
 
-def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
-
-
-_compute = _options(
-    click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, mps."),
-    click.option(
-        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True
-    ),
-)
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
-_json = click.option("--json", "json_path", metavar="FILE", help="Write the result as JSON; - for standard output.")
-_window = click.option(
-    "--context", type=click.IntRange(2), help="Tokens per window (default 2048, or what MODEL was made for if less)."
-)
-_threads = click.option("--threads", type=click.IntRange(1), help="CPU threads (default: all cores).")
-
-_allocation = _options(
-    click.option("--sparsity", type=float, help="Share of the weights that a decoded token skips, 0 to below 1."),
-    click.option(
-        "--allocation",
-        type=click.Choice(["uniform", "teal", "global"]),
-        default="uniform",
-        show_default=True,
-        help="One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
-    ),
-    click.option(
-        "--criterion",
-        type=click.Choice(["magnitude", "column-norm"]),
-        default="magnitude",
-        show_default=True,
-        help="Score of channel j: |x_j|, or |x_j| times the norm of its column.",
-    ),
-    click.option("--include", multiple=True, help="Only these sites: blk.3.mlp_mid, blk.*.attn_in, re:REGEX. Repeats."),
-    click.option("--ignore", multiple=True, help="These sites stay dense. Repeats."),
-    click.option("--dense-upstream", is_flag=True, help="Take thresholds on dense activations, as the papers do."),
-    click.option("--offsets", is_flag=True, help="global: also learn what inactive channels stand at; costs nothing."),
-    click.option("--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."),
-    click.option("--steps", type=click.IntRange(1), help="global: optimiser steps."),
-    click.option("--batch", type=click.IntRange(1), help="global: windows per step."),
-    click.option("--seed", default=0, show_default=True),
-)
-
-
-def _allocation_options(asked: dict[str, Any]) -> Any:
-    """The allocation flags as `AllocationOptions`, taken out of `asked`; None without --sparsity."""
-    from sparsepack.calibrate.allocation import AllocationOptions
-
-    names = ("sparsity", "allocation", "criterion", "include", "ignore", "windows", "steps", "batch", "offsets", "seed")
-    values = {name: asked.pop(name) for name in names}
-    values["upstream"] = "dense" if asked.pop("dense_upstream") else "sparse"
-    values |= {name: asked[name] for name in ("device", "dtype")}
-    if values["sparsity"] is None:
-        return None
-    options = AllocationOptions(**{name: value for name, value in values.items() if value is not None})
-    options.check()
-    return options
-
-
 @main.command()
 @click.argument("model")
 @click.argument("folders", nargs=-1, type=PATH)
 @click.option("--text", "texts", multiple=True, help="What to run; repeats.")
 @click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
-@_window
+@window
 @click.option("--samples", default=128, show_default=True, help="Windows drawn at random; 0 for all, in order.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--sinks", default=4, show_default=True, help="First positions of a window left out of the statistics.")
 @click.option("--batch", default=2, show_default=True, help="Windows at a time.")
-@_compute
-@_overwrite
+@compute
+@overwrite_flag
 def calibrate(
     model: str, folders: tuple[Path, ...], texts: tuple[str, ...], output: Path, overwrite: bool, **asked: Any
 ) -> None:
@@ -156,24 +105,29 @@ def calibrate(
 @main.command()
 @click.argument("model")
 @click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
-@_allocation
+@allocation
 @click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON.")
-@_compute
-@_overwrite
+@compute
+@overwrite_flag
 def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
-    """Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`."""
+    """Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`.
+
+    A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
+    """
     from sparsepack.calibrate import folder
     from sparsepack.calibrate.find import find_thresholds
+    from sparsepack.calibrate.unfinished import state_beside
     from sparsepack.files.atomic import check_output
     from sparsepack.models.checkpoint import open_checkpoint
     from sparsepack.show import thresholds_table
 
-    options = _allocation_options(asked)
+    options = allocation_options(asked)
     if options is None:
         raise click.UsageError("give --sparsity, for example 0.5")
     check_output(output, overwrite)
-    table = find_thresholds(open_checkpoint(model), folder.load(calibration), options)
-    table.write(output, overwrite)
+    with state_beside(output) as state:
+        table = find_thresholds(open_checkpoint(model), folder.load(calibration), options, state)
+        table.write(output, overwrite)
     click.echo(thresholds_table(table.summary()))
 
 
@@ -189,14 +143,14 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
 )
 @click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
-@_allocation
+@allocation
 @click.option(
     "--output-type", default="auto", show_default=True, help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32."
 )
 @click.option("--embedding-type", default="auto", show_default=True, help="Embedding, likewise.")
 @click.option("-o", "--output", type=PATH, required=True, help="The file to make.")
-@_compute
-@_overwrite
+@compute
+@overwrite_flag
 def pack(
     model: str,
     format_: str,
@@ -220,7 +174,7 @@ def pack(
             output=output,
             format=format_,
             calibration=calibration,
-            allocation=_allocation_options(asked),
+            allocation=allocation_options(asked),
             thresholds=thresholds,
             output_type=output_type,
             embedding_type=embedding_type,
@@ -235,7 +189,7 @@ def pack(
 
 @main.command()
 @click.argument("path", type=PATH)
-@_json
+@json_output
 def inspect(path: Path, json_path: str | None) -> None:
     """Show what an artifact, a thresholds table or a calibration folder holds, and which programs can load it."""
     from sparsepack import show
@@ -243,21 +197,21 @@ def inspect(path: Path, json_path: str | None) -> None:
     if path.is_dir():
         from sparsepack.calibrate import folder
 
-        _emit(folder.load(path).manifest, json_path, show.calibration_table)
+        emit(folder.load(path).manifest, json_path, show.calibration_table)
     elif path.suffix == ".json":
         from sparsepack.calibrate.thresholds import read_thresholds
 
-        _emit(read_thresholds(path).summary(), json_path, show.thresholds_table)
+        emit(read_thresholds(path).summary(), json_path, show.thresholds_table)
     else:
         from sparsepack.formats.inspect import describe
 
-        _emit(describe(path), json_path, show.artifact_table)
+        emit(describe(path), json_path, show.artifact_table)
 
 
 @main.command()
 @click.argument("path", type=PATH)
 @click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
-@_json
+@json_output
 def verify(path: Path, against: str | None, json_path: str | None) -> None:
     """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
     from sparsepack import show
@@ -269,7 +223,7 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
         from sparsepack.models.checkpoint import open_checkpoint
 
         report = checks.verify_against(path, open_checkpoint(against))
-    _emit(report.to_json(), json_path, show.verification)
+    emit(report.to_json(), json_path, show.verification)
     if not report.passed:
         sys.exit(1)
 
@@ -281,7 +235,7 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option(
     "--protocol", type=click.Choice(["decode", "all", "dense"]), help="Default: decode if sparse, else dense."
 )
-@_window
+@window
 @click.option("--windows", type=click.IntRange(1), help="At most so many windows, from the first.")
 @click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
 @click.option("--tasks", help="lm-eval tasks, comma-separated.")
@@ -289,9 +243,9 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option("--limit", type=click.IntRange(1), help="Documents per task.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="Overrides the tasks' own.")
 @click.option("--batch", default=1, show_default=True)
-@_compute
-@_threads
-@_json
+@compute
+@thread_count
+@json_output
 def evaluate(
     perplexity: tuple[str, ...], tasks: str | None, json_path: str | None, threads: int | None, **asked: Any
 ) -> None:
@@ -300,9 +254,9 @@ def evaluate(
     from sparsepack.eval.run import evaluate as measure
     from sparsepack.show import evaluation_table
 
-    _set_threads(threads)
+    set_threads(threads)
     names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks else ()
-    _emit(measure(EvalRequest(perplexity=perplexity, tasks=names, **asked)), json_path, evaluation_table)
+    emit(measure(EvalRequest(perplexity=perplexity, tasks=names, **asked)), json_path, evaluation_table)
 
 
 @main.command()
@@ -312,9 +266,9 @@ def evaluate(
 @click.option("-r", "--repetitions", default=5, show_default=True)
 @click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@_threads
-@_json
+@device_option
+@thread_count
+@json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs."""
     from sparsepack.bench.decode import BenchSettings, bench_decode
@@ -328,7 +282,7 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
         from sparsepack.runtime.generate import open_tokenizer
 
         ids = open_tokenizer(packed.tokenizer_json).encode(read_text(text).joined, add_special_tokens=False).ids
-    _emit(bench_decode(packed, BenchSettings(**asked), path.name, ids), json_path, bench_table)
+    emit(bench_decode(packed, BenchSettings(**asked), path.name, ids), json_path, bench_table)
 
 
 @main.command()
@@ -341,8 +295,8 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 @click.option("--seed", default=0, show_default=True)
 @click.option("--dense", is_flag=True, help="Skip nothing.")
 @click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
-@click.option("--device", default="cpu", show_default=True)
-@_threads
+@device_option
+@thread_count
 def generate(
     path: Path,
     prompt: str,
@@ -356,7 +310,7 @@ def generate(
     """Continue a prompt with a zigzag artifact. Text goes to standard output, what ran and how fast to stderr."""
     from sparsepack.show import stream_generation
 
-    _set_threads(threads)
+    set_threads(threads)
     stream_generation(path, prompt, tokens, dense, context, device, asked)
 
 
@@ -365,7 +319,7 @@ def generate(
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="activation.sparsity=0.4; repeats.")
 @click.option("-w", "--work", type=PATH, help="Folder of the outputs (default work/NAME); done stages are kept.")
 @click.option("--dry-run", is_flag=True, help="Print what would be made: matches, sizes, bits per weight, memory.")
-@_json
+@json_output
 def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bool, json_path: str | None) -> None:
     """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails."""
     import contextlib
@@ -383,27 +337,6 @@ def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bo
         write_json(Path(json_path), outcome.report)
     if not outcome.passed:
         sys.exit(3)
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def _emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
-    """Print a result as a table, or write it as JSON to a file, or to standard output for `-`."""
-    import json
-
-    from sparsepack.files.atomic import write_json
-
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
-        return
-    if json_path:
-        write_json(Path(json_path), result)
-    click.echo(table(result))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from sparsepack.calibrate import folder
 from sparsepack.calibrate.allocation import AllocationOptions
 from sparsepack.calibrate.find import find_thresholds
 from sparsepack.calibrate.thresholds import Thresholds, read_thresholds
+from sparsepack.calibrate.unfinished import state_beside
 from sparsepack.errors import PackingError
 from sparsepack.files.atomic import check_output
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
@@ -68,13 +69,19 @@ class Packed:
 
 def pack(request: PackRequest) -> Packed:
     """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
-    from sparsepack.formats.plain_gguf import write_plain
-    from sparsepack.formats.zigzag_gguf import write_zigzag
-
     request.check()
     check_output(request.output, request.overwrite)
     checkpoint = open_checkpoint(request.model)
-    table = thresholds_for(checkpoint, request)
+    with state_beside(request.output) as state:
+        table = thresholds_for(checkpoint, request, state)
+        return Packed(request.output, _write(checkpoint, request, table), table)
+
+
+def _write(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> tuple[str, ...]:
+    """Write the artifact; returns what the user should be told."""
+    from sparsepack.formats.plain_gguf import write_plain
+    from sparsepack.formats.zigzag_gguf import write_zigzag
+
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,
         "recipe": dict(request.recipe) if request.recipe else None,
@@ -89,18 +96,16 @@ def pack(request: PackRequest) -> Packed:
     }
     if request.format == ZIGZAG:
         policies: dict[tuple[int, str], SitePolicy | None] = table.policies() if table else {}
-        notes = write_zigzag(checkpoint, policies, request.output, **shared)
-    else:
-        notes = write_plain(checkpoint, request.output, type=request.format, **shared)
-    return Packed(request.output, notes, table)
+        return write_zigzag(checkpoint, policies, request.output, **shared)
+    return write_plain(checkpoint, request.output, type=request.format, **shared)
 
 
-def thresholds_for(checkpoint: Checkpoint, request: PackRequest) -> Thresholds | None:
-    """The table that the request names or asks to be found."""
+def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None) -> Thresholds | None:
+    """The table that the request names or asks to be found; `state` as `find_thresholds` takes it."""
     if request.thresholds is not None:
         table = read_thresholds(request.thresholds)
         table.check_model(checkpoint)
         return table
     if request.allocation is None or request.calibration is None:
         return None
-    return find_thresholds(checkpoint, folder.load(request.calibration), request.allocation)
+    return find_thresholds(checkpoint, folder.load(request.calibration), request.allocation, state)

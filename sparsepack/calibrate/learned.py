@@ -10,7 +10,8 @@ Unpublished. Measured against block-wise allocations in benchmarks/RESULTS.md; a
 with the same objective saves a sixth of TEAL's loss, per-channel thresholds over a third.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparsepack.calibrate import histogram
 from sparsepack.calibrate.allocation import AllocationOptions, SiteChoice, SiteKey
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.unfinished import Unfinished
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.whole import load_model
@@ -30,6 +32,8 @@ _LEARNING_RATE = 0.03
 _SOFTNESS = 0.15  # width of the sigmoid, as a share of the threshold
 _STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
 _HIGHEST = 0.98
+_SAVE_EVERY = 20.0  # seconds
+_CHOICES = "choices"  # what an unfinished run keeps when the learning is done
 
 
 @dataclass
@@ -46,37 +50,95 @@ def learn_choices(
     calibration: Calibration,
     options: AllocationOptions,
     weights: Mapping[SiteKey, float],
+    unfinished: Unfinished,
 ) -> dict[SiteKey, SiteChoice]:
     """Sparsity, channel weights and offsets of the sites in `weights`. Holds the whole model on one device."""
+    if unfinished.state.get("learnt"):
+        return _choices_of(unfinished.load(_CHOICES), weights)
     model = load_model(checkpoint, options.device, getattr(torch, options.dtype))
     parameters = _start(checkpoint, calibration, options, model, weights)
-    generator = torch.Generator().manual_seed(options.seed)
-    trained = [*parameters.log_thresholds.values()]
-    groups: list[dict[str, Any]] = [{"params": trained, "lr": _LEARNING_RATE}]
-    if options.offsets:
-        groups += [
-            {"params": [offset], "lr": 0.3 * _LEARNING_RATE * parameters.scales[key]}
-            for key, offset in parameters.offsets.items()
-        ]
-    optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, 2 * (1 - step / options.steps)))
-    price: float | None = None
-    with progress("learning thresholds", options.steps) as advance:
-        for _ in range(options.steps):
-            ids = _slices(calibration.windows, options, generator).to(options.device)
-            divergence, sparsity = _divergence(model, checkpoint, ids, parameters, weights)
-            # dKL/ds at half sparsity is about four times the divergence itself.
-            price = 4 * float(divergence.detach()) if price is None else price
-            gap = options.sparsity - sparsity
-            loss = divergence + price * gap + _STIFFNESS / 2 * gap * gap
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            schedule.step()
-            price += _DUAL_RATE * float(gap.detach())
+    training = _Training(parameters, options, unfinished)
+    with progress("learning thresholds", options.steps, training.step) as advance:
+        while training.step < options.steps:
+            ids = _slices(calibration.windows, options, training.generator).to(options.device)
+            training.descend(*_divergence(model, checkpoint, ids, parameters, weights))
             advance()
     realised = _realised(model, checkpoint, calibration.windows, options, parameters, weights)
-    return _choices(parameters, options, _shifted(realised, weights, options.sparsity))
+    choices = _choices(parameters, options, _shifted(realised, weights, options.sparsity))
+    unfinished.keep(_CHOICES, _choice_tensors(choices))
+    unfinished.commit(learnt=True)
+    return choices
+
+
+class _Training:
+    """The optimiser of the parameters, the price of sparsity and the random numbers, as far as step `step`.
+
+    All of it, and the parameters, are saved now and then: going on from there is the same, bit for bit, as never
+    having stopped.
+    """
+
+    def __init__(self, parameters: _Parameters, options: AllocationOptions, unfinished: Unfinished) -> None:
+        self.options, self.unfinished = options, unfinished
+        self.step = 0
+        self.price: float | None = None
+        self.generator = torch.Generator().manual_seed(options.seed)
+        groups: list[dict[str, Any]] = [{"params": [*parameters.log_thresholds.values()], "lr": _LEARNING_RATE}]
+        if options.offsets:
+            groups += [
+                {"params": [offset], "lr": 0.3 * _LEARNING_RATE * parameters.scales[key]}
+                for key, offset in parameters.offsets.items()
+            ]
+        self.optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimiser, lambda step: min(1.0, 2 * (1 - step / options.steps))
+        )
+        if "learning" in unfinished.state:
+            self._resume()
+        self.saved = time.monotonic()
+
+    def descend(self, divergence: torch.Tensor, sparsity: torch.Tensor) -> None:
+        """One step down the divergence, at the price of sparsity, which follows the gap to the target."""
+        # dKL/ds at half sparsity is about four times the divergence itself.
+        price = 4 * float(divergence.detach()) if self.price is None else self.price
+        gap = self.options.sparsity - sparsity
+        loss = divergence + price * gap + _STIFFNESS / 2 * gap * gap
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimiser.step()
+        self.schedule.step()
+        self.price = price + _DUAL_RATE * float(gap.detach())
+        self.step += 1
+        if self.step == self.options.steps or time.monotonic() - self.saved >= _SAVE_EVERY:
+            self._save()
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+
+    def _save(self) -> None:
+        adam = self.optimiser.state_dict()
+        tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}
+        tensors |= {f"adam.{n}.{name}": x for n, moments in adam["state"].items() for name, x in moments.items()}
+        before = self.unfinished.state.get("learning", {"step": None})["step"]
+        self.unfinished.keep(f"learning-{self.step}", {**tensors, "generator": self.generator.get_state()})
+        values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
+        self.unfinished.commit(learning={**values, "schedule": self.schedule.state_dict()})
+        self.unfinished.drop(f"learning-{before}")
+        self.saved = time.monotonic()
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        kept = self.unfinished.state["learning"]
+        self.step, self.price = kept["step"], kept["price"]
+        tensors = self.unfinished.load(f"learning-{self.step}")
+        self.generator.set_state(tensors.pop("generator"))
+        for n, parameter in enumerate(self._trained()):
+            parameter.copy_(tensors.pop(f"parameter.{n}"))
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            _, place, name = key.split(".")
+            moments.setdefault(int(place), {})[name] = value
+        self.optimiser.load_state_dict({"state": moments, "param_groups": kept["groups"]})
+        self.schedule.load_state_dict(kept["schedule"])
 
 
 def _start(
@@ -203,6 +265,25 @@ def _choices(
         relative = logs.detach().cpu() - logs.detach().cpu().mean()
         offset = parameters.offsets[key].detach().cpu() if options.offsets else None
         choices[key] = SiteChoice(sparsities[key], torch.exp(-relative), offset)
+    return choices
+
+
+def _choice_tensors(choices: Mapping[SiteKey, SiteChoice]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for (layer, site), choice in choices.items():
+        tensors[f"{layer}.{site}.sparsity"] = torch.tensor(choice.sparsity, dtype=torch.float64)
+        for name in ("channel_weights", "offset"):
+            vector = getattr(choice, name)
+            if vector is not None:
+                tensors[f"{layer}.{site}.{name}"] = vector
+    return tensors
+
+
+def _choices_of(tensors: Mapping[str, torch.Tensor], keys: Iterable[SiteKey]) -> dict[SiteKey, SiteChoice]:
+    choices = {}
+    for layer, site in keys:
+        vectors = (tensors.get(f"{layer}.{site}.{name}") for name in ("channel_weights", "offset"))
+        choices[layer, site] = SiteChoice(float(tensors[f"{layer}.{site}.sparsity"]), *vectors)
     return choices
 
 

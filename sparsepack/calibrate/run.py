@@ -4,8 +4,6 @@ After each block its statistics and the hidden states that enter the next one ar
 `.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
 """
 
-import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,9 @@ from sparsepack.calibrate import folder
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.statistics import LayerStatistics, SiteStatistics
+from sparsepack.calibrate.unfinished import Unfinished, state_beside
 from sparsepack.errors import CalibrationError, TextError
-from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.files.hashing import fingerprint, sha256_bytes
-from sparsepack.files.tensors import save_tensors
 from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
@@ -68,12 +65,10 @@ def calibrate(
     folder.check_output(output, overwrite)
     windows = _chosen_windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, windows, options)
-    unfinished = _Unfinished(output, fingerprint(manifest))
-    with torch.inference_mode():
-        layers = _run(checkpoint, windows, options, unfinished)
-    finished = folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
-    unfinished.discard()
-    return finished
+    with state_beside(output) as state:
+        with torch.inference_mode():
+            layers = _run(checkpoint, windows, options, _Unfinished(state, fingerprint(manifest)))
+        return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
 
 
 def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
@@ -165,40 +160,14 @@ def _empty(checkpoint: Checkpoint) -> LayerStatistics:
     return LayerStatistics({site: SiteStatistics(checkpoint.stacked_shape(site)[1]) for site in SITES})
 
 
-class _Unfinished:
-    """The state of a run that has not finished: one file of statistics per block, and the last hidden states."""
-
-    def __init__(self, output: Path, mark: str) -> None:
-        self.path = output.absolute().parent / f".{output.name}.unfinished"
-        self.mark = mark
+class _Unfinished(Unfinished):
+    """The state of a calibration: the statistics of each finished block, and the last hidden states."""
 
     def resume(self) -> tuple[list[LayerStatistics], torch.Tensor | None]:
-        """The blocks that are done and the hidden states after them; nothing if another run left this state."""
-        from safetensors.torch import load_file
-
-        state_path = self.path / "state.json"
-        state = json.loads(state_path.read_text()) if state_path.is_file() else {}
-        if state.get("mark") != self.mark:
-            self.discard()
-            return [], None
-        done = state["blocks"]
-        layers = [
-            LayerStatistics.from_tensors(load_file(self.path / f"block-{n:05}.safetensors"), n) for n in range(done)
-        ]
-        return layers, load_file(self.path / f"hidden-{done:05}.safetensors")["hidden"]
+        """The blocks that are done and the hidden states after them."""
+        layers = [LayerStatistics.from_tensors(tensors, layer) for layer, tensors in enumerate(self.blocks())]
+        return layers, self.hidden()
 
     def save(self, layer: int, statistics: LayerStatistics, hidden: torch.Tensor) -> None:
         """Keep a finished block and the hidden states after it."""
-        self.path.mkdir(exist_ok=True)
-        done = layer + 1
-        pieces = {f"block-{layer:05}": statistics.tensors(layer), f"hidden-{done:05}": {"hidden": hidden}}
-        for name, tensors in pieces.items():
-            with atomic_file(self.path / f"{name}.safetensors", overwrite=True) as temporary:
-                save_tensors(tensors, temporary)
-        # The state file is written last: until it is there, the block before counts as the last finished one.
-        write_json(self.path / "state.json", {"mark": self.mark, "blocks": done})
-        (self.path / f"hidden-{layer:05}.safetensors").unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Forget everything."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self.save_block(layer, statistics.tensors(layer), hidden)

@@ -2,7 +2,7 @@
 
 Each block is run once per site: the sites before it sparse, the score at this site counted, the run cut short there.
 Only the second half of every window is sparse and counted, its first half is dense context: what decoding after a
-dense prefill sees (design, protocol `decode`).
+dense prefill sees (design, protocol `decode`). After each block its rows and the hidden states are kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ import torch
 from sparsepack.calibrate import histogram
 from sparsepack.calibrate.allocation import SiteChoice, SiteKey
 from sparsepack.calibrate.thresholds import SiteThreshold
+from sparsepack.calibrate.unfinished import Unfinished
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import SiteFunction, site_hooks
@@ -20,18 +21,25 @@ from sparsepack.models.policy import SitePolicy, sparsify
 from sparsepack.progress import progress
 
 Chooser = Callable[[int, BlockStream], Mapping[str, SiteChoice]]
-"""(layer, stream with that block loaded) -> what each site of the block gets; called in order of execution."""
+"""(layer, stream with that block loaded) -> what each site of the block gets; called in order of execution.
+
+A run that goes on calls it for the blocks that are not finished.
+"""
+
+_VECTORS = ("channel_weights", "offset")
 
 
 def sequential_thresholds(
-    stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int
+    stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int, unfinished: Unfinished
 ) -> list[SiteThreshold]:
     """Thresholds of all sites so that each realises its choice's sparsity on `windows` [N, S]."""
-    rows: list[SiteThreshold] = []
-    hidden = stream.embed(windows)
-    batches = -(-len(windows) // batch)
-    with progress("thresholds", stream.checkpoint.layers * batches) as advance:
-        for layer in range(stream.checkpoint.layers):
+    layers, batches = stream.checkpoint.layers, -(-len(windows) // batch)
+    rows, hidden = finished_rows(unfinished), unfinished.hidden()
+    if hidden is None:
+        hidden = stream.embed(windows)
+    done = len(rows) // len(SITES)
+    with progress("thresholds", layers * batches, done * batches) as advance:
+        for layer in range(done, layers):
             stream.load(layer)
             found = _block_thresholds(stream, layer, hidden, choose(layer, stream), batch)
             rows += found
@@ -42,6 +50,31 @@ def sequential_thresholds(
                     outputs.append(stream(part).cpu())
                     advance()
             hidden = torch.cat(outputs)
+            unfinished.save_block(layer, row_tensors(found), hidden)
+    return rows
+
+
+def row_tensors(rows: Sequence[SiteThreshold]) -> dict[str, torch.Tensor]:
+    """A block's rows as an unfinished run keeps them: numbers in float64, vectors where a row has them."""
+    tensors = {}
+    for row in rows:
+        numbers = (row.sparsity, row.threshold, row.realised)
+        tensors[f"{row.site}.numbers"] = torch.tensor(numbers, dtype=torch.float64)
+        for name in _VECTORS:
+            vector = getattr(row, name)
+            if vector is not None:
+                tensors[f"{row.site}.{name}"] = vector
+    return tensors
+
+
+def finished_rows(unfinished: Unfinished) -> list[SiteThreshold]:
+    """The rows of all finished blocks, one for each site."""
+    rows = []
+    for layer, tensors in enumerate(unfinished.blocks()):
+        for site in SITES:
+            sparsity, threshold, realised = tensors[f"{site}.numbers"].tolist()
+            vectors = (tensors.get(f"{site}.{name}") for name in _VECTORS)
+            rows.append(SiteThreshold(layer, site, sparsity, threshold, realised, *vectors))
     return rows
 
 

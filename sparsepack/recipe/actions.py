@@ -6,6 +6,7 @@ from typing import Any
 from sparsepack.calibrate import folder as calibration_folder
 from sparsepack.calibrate.allocation import AllocationOptions, sparse_sites, weights_of
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.unfinished import state_beside
 from sparsepack.files.atomic import write_json
 from sparsepack.models.families import SITES
 from sparsepack.pack import PackRequest, pack
@@ -45,12 +46,13 @@ def run_calibrate(recipe: Recipe, sources: Sources, folder: Path) -> None:
 
 
 def run_thresholds(recipe: Recipe, sources: Sources, folder: Path) -> None:
-    """The thresholds table."""
+    """The thresholds table; a run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.find import find_thresholds
 
     calibration = calibration_folder.load(folder / CALIBRATION)
-    table = find_thresholds(sources.checkpoint, calibration, allocation_options(recipe))
-    table.write(folder / THRESHOLDS, overwrite=True)
+    with state_beside(folder / THRESHOLDS) as state:
+        table = find_thresholds(sources.checkpoint, calibration, allocation_options(recipe), state)
+        table.write(folder / THRESHOLDS, overwrite=True)
 
 
 def run_pack(recipe: Recipe, sources: Sources, folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibrate import folder, histogram, run
+from sparsepack.calibrate import folder, histogram, run, unfinished
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
@@ -146,14 +146,14 @@ def test_a_killed_run_goes_on_and_ends_the_same(
 def test_a_run_killed_while_it_writes_its_state_goes_on_from_the_block_before(
     small, text, tmp_path, monkeypatch, uninterrupted, blocks_read
 ):
-    write = run.write_json
+    write = unfinished.write_json
 
     def dies(path, value):
         if value["blocks"] == 2:
             raise Killed
         write(path, value)
 
-    _calibrate_until_killed(monkeypatch, run, "write_json", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, unfinished, "write_json", dies, small, text, tmp_path / "c")
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)
     assert blocks_read == [1, 2]
