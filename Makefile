@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
+# Waiting threads that spin make two slower than one where something else takes a core.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test lint format test-gpu clean
 
