@@ -20,6 +20,7 @@ from sparsepack.files.hashing import fingerprint
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.windows import spread_windows
 
 _GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
 _BATCH = 2
@@ -71,12 +72,6 @@ def _stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
     return BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
 
 
-def _spread(windows: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` of the windows, evenly spread: int64 [min(count, all), context]."""
-    chosen = torch.linspace(0, len(windows) - 1, min(count, len(windows))).round().long()
-    return windows[chosen].long()
-
-
 @torch.no_grad()
 def _sequential(
     checkpoint: Checkpoint,
@@ -85,7 +80,7 @@ def _sequential(
     choose: Chooser,
     unfinished: Unfinished,
 ) -> list[SiteThreshold]:
-    windows = _spread(calibration.windows, options.windows)
+    windows = spread_windows(calibration.windows, options.windows)
     return sequential_thresholds(_stream(checkpoint, options), windows, choose, _BATCH, unfinished)
 
 
@@ -146,7 +141,7 @@ class _Greedy:
         unfinished: Unfinished,
     ) -> None:
         self.options, self.weights, self.unfinished = options, weights, unfinished
-        self.ids = _spread(calibration.windows, _GREEDY_WINDOWS)[:, :_GREEDY_TOKENS]
+        self.ids = spread_windows(calibration.windows, _GREEDY_WINDOWS)[:, :_GREEDY_TOKENS]
         self.hidden: torch.Tensor | None = None
 
     def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteChoice]:

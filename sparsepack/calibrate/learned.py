@@ -26,6 +26,7 @@ from sparsepack.calibrate.unfinished import Unfinished
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.whole import load_model
+from sparsepack.models.windows import spread_windows
 from sparsepack.progress import progress
 
 _LEARNING_RATE = 0.03
@@ -235,10 +236,10 @@ def _realised(
         inactive[key] += float((~active).float().mean()) / len(chosen)
         return torch.cat([x[:, :half], torch.where(active, x[:, half:], offset.to(x.dtype))], 1)
 
-    chosen = windows[: options.windows]
+    chosen = spread_windows(windows, options.windows)
     with site_hooks(list(enumerate(model.model.layers)), checkpoint.family, function):
         for ids in chosen:
-            model.model(ids[None].long().to(options.device), use_cache=False)
+            model.model(ids[None].to(options.device), use_cache=False)
     return inactive
 
 

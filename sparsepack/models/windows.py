@@ -36,3 +36,9 @@ def rolling_windows(tokenizer: Any, text: Text, context: int) -> tuple[torch.Ten
         return tokens[:, :-1], tokens[:, 1:]
     bos = torch.full((count, 1), tokenizer.bos_token_id)
     return torch.cat([bos, tokens[:, :-1]], 1), tokens
+
+
+def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` of the windows [N, S], evenly spread over the text: int64 [min(count, N), S]."""
+    chosen = torch.linspace(0, len(windows) - 1, min(count, len(windows))).round().long()
+    return windows[chosen].long()

@@ -25,8 +25,8 @@ from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
 from sparsepack.pack import PackRequest, pack
 
-GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=64)
-TEAL = AllocationOptions(0.5, "teal", windows=2)
+GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
+TEAL = AllocationOptions(0.25, "teal", windows=2)
 UNIFORM = AllocationOptions(0.5, windows=2)
 KINDS = {
     "uniform": UNIFORM,
@@ -43,7 +43,7 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def cal(tiny, tmp_path_factory) -> Calibration:
-    options = CalibrateOptions(context=64, samples=6)
+    options = CalibrateOptions(context=32, samples=3)
     return calibrate(tiny, read_text("shipped:train"), tmp_path_factory.mktemp("cal") / "c", options)
 
 
@@ -101,6 +101,7 @@ def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, mo
 
 
 def test_learning_is_not_saved_more_often_than_asked(tiny, cal, tmp_path, monkeypatch, work):
+    monkeypatch.setattr(learned, "_SAVE_EVERY", 3600.0)
     _killed_in_step(monkeypatch, tiny, cal, GLOBAL, tmp_path / "s", 3)
     assert not (tmp_path / "s").exists()
     work.clear()
@@ -137,7 +138,7 @@ def test_a_finished_search_is_only_read(tiny, cal, tmp_path, work):
     assert work == list(range(tiny.layers))
 
 
-@pytest.mark.parametrize("other", [{"sparsity": 0.4}, {"seed": 1}, {"windows": 1}, {"allocation": "uniform"}])
+@pytest.mark.parametrize("other", [{"sparsity": 0.1}, {"seed": 1}, {"windows": 1}, {"allocation": "uniform"}])
 def test_the_state_of_other_options_is_not_used(tiny, cal, tmp_path, monkeypatch, work, other):
     options = replace(TEAL, **other)
     whole = find_thresholds(tiny, cal, options).to_json()
@@ -149,7 +150,7 @@ def test_the_state_of_other_options_is_not_used(tiny, cal, tmp_path, monkeypatch
 
 def test_the_state_of_another_calibration_or_version_is_not_used(tiny, cal, tmp_path, monkeypatch, work):
     text = read_text("shipped:train")
-    other = calibrate(tiny, text, tmp_path / "c", CalibrateOptions(context=64, samples=6, seed=1))
+    other = calibrate(tiny, text, tmp_path / "c", CalibrateOptions(context=32, samples=3, seed=1))
     _killed_at_block(monkeypatch, tiny, cal, UNIFORM, tmp_path / "s", 0, True)
     work.clear()
     _killed_at_block(monkeypatch, tiny, other, UNIFORM, tmp_path / "s", 0, True)
@@ -182,10 +183,10 @@ def test_the_state_stays_until_the_output_is_written(tmp_path):
 
 def test_thresholds_and_pack_go_on_and_leave_only_their_output(tiny, tmp_path, monkeypatch, work):
     calibration, out = tmp_path / "c", tmp_path / "out"
-    cal = calibrate(tiny, read_text("shipped:train"), calibration, CalibrateOptions(context=64, samples=6))
+    cal = calibrate(tiny, read_text("shipped:train"), calibration, CalibrateOptions(context=32, samples=3))
     whole = find_thresholds(tiny, cal, TEAL).to_json()
     out.mkdir()
-    flags = ["--calibration", str(calibration), "--sparsity", "0.5", "--allocation", "teal", "--windows", "2"]
+    flags = ["--calibration", str(calibration), "--sparsity", "0.25", "--allocation", "teal", "--windows", "2"]
     command = ["thresholds", "shipped:tiny", *flags, "-o", str(out / "t.json")]
     request = PackRequest("shipped:tiny", out / "m.gguf", calibration=calibration, allocation=TEAL)
     save = Unfinished.save_block
@@ -225,13 +226,13 @@ def dies(self):
     if self.step == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 learned._Training._save = dies
-options = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=64)
+options = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
 find_thresholds(open_checkpoint("shipped:tiny"), folder.load(Path(sys.argv[1])), options, Path(sys.argv[2]))
 """
 
 
 def test_a_search_ended_by_sigkill_goes_on_and_ends_the_same(tiny, tmp_path, work):
-    cal = calibrate(tiny, read_text("shipped:train"), tmp_path / "c", CalibrateOptions(context=64, samples=6))
+    cal = calibrate(tiny, read_text("shipped:train"), tmp_path / "c", CalibrateOptions(context=32, samples=3))
     whole = find_thresholds(tiny, cal, GLOBAL).to_json()
     arguments = [str(tmp_path / "c"), str(tmp_path / "s"), str(torch.get_num_threads())]
     path = os.pathsep.join(sys.path)
