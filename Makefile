@@ -1,5 +1,7 @@
 # make demo   the quickstart on the shipped tiny model, in an environment of its own
 # make test   all tests, in the same environment
+# make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
+# make build  compile the CPU kernels anew after a change; the other targets do so by themselves
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,15 +10,41 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # Waiting threads that spin make two slower than one where something else takes a core.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint format test-gpu clean
+NATIVE := CMakeLists.txt $(wildcard sparsepack/runtime/cpu/native/*)
+CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo build test test-sanitize test-neon lint format test-gpu clean
 
 demo:
-	@start=$$(date +%s) && $(MAKE) --no-print-directory $(VENV)/.installed && ready=$$(date +%s) && \
+	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
 	$(BIN)/sparsepack run recipes/quickstart.yaml && \
 	echo "seconds: installation $$((ready - start)), run $$(($$(date +%s) - ready))"
 
-test: $(VENV)/.installed-test
+build: $(VENV)/.built
+
+test: $(VENV)/.installed-test build
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The kernels and what calls them under AddressSanitizer and UndefinedBehaviorSanitizer. Python and torch leak.
+SANITIZE := build/sanitize
+test-sanitize: $(VENV)/.installed-test
+	$(CMAKE) -S . -B $(SANITIZE) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+		-DSPARSEPACK_SANITIZE=ON -DSPARSEPACK_CHECK=ON --log-level=WARNING
+	$(CMAKE) --build $(SANITIZE)
+	$(SANITIZE)/check_kernels
+	SPARSEPACK_NATIVE=$$(ls -d $(SANITIZE)/_native.*) SPARSEPACK_REQUIRE_KERNELS=1 ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(BIN)/python -m pytest tests/runtime -m "not slow and not gpu" -k cpu $(PYTEST_ARGS)
+
+# The kernels for aarch64 against the plain ones, under emulation: needs g++-aarch64-linux-gnu and qemu-user.
+NEON := build/aarch64
+test-neon: $(VENV)/.installed
+	$(CMAKE) -S . -B $(NEON) -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+		-DSPARSEPACK_MODULE=OFF -DSPARSEPACK_CHECK=ON --log-level=WARNING
+	$(CMAKE) --build $(NEON)
+	qemu-aarch64 $(NEON)/check_kernels
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -31,15 +59,21 @@ format: $(VENV)/.installed-test
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $$(grep -rlw gpu tests --include="test_*.py") $(PYTEST_ARGS)
 
+# The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
+EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP_INSTALL) torch cmake nanobind ninja scikit-build-core
+	$(PIP_INSTALL) $(EDITABLE) .
+	touch $@ $(VENV)/.built
+
+$(VENV)/.built: $(VENV)/.installed $(NATIVE)
+	$(PIP_INSTALL) --no-deps $(EDITABLE) .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	$(PIP_INSTALL) $(EDITABLE) '.[test,lint]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) work .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build work .pytest_cache .mypy_cache .ruff_cache .hypothesis

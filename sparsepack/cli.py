@@ -12,6 +12,7 @@ from sparsepack.cli_options import (
     PATH,
     allocation,
     allocation_options,
+    backend_option,
     compute,
     device_option,
     emit,
@@ -243,6 +244,13 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option("--limit", type=click.IntRange(1), help="Documents per task.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="Overrides the tasks' own.")
 @click.option("--batch", default=1, show_default=True)
+@click.option(
+    "--runtime",
+    type=click.Choice(["transformers", "cpu", "reference"]),
+    default="transformers",
+    show_default=True,
+    help="What runs SUBJECT: transformers, or a zigzag artifact's engine with its own kernels and rounding.",
+)
 @compute
 @thread_count
 @json_output
@@ -267,6 +275,7 @@ def evaluate(
 @click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
 @click.option("--seed", default=0, show_default=True)
 @device_option
+@backend_option
 @thread_count
 @json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
@@ -296,6 +305,7 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 @click.option("--dense", is_flag=True, help="Skip nothing.")
 @click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
 @device_option
+@backend_option
 @thread_count
 def generate(
     path: Path,
@@ -304,6 +314,7 @@ def generate(
     dense: bool,
     context: int | None,
     device: str,
+    backend: str | None,
     threads: int | None,
     **asked: Any,
 ) -> None:
@@ -311,7 +322,7 @@ def generate(
     from sparsepack.show import stream_generation
 
     set_threads(threads)
-    stream_generation(path, prompt, tokens, dense, context, device, asked)
+    stream_generation(path, prompt, tokens, dense, context, device, backend, asked)
 
 
 @main.command()

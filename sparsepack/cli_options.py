@@ -34,6 +34,14 @@ def _usable_device(context: click.Context, parameter: click.Parameter, name: str
 device_option = click.option(
     "--device", default="cpu", show_default=True, callback=_usable_device, help="cpu, cuda, cuda:1, mps."
 )
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "cpu", "reference"]),
+    default="auto",
+    show_default=True,
+    callback=lambda context, parameter, name: None if name == "auto" else name,
+    help="What runs it; auto: cpu where its kernels are there.",
+)
 compute = _options(
     device_option,
     click.option(

@@ -1,5 +1,6 @@
 """Progress bars with remaining time, on stderr so that results on stdout stay clean."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -39,3 +40,8 @@ def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
             bars.advance(task, steps)
 
         yield advance
+
+
+def say(*lines: str) -> None:
+    """Lines on stderr."""
+    print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -165,16 +165,24 @@ def with_error(value: Mapping[str, float | None], digits: int) -> str:
 
 
 def stream_generation(
-    path: Path, prompt: str, tokens: int, dense: bool, context: int | None, device: str, sampling: Mapping[str, Any]
+    path: Path,
+    prompt: str,
+    tokens: int,
+    dense: bool,
+    context: int | None,
+    device: str,
+    backend: str | None,
+    sampling: Mapping[str, Any],
 ) -> None:
     """Write a prompt's continuation to stdout as it comes, then one line on stderr about the run."""
     from sparsepack.formats.zigzag_gguf import read_zigzag
+    from sparsepack.progress import say
     from sparsepack.runtime.engine import Engine
     from sparsepack.runtime.generate import generate
 
     packed = read_zigzag(path)
-    engine = Engine(packed, device, context, dense=dense)
-    sys.stderr.write(f"runtime: {engine.backend} on {engine.device}{', dense' if dense else ''}\n")
+    engine = Engine(packed, device, context, dense=dense, backend=backend)
+    say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
     pieces = generate(engine, packed.tokenizer_json, prompt, tokens, **sampling)
     began, first = time.perf_counter(), 0.0
     sys.stdout.write(prompt)

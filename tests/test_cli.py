@@ -80,7 +80,8 @@ def test_the_whole_chain_runs_on_a_model_of_each_family(family: str, tmp_path: P
     assert row["kl_divergence"]["value"] > 0
     assert row["realised_sparsity"]["overall"] == pytest.approx(0.4, abs=0.05)
     assert succeeds("generate", packed, "--prompt", "The sun", "-n", 4).startswith("The sun")
-    assert "reference" in succeeds("bench", packed, "-p", 8, "-n", 4, "-r", 1)
+    assert "runtime: " in succeeds("bench", packed, "-p", 8, "-n", 4, "-r", 1)
+    assert "runtime: reference" in succeeds("bench", packed, "-p", 8, "-n", 4, "-r", 1, "--backend", "reference")
 
 
 def test_a_model_of_odd_widths_is_padded_or_refused(shared: Path, tmp_path: Path) -> None:

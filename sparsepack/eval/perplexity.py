@@ -6,14 +6,25 @@ the second half runs sparse and only it is scored.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from sparsepack.eval.scorer import SparseScorer
 from sparsepack.progress import progress
 
 _CHUNK = 256  # positions whose logits exist at one time
+
+
+class WindowScorer(Protocol):
+    """What `score_windows` asks of a model: in two steps, so that few positions' logits exist at one time."""
+
+    device: torch.device
+
+    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
+        """What `output` makes logits of: [B, S, ...]; row b sparse from position sparse_from[b] on."""
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V]."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,11 @@ class WindowScores:
 
 
 def score_windows(
-    scorer: SparseScorer,
+    scorer: WindowScorer,
     inputs: torch.Tensor,
     targets: torch.Tensor,
     protocol: str,
-    reference: SparseScorer | None = None,
+    reference: WindowScorer | None = None,
     batch: int = 1,
 ) -> WindowScores:
     """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats."""
@@ -62,8 +73,8 @@ def scored_from(protocol: str, width: int) -> int:
 
 @torch.inference_mode()
 def _score_batch(
-    scorer: SparseScorer,
-    reference: SparseScorer | None,
+    scorer: WindowScorer,
+    reference: WindowScorer | None,
     hidden: torch.Tensor,
     plain: torch.Tensor | None,
     wanted: torch.Tensor,
@@ -72,11 +83,11 @@ def _score_batch(
     totals = {name: torch.zeros(len(hidden), dtype=torch.float64) for name in sums}
     for at in range(0, hidden.shape[1], _CHUNK):
         piece = slice(at, at + _CHUNK)
-        log_q = torch.log_softmax(scorer.model.lm_head(hidden[:, piece]).float(), -1)
+        log_q = torch.log_softmax(scorer.output(hidden[:, piece]).float(), -1)
         totals["nll"] -= _picked(log_q, wanted[:, piece])
         if reference is None or plain is None:
             continue
-        log_p = torch.log_softmax(reference.model.lm_head(plain[:, piece]).float(), -1)
+        log_p = torch.log_softmax(reference.output(plain[:, piece]).float(), -1)
         totals["kl"] += (log_p.exp() * (log_p - log_q)).sum((1, 2)).double().cpu()
         totals["same_top"] += (log_p.argmax(-1) == log_q.argmax(-1)).sum(1).double().cpu()
         totals["reference_nll"] -= _picked(log_p, wanted[:, piece])

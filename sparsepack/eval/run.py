@@ -9,14 +9,18 @@ from typing import Any
 import torch
 
 from sparsepack import __version__
-from sparsepack.calibrate.thresholds import read_thresholds
+from sparsepack.calibrate.thresholds import Thresholds, read_thresholds
 from sparsepack.errors import TextError, UserError
+from sparsepack.eval.engine_subject import EngineScorer, EngineSubject, open_engine_subject
 from sparsepack.eval.perplexity import score_windows, scored_from, summarise
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.eval.tasks import PROTOCOLS
 from sparsepack.files.text import read_text
 from sparsepack.models.windows import DEFAULT_CONTEXT, rolling_windows
+from sparsepack.runtime.backend import BACKENDS
+
+RUNTIMES = ("transformers", *BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class EvalRequest:
                   model was made for if that is less);  windows -- at most so many
     against    -- source checkpoint for KL divergence and top-token agreement
     tasks, task_path, limit, num_fewshot -- lm-eval tasks
+    runtime    -- "transformers": the stock model with the subject's weights and policies; or a backend of the engine
+                  ("cpu", "reference"), which runs a zigzag artifact as its users do
     protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
     """
 
@@ -44,6 +50,7 @@ class EvalRequest:
     batch: int = 1
     device: str = "cpu"
     dtype: str = "float32"
+    runtime: str = "transformers"
 
     def check(self) -> None:
         """Raise `UserError` for a request that measures nothing or makes no sense."""
@@ -51,6 +58,10 @@ class EvalRequest:
             raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
         if self.protocol is not None and self.protocol not in PROTOCOLS:
             raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
+        if self.runtime not in RUNTIMES:
+            raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(RUNTIMES)}")
+        if self.runtime != "transformers" and (self.thresholds or (self.device, self.dtype) != ("cpu", "float32")):
+            raise UserError(f"runtime {self.runtime}: takes a zigzag artifact's own thresholds, on the CPU, in float32")
         counts = (self.batch, self.windows, self.context and self.context - 1)
         if any(count is not None and count < 1 for count in counts):
             raise UserError(
@@ -68,7 +79,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     request.check()
     texts = [read_text(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
-    subject = open_subject(request.subject, table, request.device, request.dtype)
+    subject = _subject(request, table)
     context = request.context if request.context is not None else min(DEFAULT_CONTEXT, subject.context)
     if texts and context > subject.context:
         raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
@@ -109,7 +120,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         "against": request.against,
         "perplexity": rows,
         "tasks": None,
-        "compute": {name: value for name, value in asdict(request).items() if name in ("device", "dtype", "batch")},
+        "compute": {name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype", "batch")},
         "versions": {
             "sparsepack": __version__,
             "torch": torch.__version__,
@@ -121,7 +132,13 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     return result
 
 
-def _reference(request: EvalRequest, subject: Subject) -> SparseScorer | None:
+def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | EngineSubject:
+    if request.runtime == "transformers":
+        return open_subject(request.subject, table, request.device, request.dtype)
+    return open_engine_subject(request.subject, request.runtime)
+
+
+def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> SparseScorer | None:
     if request.against is None:
         return None
     source = open_subject(request.against, None, request.device, request.dtype)
@@ -133,7 +150,7 @@ def _reference(request: EvalRequest, subject: Subject) -> SparseScorer | None:
     return source.scorer()
 
 
-def _tasks(request: EvalRequest, subject: Subject, scorer: SparseScorer, protocol: str) -> dict[str, Any]:
+def _tasks(request: EvalRequest, subject: Subject | EngineSubject, scorer: SparseScorer | EngineScorer, protocol: str) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
     scorer.reset()
@@ -150,7 +167,7 @@ def _tasks(request: EvalRequest, subject: Subject, scorer: SparseScorer, protoco
     return {**result, "realised_sparsity": realised_sparsity(scorer, subject)}
 
 
-def realised_sparsity(scorer: SparseScorer, subject: Subject) -> Mapping[str, Any]:
+def realised_sparsity(scorer: SparseScorer | EngineScorer, subject: Subject | EngineSubject) -> Mapping[str, Any]:
     """Realised sparsity per site, and weighted by parameters.
 
     `overall` is what is skipped of all sites, dense ones counting as 0; `of_sparse_sites` leaves those out, as the

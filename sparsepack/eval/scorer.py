@@ -29,9 +29,12 @@ class SparseScorer:
 
     def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
         """Next-token logits [B, S, V] of right-padded rows; see `eval.tasks.Scorer`."""
-        hidden = self.hidden(input_ids, lengths, sparse_from)
-        with torch.inference_mode():
-            return self.model.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.output(self.hidden(input_ids, lengths, sparse_from))
+
+    @torch.inference_mode()
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of what enters the output matrix: [..., H] -> [..., V]."""
+        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def _zigzag(path: Path, device: str, dtype: torch.dtype) -> Subject:
         name=str(path),
         kind=packed.manifest["kind"],
         model=build_model(stock_config(packed), dequantised(packed), device, dtype),
-        tokenizer=_tokenizer(packed.tokenizer_json, architecture.bos, architecture.eos),
+        tokenizer=artifact_tokenizer(packed.tokenizer_json, architecture.bos, architecture.eos),
         family=FAMILIES[architecture.model_type],
         policies={(n, site): layer.sites[site].policy for n, layer in enumerate(packed.layers) for site in SITES},
         source_sha256=packed.manifest["model"]["sha256"],
@@ -130,7 +130,8 @@ def _plain(path: Path, thresholds: Thresholds | None, device: str, dtype: torch.
     )
 
 
-def _tokenizer(tokenizer_json: str, bos: int | None, eos: tuple[int, ...]) -> Any:
+def artifact_tokenizer(tokenizer_json: str, bos: int | None, eos: tuple[int, ...]) -> Any:
+    """The tokenizer inside a zigzag artifact, as transformers wraps it."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -124,7 +124,7 @@ def _share_of_sparse_sites(recipe: Recipe, sources: Sources) -> float:
 
 
 def run_bench(recipe: Recipe, sources: Sources, folder: Path) -> None:
-    """Tokens a second of the reference runtime, on the first evaluation text where there is one."""
+    """Tokens a second, on the first evaluation text where there is one."""
     from sparsepack.bench.decode import BenchSettings, bench_decode
     from sparsepack.formats.zigzag_gguf import read_zigzag
     from sparsepack.models.windows import tokenise
@@ -158,6 +158,8 @@ def run_generate(recipe: Recipe, sources: Sources, folder: Path) -> None:
     packed = read_zigzag(folder / ARTIFACT, verify=False)
     prompt = prompt_tokens(open_tokenizer(packed.tokenizer_json), asked.prompt, packed.architecture.bos)
     engine = Engine(packed, recipe.device, len(prompt) + asked.tokens)
+    for line in (f"runtime: {engine.description}", *engine.notes):
+        say(line)
     stream = generate(
         engine,
         packed.tokenizer_json,

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedMatrix
 
-BACKENDS = MappingProxyType({"reference": "sparsepack.runtime.reference"})
+BACKENDS = MappingProxyType({"reference": "sparsepack.runtime.reference", "cpu": "sparsepack.runtime.cpu.operations"})
 """Backend name -> the module whose functions are its operations."""
 
 

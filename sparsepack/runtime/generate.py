@@ -80,7 +80,7 @@ def _stream(
         if made and engine.position == engine.context:
             reason = "context"
             break
-        id = sampler.choose(engine.step(id) if made else engine.prefill(ids))
+        id = engine.choose(id, sampler) if made else sampler.choose(engine.prefill(ids))
         if id in engine.architecture.eos:
             reason = "eos"
             break

@@ -46,7 +46,7 @@ class Sampler:
         logits = logits.detach().to("cpu", torch.float64)
         best = logits.max()
         if not best.isfinite():
-            raise ArtifactError(f"the model's largest logit is {float(best)}; its weights overflowed or are damaged")
+            raise not_finite(float(best))
         if self.sampling.temperature == 0:
             return int((logits == best).nonzero()[0])
         ordered, ids = ((logits - best) / self.sampling.temperature).sort(descending=True, stable=True)
@@ -58,5 +58,13 @@ class Sampler:
         if self.sampling.top_p is not None:
             kept = int((cumulative < self.sampling.top_p * total).sum()) + 1
             total = cumulative[min(kept, len(cumulative)) - 1]
-        draw = torch.rand((), generator=self._generator, dtype=torch.float64) * total
-        return int(ids[int(torch.searchsorted(cumulative, draw))])
+        return int(ids[int(torch.searchsorted(cumulative, self.draw() * total))])
+
+    def draw(self) -> float:
+        """The next random number in [0, 1), of which a choice takes one unless the temperature is 0."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+
+def not_finite(best: float) -> ArtifactError:
+    """The error where the largest logit is no number."""
+    return ArtifactError(f"the model's largest logit is {best}; its weights overflowed or are damaged")

@@ -1,5 +1,6 @@
 """What a benchmark's result holds; never how fast anything is."""
 
+import dataclasses
 import json
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 
 TEXT = list(range(20, 36))
-SETTINGS = BenchSettings(n_prompt=8, n_gen=12, repetitions=3, threads=1)
+SETTINGS = BenchSettings(n_prompt=8, n_gen=12, repetitions=3, threads=1, backend="reference")
 LLAMA_BENCH_KEYS = {
     *("cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params", "n_threads"),
     *("n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
@@ -71,7 +72,7 @@ def test_speeds_follow_from_the_samples() -> None:
 
 def test_bytes_and_sparsity_are_those_of_the_tokens_that_ran() -> None:
     prefill, dense, sparse = result()["tests"]
-    engine = Engine(sparse_model())
+    engine = Engine(sparse_model(), backend="reference")
     for id in TEXT[:12]:
         engine.step(id)
     activity = engine.activity()
@@ -136,6 +137,15 @@ def test_the_table_has_a_line_per_test_and_says_that_the_reference_is_slow() -> 
     assert "±" in cells[2][7]
     assert cells[2][9] == "-"
     assert "not to be fast" in "\n".join(lines)
+
+
+def test_the_native_backend_says_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = pytest.importorskip("sparsepack.runtime.cpu._native")
+    found = bench_decode(sparse_model(), dataclasses.replace(SETTINGS, backend="cpu", threads=2), ids=TEXT)
+    assert "runtime: cpu, " + cpu.instruction_sets()[0] + ", 2 threads" in capsys.readouterr().err
+    assert "native kernels" in bench_table(found)
+    for row in found["tests"]:
+        assert (row["backends"], row["n_threads"], row["type_k"], row["type_v"]) == ("cpu", 2, "f16", "f16")
 
 
 def test_a_single_repetition_has_no_spread() -> None:

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from native_build import use_other_build
+
+use_other_build()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from backends import every_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_models import random_model
@@ -19,6 +20,7 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
+from sparsepack.runtime.sampling import Sampler
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
@@ -75,6 +77,9 @@ class Script:
     def step(self, id: int) -> torch.Tensor:
         self.fed.append(id)
         return self.say()
+
+    def choose(self, id: int, sampler: Sampler) -> int:
+        return sampler.choose(self.step(id))
 
     def say(self) -> torch.Tensor:
         self.said += 1
@@ -239,9 +244,10 @@ def test_a_damaged_tokenizer_is_an_error() -> None:
         open_tokenizer(json.dumps({}))
 
 
-def test_a_real_engine_generates_the_same_text_for_the_same_seed() -> None:
+@every_backend
+def test_a_real_engine_generates_the_same_text_for_the_same_seed(backend: str) -> None:
     tokenizer = TOKENIZERS["byte-level"]
-    engine = Engine(random_model("llama", vocab_size=tokenizer.get_vocab_size()))
+    engine = Engine(random_model("llama", vocab_size=tokenizer.get_vocab_size()), backend=backend)
     engine.architecture = dataclasses.replace(engine.architecture, eos=())
 
     def text(**options: float) -> str:

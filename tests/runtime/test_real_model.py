@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends import every_backend
 from packed_models import stock_logits, with_policies
 from tokenizers import Tokenizer
 
@@ -16,6 +17,9 @@ from sparsepack.runtime.generate import generate
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
 START = 12
+NEAR = {"reference": 1e-3, "cpu": 0.02}
+"""Largest difference of a logit without sparsity, of logits up to 20: keys and values of the cpu backend are half
+precise."""
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +41,34 @@ def tokens(packed: PackedModel) -> list[int]:
     return [packed.architecture.bos, *Tokenizer.from_str(packed.tokenizer_json).encode(TEXT).ids]
 
 
-def test_logits_are_the_stock_models(packed: PackedModel) -> None:
+@every_backend
+def test_logits_are_the_stock_models(backend: str, packed: PackedModel) -> None:
     model, ids = build_model(stock_config(packed), dequantised(packed)), tokens(packed)
-    engine = Engine(packed, context=64)
+    engine = Engine(packed, context=64, backend=backend)
     dense, _ = stock_logits(model, packed, ids, len(ids))
-    assert (engine.forced(ids, len(ids)) - dense).abs().max() < 1e-3
+    assert (engine.forced(ids, len(ids)) - dense).abs().max() < NEAR[backend]
     sparse, _ = stock_logits(model, packed, ids, START)
     found = engine.forced(ids, START)
-    assert (found - sparse).abs().max() < 1e-3
+    # On the cpu backend rounding is coarser than the gap between a threshold and the nearest of thousands of inputs;
+    # what one column changes grows from block to block, but stays well below what leaving out half of them does.
+    bound = 0.1 if backend == "reference" else 0.6 * (sparse - dense)[START:].norm()
+    assert (found - sparse).norm() < bound
     assert ((sparse - dense)[START:].norm() / dense.norm()) > 0.02
     assert 0.4 < sum(engine.activity().values()) / len(engine.activity()) < 0.6
 
 
-def test_steps_agree_with_the_whole_text(packed: PackedModel) -> None:
-    engine, ids = Engine(packed, context=64), tokens(packed)
+@every_backend
+def test_steps_agree_with_the_whole_text(backend: str, packed: PackedModel) -> None:
+    engine, ids = Engine(packed, context=64, backend=backend), tokens(packed)
     expected = engine.forced(ids, START)[START - 1 :]
     engine.reset()
     found = torch.stack([engine.prefill(ids[:START]), *(engine.step(id) for id in ids[START:])])
-    assert (found - expected).abs().max() < 1e-3
+    assert (found - expected).abs().max() < NEAR[backend]
 
 
-def test_it_writes_english(packed: PackedModel) -> None:
-    engine = Engine(packed, context=64)
+@every_backend
+def test_it_writes_english(backend: str, packed: PackedModel) -> None:
+    engine = Engine(packed, context=64, backend=backend)
     text = "".join(generate(engine, packed.tokenizer_json, "The old man sat down by", 12))
     assert text.startswith(" ")
     assert text.isascii()

@@ -1,0 +1,65 @@
+"""llama.cpp as the peer of our engine: its C interface through llama-cpp-python, with llama.cpp's own defaults.
+
+`llama_cpp.Llama` is not used: it turns flash attention off and copies logits about, which llama.cpp by itself does not.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import torch
+
+
+@llama_cpp.llama_log_callback
+def silent(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+    """Drops the log."""
+
+
+class LlamaCpp:
+    """A GGUF in llama.cpp: flash attention as it chooses, f16 cache, weights repacked as it does by default."""
+
+    def __init__(self, path: Path, context: int, batch: int = 512) -> None:
+        llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = context
+        settings.n_batch = settings.n_ubatch = batch
+        self._model = model
+        self._context = llama_cpp.llama_init_from_model(model, settings)
+        if not self._context:
+            raise RuntimeError(f"{path}: llama.cpp does not open it")
+        self._sampler = llama_cpp.llama_sampler_init_greedy()
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+
+    def close(self) -> None:
+        """Give its memory back."""
+        llama_cpp.llama_sampler_free(self._sampler)
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)
+
+    def threads(self, count: int) -> None:
+        """Of decoding and of prefill."""
+        llama_cpp.llama_set_n_threads(self._context, count, count)
+
+    def reset(self) -> None:
+        """Forget the text."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+
+    def decode(self, ids: Sequence[int]) -> None:
+        """Append tokens and compute the logits after the last."""
+        tokens = (llama_cpp.llama_token * len(ids))(*ids)
+        if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(ids))):
+            raise RuntimeError("llama_decode failed")
+        llama_cpp.llama_synchronize(self._context)
+
+    def choose(self) -> int:
+        """The likeliest next token."""
+        return int(llama_cpp.llama_sampler_sample(self._sampler, self._context, -1))
+
+    def logits(self) -> torch.Tensor:
+        """After the last token: float32 [vocabulary]."""
+        values = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return torch.from_numpy(np.ctypeslib.as_array(values, (self._vocabulary,)).copy())

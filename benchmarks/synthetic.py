@@ -1,0 +1,208 @@
+"""A random Llama of about a billion parameters for speed tests: made, packed and given thresholds once, then cached.
+
+    python benchmarks/synthetic.py [--work FOLDER] [--tiny]
+
+Its weights are random, so its text is nonsense, but every matrix has a real model's size, and the thresholds are real
+ones for it: for each site in the order of execution the quantile of |x| over random tokens, everything upstream already
+sparse. The columns that are active then spread at random; a trained model's cluster more.
+"""
+
+import gc
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import torch
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.zigzag_reader import dequantised, read_zigzag, stock_config
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.hooks import site_hooks
+from sparsepack.models.policy import SitePolicy
+from sparsepack.models.skeleton import parameter_shapes
+from sparsepack.models.whole import build_model
+from sparsepack.pack import PackRequest, pack
+
+DEFAULT_WORK = Path("/tmp/sparsepack-bench")
+SPARSITIES = (0.5, 0.75)
+CALIBRATION_TOKENS = 256
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Size:
+    """The numbers of a Llama."""
+
+    name: str
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+BILLION = Size("llama-1b", 2048, 16, 8192, 32, 8, 32000)
+TINY = Size("llama-tiny", 256, 2, 512, 4, 2, 512)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """The files of one size, and scalar thresholds: sparsity -> (layer, site) -> threshold."""
+
+    plain: Path
+    zigzag: Path
+    thresholds: Mapping[float, Mapping[tuple[int, str], float]]
+
+    def packed(self, sparsity: float = 0.0) -> PackedModel:
+        """The zigzag model with the thresholds of a sparsity, 0: with none."""
+        return with_thresholds(read_zigzag(self.zigzag, verify=False), self.thresholds.get(sparsity, {}))
+
+
+def with_thresholds(packed: PackedModel, thresholds: Mapping[tuple[int, str], float]) -> PackedModel:
+    """The same model with the policies replaced; sites not named become dense."""
+    layers = []
+    for number, layer in enumerate(packed.layers):
+        sites = {}
+        for name, site in layer.sites.items():
+            value = thresholds.get((number, name))
+            policy = None if value is None else SitePolicy(torch.tensor(value, dtype=torch.float32))
+            sites[name] = replace(site, policy=policy)
+        layers.append(replace(layer, sites=sites))
+    return replace(packed, layers=tuple(layers))
+
+
+def synthetic(work: Path = DEFAULT_WORK, size: Size = BILLION) -> Synthetic:
+    """The model of a size, made in `work` unless it is there. A minute or two and some 9 GB of memory for a billion."""
+    folder = work / size.name
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, plain, zigzag = folder / "checkpoint", folder / "q4_k.gguf", folder / "zigzag.gguf"
+    if not (checkpoint / "model.safetensors").is_file():
+        click.echo(f"making {checkpoint}", err=True)
+        make_checkpoint(checkpoint, size)
+    for path, kind in ((plain, "q4_k"), (zigzag, "zigzag-q4_k")):
+        if not path.is_file():
+            click.echo(f"packing {path}", err=True)
+            pack(PackRequest(str(checkpoint), path, format=kind))
+            gc.collect()
+    table = folder / "thresholds.json"
+    if not table.is_file():
+        click.echo(f"finding {table}", err=True)
+        found = find_thresholds(read_zigzag(zigzag))
+        table.write_text(json.dumps({str(s): {f"{n}.{site}": t for (n, site), t in v.items()} for s, v in found}))
+    return Synthetic(plain, zigzag, _read_table(table))
+
+
+def _read_table(path: Path) -> dict[float, dict[tuple[int, str], float]]:
+    def key(text: str) -> tuple[int, str]:
+        number, _, site = text.partition(".")
+        return int(number), site
+
+    raw = json.loads(path.read_text())
+    return {float(s): {key(name): value for name, value in sites.items()} for s, sites in raw.items()}
+
+
+def make_checkpoint(folder: Path, size: Size) -> None:
+    """Random bfloat16 weights of variance 1 / columns, so that activations keep their size, and a byte tokenizer.
+
+    What a block adds is scaled down as GPT-2's initialisation does it; else roundings would grow from block to block.
+    """
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.hidden // size.heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    _save_tokenizer(folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: _random(name, shape, size.layers, generator) for name, shape in parameter_shapes(config).items()}
+    unfinished = folder / "unfinished"
+    save_file(weights, unfinished, metadata={"format": "pt"})
+    unfinished.rename(folder / "model.safetensors")
+
+
+def _random(name: str, shape: tuple[int, ...], layers: int, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        noise = 1 + 0.2 * noise
+    elif "embed_tokens" not in name:
+        noise = noise / shape[-1] ** 0.5
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        noise = noise / (2 * layers) ** 0.5
+    return noise.to(torch.bfloat16)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One token a byte and one merge (a GGUF cannot hold an empty list); the model's other ids are unused."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [END, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[("t", "h")]))
+    inner.add_special_tokens([END])
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END).save_pretrained(folder)
+
+
+@torch.inference_mode()
+def find_thresholds(packed: PackedModel) -> Iterator[tuple[float, dict[tuple[int, str], float]]]:
+    """(sparsity, thresholds) for each of `SPARSITIES`: in one forward pass each, sites one after the other."""
+    model = build_model(stock_config(packed), dequantised(packed))
+    family = FAMILIES[packed.architecture.model_type]
+    ids = random_ids(packed.architecture.vocabulary, CALIBRATION_TOKENS, seed=1)
+    for sparsity in SPARSITIES:
+        thresholds: dict[tuple[int, str], float] = {}
+
+        def sparsify(
+            layer: int,
+            site: str,
+            x: torch.Tensor,
+            sparsity: float = sparsity,
+            thresholds: dict[tuple[int, str], float] = thresholds,
+        ) -> torch.Tensor:
+            size = x.abs()
+            threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
+            thresholds[layer, site] = threshold.item()
+            return torch.where(size > threshold, x, 0)
+
+        with site_hooks(list(enumerate(model.model.layers)), family, sparsify):
+            model(torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+        yield sparsity, thresholds
+
+
+def random_ids(vocabulary: int, count: int, seed: int) -> list[int]:
+    """Random token ids."""
+    ids: list[int] = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+@click.command()
+@click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
+@click.option("--tiny", is_flag=True, help="A model of a few hundred thousand parameters, to try the scripts.")
+def main(work: Path, tiny: bool) -> None:
+    """Make the model, or say where it is."""
+    made = synthetic(work, TINY if tiny else BILLION)
+    click.echo(f"{made.plain}\n{made.zigzag}")
+    for sparsity, table in made.thresholds.items():
+        few = {f"{n}.{site}": round(value, 4) for (n, site), value in list(table.items())[:4]}
+        click.echo(f"sparsity {sparsity}: {few} ...")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""A zigzag artifact under evaluation as its users run it: by the engine, its kernels and its own rounding included."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.errors import UserError
+from sparsepack.eval.subject import artifact_tokenizer
+from sparsepack.files.gguf import read_gguf
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.zigzag_gguf import read_zigzag
+from sparsepack.runtime.engine import Engine
+
+SiteKey = tuple[int, str]
+
+
+class EngineScorer:
+    """As `eval.scorer.SparseScorer`, by an engine: sparse positions are decoded as `Engine.forced` does it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, packed: PackedModel, backend: str) -> None:
+        self.context = packed.architecture.context
+        self._packed, self._backend = packed, backend
+        self._engine = Engine(packed, context=1, backend=backend)
+        self.reset()
+
+    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
+        """The logits themselves, [B, S, V]: an engine does not show what enters its output matrix."""
+        width = input_ids.shape[1]
+        real = torch.full((len(input_ids),), width) if lengths is None else lengths
+        logits = torch.zeros(*input_ids.shape, self._packed.architecture.vocabulary)
+        for row, (ids, length, start) in enumerate(zip(input_ids, real.tolist(), sparse_from.tolist(), strict=True)):
+            logits[row, :length] = self._forced(ids[:length].tolist(), min(start, length))
+        return logits
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` are the logits already."""
+        return hidden
+
+    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [B, S, V] of right-padded rows; see `eval.tasks.Scorer`."""
+        return self.hidden(input_ids, lengths, sparse_from)
+
+    def _forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
+        if len(ids) > self._engine.context:
+            self._engine = Engine(self._packed, context=len(ids), backend=self._backend)
+        logits = self._engine.forced(ids, sparse_from)
+        decoded = len(ids) - sparse_from
+        self._decoded += decoded
+        for key, share in self._engine.activity().items():
+            self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
+        return logits
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self._decoded = 0
+        self._inactive: dict[SiteKey, float] = {}
+
+    def realised(self) -> dict[SiteKey, float]:
+        """Share of inactive channels per sparse site over all sparse positions so far; empty before the first."""
+        layers = self._packed.layers
+        return {
+            (layer, site): inactive / self._decoded
+            for (layer, site), inactive in self._inactive.items()
+            if layers[layer].sites[site].policy is not None
+        }
+
+
+@dataclass(frozen=True)
+class EngineSubject:
+    """As `eval.subject.Subject`, run by an engine."""
+
+    name: str
+    packed: PackedModel
+    backend: str
+    tokenizer: Any
+
+    @property
+    def kind(self) -> str:
+        return str(self.packed.manifest["kind"])
+
+    @property
+    def source_sha256(self) -> str:
+        return str(self.packed.manifest["model"]["sha256"])
+
+    @property
+    def target_sparsity(self) -> float:
+        return float((self.packed.manifest.get("thresholds") or {}).get("sparsity", 0.0))
+
+    @property
+    def context(self) -> int:
+        """Positions the model was made for."""
+        return self.packed.architecture.context
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any site has a policy."""
+        return any(site.policy is not None for layer in self.packed.layers for site in layer.sites.values())
+
+    def scorer(self) -> EngineScorer:
+        """A scorer over the engine, counts at zero."""
+        return EngineScorer(self.packed, self.backend)
+
+    def parameter_shares(self) -> Mapping[SiteKey, float]:
+        """Each site's share of the parameters of all sites."""
+        sizes = {
+            (n, name): site.matrix.rows * site.matrix.columns
+            for n, layer in enumerate(self.packed.layers)
+            for name, site in layer.sites.items()
+        }
+        total = sum(sizes.values())
+        return {key: size / total for key, size in sizes.items()}
+
+
+def open_engine_subject(name: str, backend: str) -> EngineSubject:
+    """Open a zigzag artifact to be run by an engine's backend. Raises `UserError` for anything else."""
+    path = Path(name)
+    zigzag = path.is_file() and path.suffix == ".gguf" and _architecture(path) == "sparsepack"
+    if not zigzag:
+        raise UserError(f"{name}: --runtime {backend} runs zigzag artifacts; pack the model first, or leave it out")
+    packed = read_zigzag(path)
+    numbers = packed.architecture
+    return EngineSubject(name, packed, backend, artifact_tokenizer(packed.tokenizer_json, numbers.bos, numbers.eos))
+
+
+def _architecture(path: Path) -> Any:
+    return read_gguf(path).metadata.get("general.architecture")

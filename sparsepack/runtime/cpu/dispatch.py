@@ -1,0 +1,37 @@
+"""The compiled module, and which of its instruction sets runs."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from sparsepack.errors import UserError
+
+FORCED = "SPARSEPACK_ISA"
+"""Environment variable that names the instruction set to run, for tests and comparisons."""
+
+
+def native() -> Any:
+    """The compiled module `sparsepack.runtime.cpu._native`. Raises `UserError` where it was not built."""
+    try:
+        return import_module("sparsepack.runtime.cpu._native")
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "the CPU kernels were not built: no working C++17 compiler when sparsepack was installed; install g++ or "
+            "clang++ and run `pip install --force-reinstall --no-deps` again, or use the reference backend"
+        ) from error
+
+
+def instruction_sets() -> list[str]:
+    """Those that the build has and this machine runs, best first. Raises `UserError` as `native` does."""
+    return list(native().instruction_sets())
+
+
+def instruction_set() -> str:
+    """The best one, or the one that SPARSEPACK_ISA forces. Raises `UserError` where that cannot run here."""
+    known = instruction_sets()
+    forced = os.environ.get(FORCED)
+    if not forced:
+        return known[0]
+    if forced not in known:
+        raise UserError(f"{FORCED}={forced}: not available on this machine; expected one of {', '.join(known)}")
+    return forced

@@ -1,0 +1,148 @@
+// The operations of runtime/cpu/operations.py on arrays that Python allocated and checked for kind; sizes are checked
+// here, so that no call can read or write beyond an array.
+#include "dispatch.h"
+#include "products.h"
+#include "repack.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace sparsepack {
+namespace {
+
+template <class T, int dimensions>
+using Array = nb::ndarray<T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+void expect(bool met, const char* what) {
+    if (!met) throw std::invalid_argument(what);
+}
+
+// The kernels of one instruction set and the threads that run them; one call at a time.
+class Operations {
+public:
+    Operations(const std::string& instruction_set, int threads)
+        : kernels_(kernels(instruction_set)), pool_((expect(threads > 0, "threads: expected at least 1"), threads)) {}
+
+    ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile) {
+        int64_t columns = blocks.shape(1);
+        expect(blocks.shape(2) == FILE_BLOCK_BYTES, "blocks: expected [bands, columns, 144]");
+        expect(rows > 0 && columns > 0, "matrix without rows or columns");
+        expect((int64_t)blocks.shape(0) == (rows + BAND_ROWS - 1) / BAND_ROWS, "blocks: too few or too many bands");
+        expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
+        expect(tile >= 8 && tile <= MAX_TILE && tile % 8 == 0, "tile: expected a multiple of 8 up to 256");
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_);
+    }
+
+    void unpack_zigzag(const ZigzagMatrix& m, Array<uint8_t, 3> blocks) {
+        expect((int64_t)blocks.shape(0) == m.view.bands && (int64_t)blocks.shape(1) == m.view.columns &&
+                   blocks.shape(2) == FILE_BLOCK_BYTES,
+               "blocks: expected [bands, columns, 144]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::unpack_zigzag(m.view, blocks.data(), pool_);
+    }
+
+    RowsMatrix load_rows(Array<const uint8_t, 2> data, int64_t columns, int32_t type) {
+        expect(type >= F32 && type <= Q6_K, "type: expected 0 to 4");
+        expect(data.shape(0) > 0 && columns > 0, "matrix without rows or columns");
+        expect(type < Q4_K || columns % 256 == 0, "columns: expected a multiple of 256");
+        expect((int64_t)data.shape(1) == row_bytes(type, columns), "data: expected [rows, bytes per row]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_rows(data.data(), data.shape(0), columns, type, pool_);
+    }
+
+    void unpack_rows(const RowsMatrix& m, Array<uint8_t, 2> data) {
+        expect((int64_t)data.shape(0) == m.view.rows &&
+                   (int64_t)data.shape(1) == row_bytes(m.view.type, m.view.columns),
+               "data: expected [rows, bytes per row]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::unpack_rows(m.view, data.data(), pool_);
+    }
+
+    int32_t collect(Array<const float, 1> x, std::optional<Array<const float, 1>> offset,
+                    Array<const float, 1> threshold, int32_t base, Array<float, 1> d, Array<int32_t, 1> indices) {
+        size_t n = x.shape(0);
+        bool per_channel = threshold.shape(0) != 1;
+        expect(!per_channel || threshold.shape(0) == n, "threshold: expected [1] or [columns]");
+        expect(!offset || offset->shape(0) == n, "offset: expected [columns]");
+        expect(d.shape(0) == n && indices.shape(0) >= n + 16, "d: expected [columns]; indices: [columns + 16]");
+        return kernels_.collect(x.data(), offset ? offset->data() : nullptr, threshold.data(), per_channel, (int32_t)n,
+                                base, d.data(), indices.data());
+    }
+
+    void zigzag_gemv(const ZigzagMatrix& m, Array<const float, 1> x, Array<const int32_t, 1> indices, int32_t count,
+                     Array<float, 1> y) {
+        expect((int64_t)x.shape(0) == m.view.columns, "x: expected [columns]");
+        expect((int64_t)y.shape(0) == m.view.rows, "y: expected [rows]");
+        expect(count >= 0 && (size_t)count <= indices.shape(0), "count: expected 0 to the number of indices");
+        for (int32_t i = 0; i < count; i++) {
+            int32_t index = indices.data()[i], before = i ? indices.data()[i - 1] : -1;
+            expect(index > before && index < m.view.columns, "indices: expected columns in ascending order");
+        }
+        std::lock_guard<std::mutex> lock(mutex_);
+        gemv(kernels_, pool_, m.view, x.data(), indices.data(), count, parts_, y.data());
+    }
+
+    void zigzag_matmul(const ZigzagMatrix& m, Array<const float, 2> x, Array<float, 2> y) {
+        product(m.view, x, y);
+    }
+    void rows_matmul(const RowsMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
+
+private:
+    template <class Matrix>
+    void product(const Matrix& m, const Array<const float, 2>& x, const Array<float, 2>& y) {
+        expect((int64_t)x.shape(1) == m.columns, "x: expected [positions, columns]");
+        expect((int64_t)y.shape(1) == m.rows && y.shape(0) == x.shape(0), "y: expected [positions, rows]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (x.shape(0)) matmul(kernels_, pool_, m, x.data(), (int32_t)x.shape(0), y.data());
+    }
+
+    const Kernels& kernels_;
+    Pool pool_;
+    std::mutex mutex_;
+    std::vector<float> parts_;
+};
+
+}  // namespace
+
+void bind_operations(nb::module_& m) {
+    m.def("instruction_sets", &instruction_sets);
+    m.def(
+        "give_back", [](Array<const uint8_t, 1> bytes) { return give_back(bytes.data(), bytes.shape(0)); }, "bytes"_a,
+        Released());
+    nb::class_<ZigzagMatrix>(m, "ZigzagMatrix")
+        .def_prop_ro("rows", [](const ZigzagMatrix& m) { return m.view.rows; })
+        .def_prop_ro("columns", [](const ZigzagMatrix& m) { return m.view.columns; })
+        .def_prop_ro("bands", [](const ZigzagMatrix& m) { return m.view.bands; })
+        .def_prop_ro("span", [](const ZigzagMatrix& m) { return m.view.span; })
+        .def_prop_ro("tile", [](const ZigzagMatrix& m) { return m.view.tile; })
+        .def_prop_ro("bytes", [](const ZigzagMatrix& m) { return m.memory.bytes(); });
+    nb::class_<RowsMatrix>(m, "RowsMatrix")
+        .def_prop_ro("rows", [](const RowsMatrix& m) { return m.view.rows; })
+        .def_prop_ro("columns", [](const RowsMatrix& m) { return m.view.columns; })
+        .def_prop_ro("bytes", [](const RowsMatrix& m) { return m.memory.bytes(); });
+    nb::class_<Operations>(m, "Operations")
+        .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
+        .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
+        .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())
+        .def("load_rows", &Operations::load_rows, "data"_a, "columns"_a, "type"_a, Released())
+        .def("unpack_rows", &Operations::unpack_rows, "matrix"_a, "data"_a, Released())
+        .def("collect", &Operations::collect, "x"_a, "offset"_a.none(), "threshold"_a, "base"_a, "d"_a, "indices"_a,
+             Released())
+        .def("zigzag_gemv", &Operations::zigzag_gemv, "matrix"_a, "x"_a, "indices"_a, "count"_a, "y"_a, Released())
+        .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
+        .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released());
+}
+
+}  // namespace sparsepack

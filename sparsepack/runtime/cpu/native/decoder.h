@@ -1,0 +1,156 @@
+// A packed model that runs token by token: what runtime/engine.py describes, natively.
+//
+// A token is one region of the pool. Its phases, a barrier after each:
+//
+//     per block:  attn_in product | attention | attn_out product | mlp_in product | gate * up | mlp_mid product
+//     at the end: the output matrix
+//
+// What lies between two phases and is small (norms, residual sums, listing the active columns) every thread does for
+// itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums; whoever reads them adds
+// them in order. How a product is cut depends on its matrix, the number of active columns and the number of threads only:
+// the same text gives the same bits every run.
+#pragma once
+#include "buffer.h"
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace sparsepack {
+
+enum { ATTN_IN = 0, ATTN_OUT = 1, MLP_IN = 2, MLP_MID = 3, SITES = 4 };
+
+struct Shape {
+    int32_t hidden, intermediate, heads, kv_heads, head_dim;
+    int64_t vocabulary;
+    int32_t context;
+    int32_t chunk;  // positions that prefill takes at once
+    float eps;
+    int32_t activation;  // kernels.h, Activation
+};
+
+// A site. Bias and constant have one value per row or are empty; threshold has one value, one per column, or none: such
+// a site is always dense. An offset has one value per column or none.
+struct Site {
+    const Zigzag* matrix;
+    std::vector<float> bias, threshold, offset;
+    std::vector<float> constant;  // bias + W offset; made by the decoder
+};
+
+struct Layer {
+    Site sites[SITES];
+    std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;  // the latter two may be empty
+    int32_t window;                                          // 0: no limit
+};
+
+struct Model {
+    Shape shape;
+    std::vector<Layer> layers;
+    Rows embedding;                        // as decoder_embedding.h reads it
+    Rows output;                           // as the kernels read it
+    std::vector<float> output_norm;        // [hidden]
+    std::vector<float> cos, sin;           // [context][head_dim / 2]
+    std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
+};
+
+class Decoder {
+public:
+    // Throws std::invalid_argument where sizes do not fit together.
+    Decoder(Model model, const Kernels& kernels, int threads);
+
+    const Model& model() const noexcept { return model_; }
+    Pool& pool() noexcept { return pool_; }
+    int64_t position() const noexcept { return position_; }
+    int64_t stepped() const noexcept { return stepped_; }
+    // Active columns per (layer, site), summed over the stepped positions.
+    const std::vector<int64_t>& active() const noexcept { return active_; }
+
+    void reset();
+
+    // Appends one token. logits: [vocabulary]. Throws std::out_of_range for an unknown id or a full context.
+    void step(int64_t id, bool sparse, float* logits);
+
+    // Appends tokens, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
+    void prefill(const int64_t* ids, int64_t count, bool all, float* logits);
+
+private:
+    // What a thread has of its own.
+    struct Scratch {
+        Buffer<float> x, normed, d, heads, scores;
+        Buffer<int32_t> indices;
+    };
+    // The input of a product: the active columns of x.
+    struct Input {
+        const Site* site;
+        const float* x;
+        const int32_t* indices;
+        int32_t count;
+        const std::vector<float>* constant;  // what the sum of the products lacks
+        float* parts;                        // where they go
+    };
+
+    void check(const int64_t* ids, int64_t count) const;
+    int32_t q_rows() const { return s_.heads * s_.head_dim; }
+    int32_t kv_rows() const { return s_.kv_heads * s_.head_dim; }
+    int32_t group() const { return s_.heads / s_.kv_heads; }
+
+    // decoder_products.cpp
+    int32_t cuts(const Zigzag& matrix, int32_t count) const;
+    GemvUnit unit(const Input& input, int32_t cuts, int32_t number) const;
+    Input whole(int layer, int site, const float* x, int thread);
+    Input select(int layer, int site, const float* x, bool sparse, int thread);
+    void multiply(const Input& input);
+    void read(const Input& input, int64_t first, int64_t count, float* y, bool add = false) const;
+    void add_to(float* x, const Input& input, int thread);
+    void write_logits(const float* x, int32_t positions, float* y);
+
+    // decoder_step.cpp
+    void token(int64_t id, bool sparse, float* logits, int thread);
+    void attend(const Input& input, int layer, int32_t kv_head, int thread);
+    Input gate(const Input& input, int layer, bool sparse, int thread);
+
+    // decoder_prefill.cpp
+    void chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
+    void matmul(const Site& site, const float* x, int32_t positions);
+    void place(int layer, int32_t first, int32_t last);
+    void attend_block(int layer, int32_t first, int32_t last, int32_t kv_head, int thread);
+    void gate_rows(int layer, int32_t first, int32_t last);
+    void add_rows(const Site& site, int32_t first, int32_t last);
+    void norm_rows(const std::vector<float>& weight, int32_t first, int32_t last);
+
+    // Both
+    AttentionUnit attention_unit(const Layer& layer, const uint16_t* keys, const uint16_t* values) const;
+    // Norms and turns the query or key at x, a head of a position.
+    void turn(float* x, const std::vector<float>& norm, int64_t position) const;
+
+    // [context][head_dim]
+    uint16_t* keys(int layer, int kv_head) {
+        return reinterpret_cast<uint16_t*>(cache_.data()) + (int64_t(layer) * 2 * s_.kv_heads + kv_head) * plane_;
+    }
+    uint16_t* values(int layer, int kv_head) { return keys(layer, kv_head) + s_.kv_heads * plane_; }
+    const float* cos(int64_t position) const { return model_.cos.data() + position * (s_.head_dim / 2); }
+    const float* sin(int64_t position) const { return model_.sin.data() + position * (s_.head_dim / 2); }
+
+    Model model_;
+    const Shape& s_;
+    const Kernels& k_;
+    Pool pool_;
+    int64_t plane_;  // values of one kv head's keys: context * head_dim
+    int64_t position_ = 0, stepped_ = 0;
+    std::vector<int64_t> active_;
+    Memory cache_;            // fp16 [layer][keys, values][kv_head][context][head_dim]
+    Buffer<int32_t> all_;     // 0, 1, 2, ...
+    Buffer<float> parts_[2];  // of neighbouring sites in turns: one may still be read while the next is written
+    Buffer<float> sum_;       // of parts, where they are too many for every thread to add all
+    Buffer<float> mixed_;     // attention's output
+    Buffer<float> middle_;    // gate * up
+    Buffer<int32_t> listed_;  // its active columns, each thread's range at a place of its own
+    Buffer<int32_t> counts_;  // of those, one cache line per thread
+    std::vector<Scratch> scratch_;
+    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_mixed_;  // prefill: [chunk][...]
+};
+
+}  // namespace sparsepack

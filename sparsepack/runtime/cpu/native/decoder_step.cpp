@@ -1,0 +1,107 @@
+// One token: the phases that decoder.h lists.
+#include <string.h>
+
+#include "decoder.h"
+#include "decoder_embedding.h"
+
+namespace sparsepack {
+
+void Decoder::step(int64_t id, bool sparse, float* logits) {
+    check(&id, 1);
+    pool_.run([&](int thread) { token(id, sparse, logits, thread); });
+    ++position_;
+    ++stepped_;
+}
+
+void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
+    Scratch& own = scratch_[thread];
+    float *x = own.x.data(), *normed = own.normed.data();
+    embed(model_.embedding, id, x);
+    for (int number = 0; number < int(model_.layers.size()); ++number) {
+        const Layer& layer = model_.layers[number];
+
+        k_.rms_norm(x, layer.attn_norm.data(), s_.hidden, s_.eps, normed);
+        Input input = select(number, ATTN_IN, normed, sparse, thread);
+        multiply(input);
+        pool_.barrier();
+        pool_.share(s_.kv_heads, [&](int kv_head, int) { attend(input, number, kv_head, thread); });
+        pool_.barrier();
+        input = select(number, ATTN_OUT, mixed_.data(), sparse, thread);
+        multiply(input);
+        pool_.barrier();
+        add_to(x, input, thread);
+
+        k_.rms_norm(x, layer.mlp_norm.data(), s_.hidden, s_.eps, normed);
+        input = select(number, MLP_IN, normed, sparse, thread);
+        multiply(input);
+        pool_.barrier();
+        input = gate(input, number, sparse, thread);
+        multiply(input);
+        pool_.barrier();
+        add_to(x, input, thread);
+    }
+    k_.rms_norm(x, model_.output_norm.data(), s_.hidden, s_.eps, normed);
+    write_logits(normed, 1, logits);
+}
+
+// The query heads of one key head: from the product of attn_in to their part of `mixed_`.
+void Decoder::attend(const Input& input, int layer_number, int32_t kv_head, int thread) {
+    const Layer& layer = model_.layers[layer_number];
+    Scratch& own = scratch_[thread];
+    int32_t width = s_.head_dim, grouped = group() * width;
+    float *q = own.heads.data(), *k = q + grouped, *v = k + width;
+    read(input, int64_t(kv_head) * grouped, grouped, q);
+    read(input, q_rows() + int64_t(kv_head) * width, width, k);
+    read(input, q_rows() + kv_rows() + int64_t(kv_head) * width, width, v);
+    for (int32_t head = 0; head < group(); ++head) turn(q + head * width, layer.q_norm, position_);
+    turn(k, layer.k_norm, position_);
+    uint16_t *keys = this->keys(layer_number, kv_head), *values = this->values(layer_number, kv_head);
+    k_.to_half(k, width, keys + position_ * width);
+    k_.to_half(v, width, values + position_ * width);
+    AttentionUnit unit = attention_unit(layer, keys, values);
+    unit.q = q;
+    unit.y = mixed_.data() + int64_t(kv_head) * grouped;
+    unit.scores = own.scores.data();
+    unit.position = int32_t(position_);
+    unit.positions = 1;
+    k_.attention(&unit);
+}
+
+// From the product of mlp_in to the input of mlp_mid. Each thread does a range of the columns and lists what is active in
+// it; after a barrier each puts the lists together for itself.
+Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thread) {
+    const Site& site = model_.layers[layer].sites[MLP_MID];
+    sparse = sparse && !site.threshold.empty();
+    Scratch& own = scratch_[thread];
+    auto border = [&](int thread) {
+        if (thread == pool_.threads()) return s_.intermediate;
+        return int32_t(int64_t(s_.intermediate) * thread / pool_.threads()) / 16 * 16;
+    };
+    auto list = [&](int thread) { return listed_.data() + border(thread) + 16 * thread; };
+    int32_t first = border(thread), n = border(thread + 1) - first, count = 0;
+    float *x = middle_.data() + first, *up = own.d.data();
+    if (n) {
+        read(input, first, n, x);
+        read(input, int64_t(s_.intermediate) + first, n, up);
+        k_.gate(s_.activation, x, up, n, x);
+    }
+    if (n && sparse) {
+        bool per_channel = site.threshold.size() > 1;
+        const float* offset = site.offset.empty() ? nullptr : site.offset.data() + first;
+        const float* threshold = site.threshold.data() + (per_channel ? first : 0);
+        count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(thread));
+    }
+    counts_.data()[16 * thread] = count;
+    pool_.barrier();
+    if (!sparse) return whole(layer, MLP_MID, middle_.data(), thread);
+    int32_t *indices = own.indices.data(), total = 0;
+    for (int other = 0; other < pool_.threads(); ++other) {
+        int32_t active = counts_.data()[16 * other];
+        memcpy(indices + total, list(other), active * sizeof(int32_t));
+        total += active;
+    }
+    if (thread == 0) active_[layer * SITES + MLP_MID] += total;
+    return {&site, middle_.data(), indices, total, &site.constant, parts_[MLP_MID & 1].data()};
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,79 @@
+// How matrices lie in memory while they run. Plain structs and inline arithmetic: every instruction set includes this.
+//
+// Zigzag Q4_K, in the file: band b = rows 256 b ... 256 b + 255; a piece of 144 bytes is one column of one band.
+//
+//     band 0:  column 0 | column 1 | ... | column K - 1
+//     band 1:  column 0 | column 1 | ... | column K - 1
+//
+// 144 bytes are too few to fetch from memory at its full speed. While it runs, up to four bands make a quad, `span`
+// quads lie together, and so an active column is one run of whole cache lines per span:
+//
+//     span 0:  column 0: quad 0 | quad 1 | ...;  column 1: quad 0 | quad 1 | ...;  ...
+//     quad:    header 64 bytes | nibbles of band 0: 128 bytes | band 1 | band 2 | band 3
+//     header:  fp16 d[4] | fp16 dmin[4] | low[32] | high[16]         (one per band; absent bands are zero)
+//
+//     slot(band, sub) = {0, 16, 8, 24}[band] + sub                   (sub: which 32 rows of the band, 0 to 7)
+//     low[slot]  = scale & 15 | (min & 15) << 4                      (scale, min: the 6-bit numbers of Q4_K)
+//     high[slot] for slot < 16:       bits 4-5 scale >> 4, bits 0-1 min >> 4
+//     high[slot - 16] for slot >= 16: bits 6-7 scale >> 4, bits 2-3 min >> 4
+//
+//     nibbles of a band: 8 chunks of 16 bytes, chunk c for rows 32 c ... 32 c + 31, as 8 little-endian words;
+//     nibble n (0 = least significant) of word w is row 32 c + 8 n + w
+//
+//     weight = d * scale * nibble - dmin * min
+//
+// Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads.
+#pragma once
+#include <stdint.h>
+
+namespace sparsepack {
+
+enum { BAND_ROWS = 256, QUAD_BANDS = 4, QUAD_ROWS = 1024, HEADER_BYTES = 64, BAND_BYTES = 128, FILE_BLOCK_BYTES = 144 };
+enum { MAX_TILE = 256, MAX_SPAN = 16 };
+
+struct Zigzag {
+    const uint8_t* data;  // 64-byte aligned
+    int64_t rows;         // logical rows
+    int64_t columns;
+    int32_t bands;  // rows / 256, rounded up
+    int32_t span;   // quads that lie together, 1 to MAX_SPAN
+    int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
+};
+
+static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
+static inline int32_t quad_bands(const Zigzag* m, int32_t quad) {
+    int32_t left = m->bands - quad * QUAD_BANDS;
+    return left < QUAD_BANDS ? left : QUAD_BANDS;
+}
+static inline int32_t spans(const Zigzag* m) { return (quads(m) + m->span - 1) / m->span; }
+static inline int32_t span_bands(const Zigzag* m, int32_t span) {
+    int32_t first = span * m->span * QUAD_BANDS, left = m->bands - first, whole = m->span * QUAD_BANDS;
+    return left < whole ? left : whole;
+}
+// Bytes of one column of a span.
+static inline int64_t span_stride(const Zigzag* m, int32_t span) {
+    int64_t bands = span_bands(m, span);
+    return (bands + QUAD_BANDS - 1) / QUAD_BANDS * HEADER_BYTES + bands * BAND_BYTES;
+}
+static inline int64_t whole_quad_bytes(void) { return HEADER_BYTES + QUAD_BANDS * BAND_BYTES; }
+static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
+    return m->data + (int64_t)span * m->span * whole_quad_bytes() * m->columns;
+}
+static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
+static inline int64_t zigzag_bytes(const Zigzag* m) {
+    return m->columns * (quads(m) * (int64_t)HEADER_BYTES + m->bands * (int64_t)BAND_BYTES);
+}
+
+// Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16 and Q4_K as in the file. Q6_K by tiles of
+// 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.
+enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4 };
+enum { ROW_TILE = 32 };
+
+struct Rows {
+    const uint8_t* data;
+    int64_t rows;
+    int64_t columns;
+    int32_t type;
+};
+
+}  // namespace sparsepack

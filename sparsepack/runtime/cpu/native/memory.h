@@ -1,0 +1,37 @@
+// Memory for matrices, and pages of mapped files.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace sparsepack {
+
+// Anonymous memory, zero at first, in huge pages where there are 2 MiB and more: a matrix then needs a few entries of
+// the processor's page table cache instead of thousands. Freed with its owner.
+class Memory {
+public:
+    Memory() = default;
+    explicit Memory(size_t bytes);  // throws std::bad_alloc
+    Memory(Memory&& other) noexcept { swap(other); }
+    Memory& operator=(Memory&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+    ~Memory();
+
+    uint8_t* data() const noexcept { return data_; }  // at least 64-byte aligned
+    size_t bytes() const noexcept { return bytes_; }
+
+private:
+    void swap(Memory& other) noexcept;
+
+    uint8_t* data_ = nullptr;
+    size_t bytes_ = 0;
+    void* mapping_ = nullptr;
+    size_t mapped_ = 0;
+};
+
+// Gives whole pages inside [data, data + bytes) back to the system where they are an unchangeable view of a file, which
+// is read again if they are needed again. Returns whether they were; other memory stays as it is.
+bool give_back(const void* data, size_t bytes);
+
+}  // namespace sparsepack

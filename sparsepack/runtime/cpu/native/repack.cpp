@@ -1,0 +1,193 @@
+#include "repack.h"
+
+#include "rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace sparsepack {
+namespace {
+
+constexpr int64_t COLUMNS_AT_ONCE = 64;  // of one span: both sides stay in the second-level cache
+constexpr int64_t BYTES_AT_ONCE = 32 << 20;  // of rows: what of a file is held beside its copy
+constexpr int32_t FIRST_SLOT[QUAD_BANDS] = {0, 16, 8, 24};
+
+// The scales of a block, four sub-blocks to a word: bytes 4 to 15 of Q4_K.
+struct Scales {
+    uint32_t first, second, mixed;
+};
+
+// low: eight bytes at the band's slots; high: eight bytes to be added to the header's.
+void pack_scales(const uint8_t* block, uint8_t* low, uint8_t* high, int32_t high_shift) {
+    Scales s;
+    std::memcpy(&s, block + 4, 12);
+    uint32_t words[4] = {
+        (s.first & 0x0f0f0f0f) | (s.second & 0x0f0f0f0f) << 4,
+        s.mixed,
+        (s.first & 0x30303030) | (s.second >> 4 & 0x03030303),
+        (s.first >> 2 & 0x30303030) | (s.second >> 6 & 0x03030303),
+    };
+    uint32_t held[2];
+    std::memcpy(low, words, 8);
+    std::memcpy(held, high, 8);
+    held[0] |= words[2] << high_shift;
+    held[1] |= words[3] << high_shift;
+    std::memcpy(high, held, 8);
+}
+
+void unpack_scales(const uint8_t* low, const uint8_t* high, int32_t high_shift, uint8_t* block) {
+    uint32_t l[2], h[2];
+    std::memcpy(l, low, 8);
+    std::memcpy(h, high, 8);
+    h[0] >>= high_shift;
+    h[1] >>= high_shift;
+    Scales s;
+    s.first = (l[0] & 0x0f0f0f0f) | (h[0] & 0x30303030) | (h[1] & 0x30303030) << 2;
+    s.second = (l[0] >> 4 & 0x0f0f0f0f) | (h[0] & 0x03030303) << 4 | (h[1] & 0x03030303) << 6;
+    s.mixed = l[1];
+    std::memcpy(block + 4, &s, 12);
+}
+
+// 32 bytes of the file, two sub-blocks of 32 rows, become two chunks of 16 bytes.
+void pack_nibbles(const uint8_t* __restrict file, uint8_t* __restrict chunks) {
+    for (int32_t w = 0; w < 8; w++) {
+        uint8_t a = file[w], b = file[8 + w], c = file[16 + w], d = file[24 + w];
+        chunks[2 * w] = (uint8_t)((a & 15) | b << 4);
+        chunks[2 * w + 1] = (uint8_t)((c & 15) | d << 4);
+        chunks[16 + 2 * w] = (uint8_t)(a >> 4 | (b & 0xf0));
+        chunks[16 + 2 * w + 1] = (uint8_t)(c >> 4 | (d & 0xf0));
+    }
+}
+
+void unpack_nibbles(const uint8_t* __restrict chunks, uint8_t* __restrict file) {
+    for (int32_t w = 0; w < 8; w++) {
+        uint8_t e = chunks[2 * w], o = chunks[2 * w + 1], e2 = chunks[16 + 2 * w], o2 = chunks[16 + 2 * w + 1];
+        file[w] = (uint8_t)((e & 15) | e2 << 4);
+        file[8 + w] = (uint8_t)(e >> 4 | (e2 & 0xf0));
+        file[16 + w] = (uint8_t)((o & 15) | o2 << 4);
+        file[24 + w] = (uint8_t)(o >> 4 | (o2 & 0xf0));
+    }
+}
+
+// One column of a quad. block: that of its first band; the next band's is `band_bytes` further.
+void pack_quad(const uint8_t* block, int64_t band_bytes, int32_t bands, uint8_t* quad) {
+    std::memset(quad, 0, HEADER_BYTES);
+    for (int32_t band = 0; band < bands; band++, block += band_bytes) {
+        std::memcpy(quad + 2 * band, block, 2);
+        std::memcpy(quad + 8 + 2 * band, block + 2, 2);
+        int32_t slot = FIRST_SLOT[band];
+        pack_scales(block, quad + 16 + slot, quad + 48 + slot % 16, slot / 16 * 2);
+        for (int32_t i = 0; i < 4; i++)
+            pack_nibbles(block + 16 + 32 * i, quad + HEADER_BYTES + band * BAND_BYTES + 32 * i);
+    }
+}
+
+void unpack_quad(const uint8_t* quad, int32_t bands, uint8_t* block, int64_t band_bytes) {
+    for (int32_t band = 0; band < bands; band++, block += band_bytes) {
+        std::memcpy(block, quad + 2 * band, 2);
+        std::memcpy(block + 2, quad + 8 + 2 * band, 2);
+        int32_t slot = FIRST_SLOT[band];
+        unpack_scales(quad + 16 + slot, quad + 48 + slot % 16, slot / 16 * 2, block);
+        for (int32_t i = 0; i < 4; i++)
+            unpack_nibbles(quad + HEADER_BYTES + band * BAND_BYTES + 32 * i, block + 16 + 32 * i);
+    }
+}
+
+// Calls work(quad's bytes in a column, its first block in the file, its bands) for all quads and columns of a span.
+template <class Work>
+void for_each_quad(const Zigzag& m, int32_t span, Pool& pool, Work&& work) {
+    int64_t data = span_data(&m, span) - m.data, stride = span_stride(&m, span);
+    int64_t band_bytes = m.columns * FILE_BLOCK_BYTES;
+    int32_t first = span * m.span, last = std::min(first + m.span, quads(&m));
+    auto unit = [&](int number, int) {
+        int64_t from = number * COLUMNS_AT_ONCE, to = std::min(from + COLUMNS_AT_ONCE, m.columns);
+        for (int32_t quad = first; quad < last; quad++) {
+            for (int64_t column = from; column < to; column++)
+                work(data + column * stride + (quad - first) * whole_quad_bytes(),
+                     quad * QUAD_BANDS * band_bytes + column * FILE_BLOCK_BYTES, quad_bands(&m, quad));
+        }
+    };
+    pool.run([&](int) { pool.share((int)((m.columns + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE), unit); });
+}
+
+// Calls work(first row, row after the last) for the tiles of ROW_TILE rows from `begin` (a multiple of it) to `end`.
+template <class Work>
+void for_each_tile(int64_t begin, int64_t end, Pool& pool, Work&& work) {
+    auto unit = [&](int number, int) {
+        int64_t first = begin + (int64_t)number * ROW_TILE;
+        work(first, std::min(first + ROW_TILE, end));
+    };
+    pool.run([&](int) { pool.share((int)((end - begin + ROW_TILE - 1) / ROW_TILE), unit); });
+}
+
+}  // namespace
+
+ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
+                           Pool& pool) {
+    Zigzag view = {nullptr, rows, columns, (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), span, tile};
+    view.span = std::min(span, quads(&view));
+    Memory memory(zigzag_bytes(&view));
+    uint8_t* data = memory.data();
+    view.data = data;
+    int64_t band_bytes = columns * FILE_BLOCK_BYTES;
+    for (int32_t span = 0; span < spans(&view); span++) {
+        for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands) {
+            pack_quad(blocks + from, band_bytes, bands, data + to);
+        });
+        give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, span_bands(&view, span) * band_bytes);
+    }
+    return {view, std::move(memory)};
+}
+
+void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool) {
+    int64_t band_bytes = matrix.columns * FILE_BLOCK_BYTES;
+    for (int32_t span = 0; span < spans(&matrix); span++) {
+        for_each_quad(matrix, span, pool, [&](int64_t from, int64_t to, int32_t bands) {
+            unpack_quad(matrix.data + from, bands, blocks + to, band_bytes);
+        });
+    }
+}
+
+int64_t row_bytes(int32_t type, int64_t columns) {
+    switch (type) {
+        case F32: return 4 * columns;
+        case F16:
+        case BF16: return 2 * columns;
+        case Q4_K: return columns / BLOCK_COLUMNS * Q4_K_BYTES;
+        default: return columns / BLOCK_COLUMNS * Q6_K_BYTES;
+    }
+}
+
+RowsMatrix repack_rows(const uint8_t* data, int64_t rows, int64_t columns, int32_t type, Pool& pool) {
+    int64_t bytes = row_bytes(type, columns);
+    Memory memory(type == Q6_K ? q6_k_tiled_bytes(rows, columns) : rows * bytes);
+    uint8_t* to = memory.data();
+    int64_t at_once = std::max<int64_t>(1, BYTES_AT_ONCE / bytes / ROW_TILE) * ROW_TILE;
+    for (int64_t begin = 0; begin < rows; begin += at_once) {
+        int64_t end = std::min(begin + at_once, rows);
+        for_each_tile(begin, end, pool, [=](int64_t first, int64_t last) {
+            if (type == Q6_K)
+                q6_k_tile_rows(data, rows, columns, first, last, to);
+            else
+                std::memcpy(to + first * bytes, data + first * bytes, (last - first) * bytes);
+        });
+        give_back(data + begin * bytes, (end - begin) * bytes);
+    }
+    return {{to, rows, columns, type}, std::move(memory)};
+}
+
+void unpack_rows(const Rows& m, uint8_t* data, Pool& pool) {
+    int64_t bytes = row_bytes(m.type, m.columns);
+    for_each_tile(0, m.rows, pool, [=](int64_t first, int64_t last) {
+        if (m.type == Q6_K)
+            q6_k_untile_rows(m.data, m.rows, m.columns, first, last, data);
+        else
+            std::memcpy(data + first * bytes, m.data + first * bytes, (last - first) * bytes);
+    });
+}
+
+Rows rows_in_place(const uint8_t* data, int64_t rows, int64_t columns, int32_t type) {
+    return {data, rows, columns, type == Q6_K ? Q6_K_ROWS : type};
+}
+
+}  // namespace sparsepack

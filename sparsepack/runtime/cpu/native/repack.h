@@ -1,0 +1,40 @@
+// Matrices from the order of the file to the order in which they run (layout.h), and back.
+#pragma once
+#include "layout.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace sparsepack {
+
+struct ZigzagMatrix {
+    Zigzag view;
+    Memory memory;
+};
+
+struct RowsMatrix {
+    Rows view;
+    Memory memory;  // empty where the view shows the file's bytes
+};
+
+// blocks: [bands, columns, 144], Q4_K as in the file; where they are a view of one, its pages are given back as soon as
+// they are copied, so that a model is never held twice. span is cut to the quads that there are.
+ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
+                           Pool& pool);
+
+// The inverse of `repack_zigzag`, byte for byte.
+void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
+
+// Bytes of one row in the file.
+int64_t row_bytes(int32_t type, int64_t columns);
+
+// data: [rows, row_bytes], of which this makes a copy in huge pages, Q6_K in the tiles of rows.h; gives pages of a file
+// back likewise.
+RowsMatrix repack_rows(const uint8_t* data, int64_t rows, int64_t columns, int32_t type, Pool& pool);
+
+// The inverse of `repack_rows`, byte for byte.
+void unpack_rows(const Rows& matrix, uint8_t* data, Pool& pool);
+
+// The file's bytes themselves, where few rows are read (the embedding). They must outlive the view.
+Rows rows_in_place(const uint8_t* data, int64_t rows, int64_t columns, int32_t type);
+
+}  // namespace sparsepack

@@ -1,0 +1,82 @@
+"""The operations of `runtime/reference.py` by native kernels, on float32 tensors of the CPU.
+
+Matrices keep their 4.5 bits a weight. `load_*` copy them into the order that the kernels read and give the pages of
+a mapped file back, so that a model is held once. Threads are torch's (`torch.set_num_threads`); results have the
+same bits every run with as many threads.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats.matrices import ZIGZAG
+from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime.cpu.dispatch import instruction_set, native
+from sparsepack.runtime.cpu.geometry import geometry
+
+_ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}  # layout.h, Type
+_SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
+
+
+def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+    """Copy a stored zigzag matrix into the order that the kernels read. Takes the matrix's stored size."""
+    if matrix.type != ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    _check_device(device)
+    blocks, shape = matrix.blocks.contiguous(), geometry(matrix.rows, matrix.columns)
+    return _operations().load_zigzag(blocks, matrix.rows, shape.span, shape.tile)
+
+
+def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+    """Copy a matrix stored by rows (the output matrix) for the kernels. Takes the matrix's stored size."""
+    if matrix.type == ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
+    _check_device(device)
+    return _operations().load_rows(matrix.blocks.contiguous(), matrix.columns, _ROW_TYPES[matrix.type])
+
+
+def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """List the active columns of an input vector; see `reference.collect`."""
+    x = x.float().contiguous()
+    indices = torch.empty(x.numel() + _SPARE_INDICES, dtype=torch.int32)
+    limits = threshold.float().reshape(-1).contiguous()
+    count = _operations().collect(x, None, limits, 0, torch.empty_like(x), indices)
+    return indices[: x.numel()], torch.tensor(count, dtype=torch.int32)
+
+
+def zigzag_gemv(matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """y = W[:, active] x[active]; see `reference.zigzag_gemv`. Same bits every run with as many threads."""
+    y = torch.empty(matrix.rows)
+    _operations().zigzag_gemv(matrix, x.contiguous(), indices.contiguous(), int(count), y)
+    return y
+
+
+def zigzag_matmul(matrix: Any, x: Tensor) -> Tensor:
+    """Y = X W^T with every column: float32 [S, columns] -> float32 [S, rows]."""
+    y = torch.empty(x.shape[0], matrix.rows)
+    _operations().zigzag_matmul(matrix, x.contiguous(), y)
+    return y
+
+
+def matmul(weight: Any, x: Tensor) -> Tensor:
+    """Y = X W^T for a matrix loaded by `load_rows`: float32 [S, columns] -> float32 [S, rows]."""
+    y = torch.empty(x.shape[0], weight.rows)
+    _operations().rows_matmul(weight, x.contiguous(), y)
+    return y
+
+
+def _operations() -> Any:
+    return _of(instruction_set(), torch.get_num_threads())
+
+
+@lru_cache(maxsize=4)
+def _of(instruction_set: str, threads: int) -> Any:
+    return native().Operations(instruction_set, threads)
+
+
+def _check_device(device: torch.device | str) -> None:
+    if torch.device(device).type != "cpu":
+        raise UserError(f"device {device}: the cpu backend runs on the CPU; use device cpu or the reference backend")

@@ -1,0 +1,216 @@
+"""A decoder out of the operations of a backend (`runtime/backend.py`), chained by torch; on any device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedLayer, PackedModel, PackedSite
+from sparsepack.models.policy import SitePolicy
+from sparsepack.runtime import reference
+from sparsepack.runtime.backend import Operations
+from sparsepack.runtime.sampling import Sampler
+
+CHUNK = 512
+"""Positions that pass at once: attention needs heads * CHUNK * context scores."""
+
+
+class _Mode(Enum):
+    """How the sites treat the positions at hand; all but the first are counted in the activity."""
+
+    PREFILL = "dense, not counted"
+    DENSE = "dense, counted"
+    STEP = "one position, inactive columns not read"
+    MASKED = "several positions, inactive columns read but zero: the same sums as STEP"
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A loaded site. `constant` is what its sparse product lacks: bias + W offset, None where both are absent."""
+
+    matrix: Any
+    bias: Tensor | None
+    policy: SitePolicy | None
+    constant: Tensor | None
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    sites: dict[str, _Site]
+    norms: dict[str, Tensor]
+    window: int
+
+
+class OperationsDecoder:
+    """See `runtime.decoder.Decoder`.
+
+    All arithmetic outside of the operations is float32. The cache takes 8 bytes * layers * kv_heads * head_dim a
+    position, and the embedding stays in the mapped file, rows decoded as they are looked up.
+
+    threads -- that torch runs on during calls; None: as many as it has
+    """
+
+    cache_type = "f32"
+
+    def __init__(
+        self, packed: PackedModel, operations: Operations, device: torch.device, context: int, threads: int | None
+    ) -> None:
+        self._packed, self._architecture, self._device = packed, packed.architecture, device
+        self._operations = operations
+        self._threads = threads
+        windows = self._architecture.sliding_windows
+        self._layers = [_loaded(layer, w, operations, device) for layer, w in zip(packed.layers, windows, strict=True)]
+        self._output_norm = packed.output_norm.to(device)
+        self._output = operations.load_rows(packed.output, device)
+        inv_freq = torch.tensor(self._architecture.inv_freq, device=device)
+        self._cos, self._sin = reference.rotary_table(inv_freq, self._architecture.rotary_scale, context)
+        shape = (2, self._architecture.layers, self._architecture.kv_heads, context, self._architecture.head_dim)
+        self._cache = torch.zeros(shape, device=device)
+        self.reset()
+
+    @property
+    def threads(self) -> int:
+        return self._threads or torch.get_num_threads()
+
+    @property
+    def description(self) -> str:
+        return f"{self.threads} threads" if self._device.type == "cpu" else str(self._device)
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def stepped(self) -> int:
+        return self._stepped
+
+    def active(self) -> dict[tuple[int, str], int]:
+        return {key: int(count) for key, count in self._active.items()}
+
+    def reset(self) -> None:
+        self._position = 0
+        self._stepped = 0
+        self._active = {
+            (number, name): torch.zeros((), dtype=torch.int64, device=self._device)
+            for number, layer in enumerate(self._layers)
+            for name in layer.sites
+        }
+
+    def prefill(self, ids: Tensor) -> Tensor:
+        with torch_threads(self._threads):
+            return self._logits(self._run(ids, _Mode.PREFILL)[-1:])[0]
+
+    def step(self, id: int, sparse: bool) -> Tensor:
+        with torch_threads(self._threads):
+            return self._logits(self._run(torch.tensor([id]), _Mode.STEP if sparse else _Mode.DENSE))[0]
+
+    def choose(self, id: int, sparse: bool, sampler: Sampler) -> int:
+        return sampler.choose(self.step(id, sparse))
+
+    def forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+        with torch_threads(self._threads):
+            dense = self._run(ids[:sparse_from], _Mode.PREFILL)
+            stepped = self._run(ids[sparse_from:], _Mode.MASKED if sparse else _Mode.DENSE)
+            return self._logits(torch.cat([dense, stepped]))
+
+    def _run(self, ids: Tensor, mode: _Mode) -> Tensor:
+        """Append tokens; the normed output of the last block: [S, hidden]."""
+        hidden = [self._output_norm.new_empty(0, self._architecture.hidden)]
+        hidden += [self._blocks(chunk, mode) for chunk in torch.split(ids, CHUNK) if len(chunk)]
+        return torch.cat(hidden)
+
+    def _blocks(self, tokens: Tensor, mode: _Mode) -> Tensor:
+        eps = self._architecture.norm_eps
+        x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
+        for number, layer in enumerate(self._layers):
+            x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode)
+            x = x + self._mlp(number, reference.rms_norm(x, layer.norms["mlp_norm"], eps), mode)
+        self._position += len(tokens)
+        if mode is not _Mode.PREFILL:
+            self._stepped += len(tokens)
+        return reference.rms_norm(x, self._output_norm, eps)
+
+    def _attention(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
+        layer, first, last = self._layers[number], self._position, self._position + len(x)
+        q, k, v = torch.split(self._product(number, "attn_in", x, mode), list(layer.sites["attn_in"].parts), dim=-1)
+        keys, values = self._cache[:, number]  # [kv_heads, context, head_dim]
+        keys[:, first:last] = self._turned(k, layer.norms.get("k_norm"))
+        values[:, first:last] = self._heads(v)
+        oldest = max(0, first + 1 - layer.window) if layer.window else 0
+        seen = reference.visible(first, len(x), oldest, layer.window, self._device)
+        q = self._turned(q, layer.norms.get("q_norm"))
+        mixed = reference.attention(q, keys[:, oldest:last], values[:, oldest:last], seen)
+        return self._product(number, "attn_out", mixed, mode)
+
+    def _turned(self, rows: Tensor, norm: Tensor | None) -> Tensor:
+        """Queries or keys of the positions at hand, normed where the model does that, and rotated: [heads, S, D]."""
+        x = self._heads(rows)
+        if norm is not None:
+            x = reference.rms_norm(x, norm, self._architecture.norm_eps)
+        here = slice(self._position, self._position + x.shape[1])
+        return reference.rotate(x, self._cos[here], self._sin[here])
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        return rows.view(len(rows), -1, self._architecture.head_dim).transpose(0, 1)  # [heads, S, head_dim]
+
+    def _mlp(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
+        gate, up = self._product(number, "mlp_in", x, mode).chunk(2, dim=-1)
+        activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
+        return self._product(number, "mlp_mid", activation(gate) * up, mode)
+
+    def _product(self, number: int, name: str, x: Tensor, mode: _Mode) -> Tensor:
+        """The output rows of a site for x [S, columns]: [S, rows]."""
+        site = self._layers[number].sites[name]
+        if mode in (_Mode.PREFILL, _Mode.DENSE) or site.policy is None:
+            if mode is not _Mode.PREFILL:
+                self._active[number, name] += x.numel()
+            return _plus(self._operations.zigzag_matmul(site.matrix, x), site.bias)
+        threshold, offset = site.policy.threshold, site.policy.offset
+        d = x if offset is None else x - offset
+        if mode is _Mode.STEP:
+            indices, count = self._operations.collect(d[0], threshold)
+            y = self._operations.zigzag_gemv(site.matrix, d[0], indices, count)[None]
+        else:
+            active = d.abs() > threshold
+            count = active.sum()
+            y = self._operations.zigzag_matmul(site.matrix, torch.where(active, d, 0))
+        self._active[number, name] += count
+        return _plus(y, site.constant)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self._operations.matmul(self._output, hidden)
+
+
+@contextmanager
+def torch_threads(threads: int | None) -> Iterator[None]:
+    """Let torch run on so many threads for a while; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _loaded(layer: PackedLayer, window: int, operations: Operations, device: torch.device) -> _Layer:
+    sites = {name: _loaded_site(site, operations, device) for name, site in layer.sites.items()}
+    return _Layer(sites, {name: norm.to(device) for name, norm in layer.norms.items()}, window)
+
+
+def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> _Site:
+    matrix = operations.load_zigzag(site.matrix, device)
+    bias = None if site.bias is None else site.bias.to(device)
+    policy = None if site.policy is None else site.policy.to(device)
+    constant = bias
+    if policy is not None and policy.offset is not None:
+        constant = _plus(operations.zigzag_matmul(matrix, policy.offset[None])[0], bias)
+    return _Site(matrix, bias, policy, constant, site.parts)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias

@@ -1,0 +1,64 @@
+"""`evaluate` with the engine as the runtime: the figures of the stock model, by the kernels that users run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsepack.calibrate.allocation import AllocationOptions
+from sparsepack.calibrate.find import find_thresholds
+from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.errors import UserError
+from sparsepack.eval.engine_subject import open_engine_subject
+from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.pack import PackRequest, pack
+
+
+@pytest.fixture(scope="module")
+def request_(tmp_path_factory):
+    """Four windows of the tiny model's zigzag artifact, half of it skipped."""
+    folder = tmp_path_factory.mktemp("engine")
+    checkpoint = open_checkpoint("shipped:tiny")
+    options = CalibrateOptions(context=64, samples=8, batch=8)
+    calibration = calibrate(checkpoint, read_text("shipped:train"), folder / "c", options)
+    find_thresholds(checkpoint, calibration, AllocationOptions(0.5)).write(folder / "t.json")
+    pack(PackRequest("shipped:tiny", folder / "m.gguf", thresholds=folder / "t.json"))
+    return EvalRequest(str(folder / "m.gguf"), perplexity=("shipped:heldout",), context=64, windows=4)
+
+
+@pytest.mark.parametrize("protocol", ["dense", "decode", "all"])
+@pytest.mark.parametrize("runtime", ["reference", "cpu"])
+def test_an_engine_gives_the_stock_models_figures(request_, runtime, protocol):
+    stock = evaluate(replace(request_, protocol=protocol, against="shipped:tiny"))["perplexity"][0]
+    result = evaluate(replace(request_, protocol=protocol, against="shipped:tiny", runtime=runtime))
+    ours = result["perplexity"][0]
+    assert result["compute"]["runtime"] == runtime
+    assert ours["targets"] == stock["targets"]
+    # A channel within rounding of its threshold may flip, which no text this short averages out.
+    rounding = 1e-4 if protocol == "dense" else 0.02
+    assert ours["perplexity"]["value"] == pytest.approx(stock["perplexity"]["value"], rel=rounding)
+    assert ours["kl_divergence"]["value"] == pytest.approx(stock["kl_divergence"]["value"], abs=0.02)
+    for name in ("overall", "of_sparse_sites", "target"):
+        assert ours["realised_sparsity"][name] == pytest.approx(stock["realised_sparsity"][name], abs=0.005)
+    assert ours["realised_sparsity"]["sites"].keys() == stock["realised_sparsity"]["sites"].keys()
+
+
+def test_rows_of_different_lengths_are_scored_apart(request_):
+    scorer = open_engine_subject(request_.subject, "reference").scorer()
+    ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    together = scorer.logits(ids, torch.tensor([12, 5]), torch.tensor([6, 2]))
+    assert not together[1, 5:].any()
+    alone = scorer.logits(ids[1:, :5], torch.tensor([5]), torch.tensor([2]))
+    assert torch.equal(together[1, :5], alone[0])
+
+
+def test_only_zigzag_artifacts_run_in_an_engine(request_):
+    with pytest.raises(UserError, match=r"--runtime cpu runs zigzag artifacts; pack the model first"):
+        evaluate(replace(request_, subject="shipped:tiny", runtime="cpu"))
+
+
+def test_a_runtime_that_does_not_exist_is_an_error(request_):
+    with pytest.raises(UserError, match="runtime 'tpu': expected one of transformers"):
+        evaluate(replace(request_, runtime="tpu"))

@@ -1,0 +1,388 @@
+"""The operations of every backend against float64 products of the dequantised weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_build import instruction_set_params
+from torch import Tensor
+
+from sparsepack.formats import q4_k, zigzag
+from sparsepack.formats.matrices import ZIGZAG, decode_matrix, encode_rows
+from sparsepack.formats.packed import PackedMatrix
+from sparsepack.models.policy import SitePolicy, active_channels
+from sparsepack.runtime import reference
+from sparsepack.runtime.backend import Operations, open_backend
+from sparsepack.runtime.cpu.dispatch import FORCED
+
+ODD_SHAPES = [(1, 1), (1, 300), (255, 1), (256, 256), (257, 33), (512, 64), (700, 513), (768, 31), (1025, 40)]
+STACKED_SHAPES = [(960, 576), (3072, 192), (1280, 97), (4352, 130), (1024, 2048)]  # grouped queries, gate and up
+SHAPES = ODD_SHAPES + STACKED_SHAPES
+ROW_TYPES = ["F32", "F16", "BF16", "Q4_K", "Q6_K"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """elementwise -- bound of a sum's error, relative to its number of terms times the largest of them
+    normwise -- bound of the error of a whole result, relative to it"""
+
+    operations: Operations
+    device: str
+    elementwise: float
+    normwise: float
+
+
+CASES = [
+    pytest.param(("reference", "cpu"), id="reference"),
+    pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
+    *(
+        pytest.param(("cpu", *isa.values), id=f"cpu-{isa.values[0]}", marks=isa.marks)
+        for isa in instruction_set_params()
+    ),
+]
+
+
+@pytest.fixture(params=CASES, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    name, variant = request.param
+    if variant == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if name == "reference":
+        yield Backend(open_backend(name), variant, 1e-6, 1e-5)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORCED, variant)
+        # Sums of float32 in plain C++, of products of 16-bit integers elsewhere.
+        yield Backend(open_backend(name), "cpu", 1e-6 if variant == "scalar" else 1e-4, 1e-4)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
+
+
+def packed(rows: int, columns: int) -> PackedMatrix:
+    return PackedMatrix(zigzag.pack(normal(rows, columns, seed=rows)), ZIGZAG, rows, columns)
+
+
+def gemv(backend: Backend, matrix: PackedMatrix, x: Tensor, threshold: Tensor) -> Tensor:
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    x = x.to(backend.device)
+    indices, count = backend.operations.collect(x, threshold.to(backend.device))
+    return backend.operations.zigzag_gemv(loaded, x, indices, count).cpu()
+
+
+def largest_weights(matrix: PackedMatrix) -> Tensor:
+    """Bounds of each row's weights, and of the terms that may cancel in them: float64 [rows]. Zigzag's multipliers
+    share their precision among the sub-blocks of a superblock, whatever the scale of each."""
+    if matrix.type != ZIGZAG:
+        return decode_matrix(matrix).double().abs().amax(1)
+    ends = []
+    for nibbles in (0, 255):
+        blocks = matrix.blocks.clone()
+        blocks[..., 4:16] = 255
+        blocks[..., 16:] = nibbles
+        ends.append(zigzag.unpack(blocks, matrix.rows).double())
+    return ((ends[1] - ends[0]).abs() + ends[0].abs()).amax(1)
+
+
+def assert_close_to_product(backend: Backend, y: Tensor, matrix: PackedMatrix, x: Tensor) -> None:
+    """y [..., rows] against x [..., columns] W^T in float64."""
+    weight, x = decode_matrix(matrix).double(), x.double()
+    expected = x @ weight.T
+    largest = x.abs().amax(-1, keepdim=True) * largest_weights(matrix) * matrix.columns
+    assert y.dtype == torch.float32
+    assert y.shape == expected.shape
+    assert torch.isfinite(y).all()
+    error = (y.double() - expected).abs()
+    assert (error <= backend.elementwise * largest).all()
+    # What the norm would be if the terms had random signs: a few rows whose terms cancel say nothing.
+    typical = (x.square() @ weight.T.square()).sum(-1).sqrt()
+    # Errors of 16-bit multipliers average out over rows and columns, unless there are few of them or one is dominant.
+    dominant = x.square().amax(-1) > 0.2 * x.square().sum(-1)
+    slack = torch.where(dominant | (weight.shape[0] < 64), 10, 1)
+    assert (error.norm(dim=-1) <= slack * backend.normwise * expected.norm(dim=-1).maximum(typical)).all()
+
+
+# collect
+
+
+@pytest.mark.parametrize("columns", [1, 2, 31, 256, 1280, 5000])
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_collect_lists_the_active_columns_in_order(backend: Backend, columns: int, kind: str) -> None:
+    x = normal(columns)
+    threshold = torch.tensor(0.6745) if kind == "scalar" else normal(columns, seed=1).abs()
+    indices, count = backend.operations.collect(x.to(backend.device), threshold.to(backend.device))
+    assert (indices.dtype, count.dtype) == (torch.int32, torch.int32)
+    assert (indices.shape, count.shape) == ((columns,), ())
+    assert (indices.device.type, count.device.type) == (backend.device, backend.device)
+    expected = (x.abs() > threshold).nonzero()[:, 0]
+    assert indices[: int(count)].tolist() == expected.tolist()
+
+
+def test_collect_leaves_out_ties_with_the_threshold(backend: Backend) -> None:
+    threshold = torch.tensor(0.1)
+    above = torch.nextafter(threshold, torch.tensor(1.0))
+    x = torch.stack([threshold, -threshold, above, -above, torch.tensor(0.0)])
+    for limit in (threshold, threshold.repeat(5)):
+        indices, count = backend.operations.collect(x.to(backend.device), limit.to(backend.device))
+        assert indices[: int(count)].tolist() == [2, 3]
+
+
+def test_collect_leaves_out_zeros_at_threshold_zero_and_keeps_everything_below_it(backend: Backend) -> None:
+    x = torch.tensor([0.0, -0.0, 1e-38, -2.0], device=backend.device)
+    indices, count = backend.operations.collect(x, torch.tensor(0.0, device=backend.device))
+    assert indices[: int(count)].tolist() == [2, 3]
+    _, count = backend.operations.collect(x, torch.tensor(-1.0, device=backend.device))
+    assert int(count) == 4
+
+
+def test_collect_can_find_nothing(backend: Backend) -> None:
+    x = normal(300).to(backend.device)
+    _, count = backend.operations.collect(x, torch.tensor(float("inf"), device=backend.device))
+    assert int(count) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_collect_compares_in_float32(backend: Backend, dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, 0.1], dtype=dtype)
+    limit = torch.stack([x[0].float(), torch.nextafter(x[1].float(), torch.tensor(0.0))])
+    indices, count = backend.operations.collect(x.to(backend.device), limit.to(backend.device))
+    assert indices[: int(count)].tolist() == [1]
+
+
+def test_collect_agrees_with_the_policy(backend: Backend) -> None:
+    x, policy = normal(512), SitePolicy(normal(512, seed=1).abs())
+    indices, count = backend.operations.collect(x.to(backend.device), policy.threshold.to(backend.device))
+    assert indices[: int(count)].tolist() == active_channels(x, policy).nonzero()[:, 0].tolist()
+
+
+# zigzag_gemv and zigzag_matmul
+
+
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemv_is_the_product_with_the_active_columns(backend: Backend, shape: tuple[int, int], kind: str) -> None:
+    matrix, x = packed(*shape), normal(shape[1], seed=2)
+    threshold = torch.tensor(0.5) if kind == "scalar" else normal(shape[1], seed=3).abs()
+    y = gemv(backend, matrix, x, threshold)
+    assert_close_to_product(backend, y, matrix, torch.where(x.abs() > threshold, x, 0))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemv_with_every_column_active_is_the_whole_product(backend: Backend, shape: tuple[int, int]) -> None:
+    matrix, x = packed(*shape), normal(shape[1], seed=2)
+    assert_close_to_product(backend, gemv(backend, matrix, x, torch.tensor(-1.0)), matrix, x)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemv_with_no_active_column_is_zero(backend: Backend, shape: tuple[int, int]) -> None:
+    y = gemv(backend, packed(*shape), normal(shape[1]), torch.tensor(1e9))
+    assert torch.equal(y, torch.zeros(shape[0]))
+
+
+@pytest.mark.parametrize("active", [1, 2, 3, 7, 63, 65, 299])
+def test_gemv_takes_any_number_of_active_columns(backend: Backend, active: int) -> None:
+    matrix, x = packed(300, 300), normal(300, seed=2)
+    limit = x.abs().sort(descending=True).values[active]
+    y = gemv(backend, matrix, x, limit)
+    masked = torch.where(x.abs() > limit, x, 0)
+    assert int(masked.count_nonzero()) == active
+    assert_close_to_product(backend, y, matrix, masked)
+
+
+def test_gemv_never_reads_inactive_inputs(backend: Backend) -> None:
+    matrix, x = packed(300, 64), normal(64)
+    x[5] = float("nan")  # compares false: inactive
+    y = gemv(backend, matrix, x, torch.tensor(0.5))
+    assert_close_to_product(backend, y, matrix, torch.where(x.abs() > 0.5, x, 0))
+
+
+def test_gemv_never_reads_indices_beyond_the_count(backend: Backend) -> None:
+    matrix, x = packed(300, 64), normal(64)
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    indices = torch.full((64,), 1 << 30, dtype=torch.int32)
+    indices[:2] = torch.tensor([3, 60])
+    on_device = [value.to(backend.device) for value in (x, indices, torch.tensor(2, dtype=torch.int32))]
+    y = backend.operations.zigzag_gemv(loaded, *on_device).cpu()
+    only = torch.zeros(64)
+    only[[3, 60]] = x[[3, 60]]
+    assert_close_to_product(backend, y, matrix, only)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemv_gives_the_same_bits_every_run(backend: Backend, shape: tuple[int, int]) -> None:
+    matrix, x, threshold = packed(*shape), normal(shape[1], seed=2), torch.tensor(0.4)
+    first = gemv(backend, matrix, x, threshold)
+    assert all(torch.equal(gemv(backend, matrix, x, threshold), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("shape", [(257, 33), (700, 513), (4352, 130), (1024, 2048)], ids=str)
+def test_gemv_with_several_threads(backend: Backend, shape: tuple[int, int], threads: int) -> None:
+    """The same bits every run; the reference's are those of one thread, too."""
+    matrix, x, threshold = packed(*shape), normal(shape[1], seed=2), torch.tensor(0.4)
+    alone = gemv(backend, matrix, x, threshold)
+    with torch_threads(threads):
+        first = gemv(backend, matrix, x, threshold)
+        assert all(torch.equal(gemv(backend, matrix, x, threshold), first) for _ in range(3))
+    assert_close_to_product(backend, first, matrix, torch.where(x.abs() > threshold, x, 0))
+    if backend.operations is reference:
+        assert torch.equal(first, alone)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("batch", [1, 2, 9])
+def test_matmul_with_several_threads(backend: Backend, batch: int, threads: int) -> None:
+    matrix, x = packed(1300, 150), normal(batch, 150, seed=2)
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    with torch_threads(threads):
+        y = backend.operations.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert_close_to_product(backend, y, matrix, x)
+
+
+@pytest.mark.gpu
+def test_collect_and_gemv_never_wait_for_the_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    loaded = reference.load_zigzag(packed(300, 128), "cuda")
+    x, threshold = normal(128).to("cuda"), torch.tensor(0.5, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reference.zigzag_gemv(loaded, x, *reference.collect(x, threshold))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 17])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_zigzag_matmul_is_the_whole_product(backend: Backend, shape: tuple[int, int], batch: int) -> None:
+    matrix, x = packed(*shape), normal(batch, shape[1], seed=2)
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    y = backend.operations.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert_close_to_product(backend, y, matrix, x)
+
+
+def test_a_site_with_an_offset_is_a_product_with_the_difference(backend: Backend) -> None:
+    matrix, x, offset = packed(300, 128), normal(128, seed=2), normal(128, seed=3)
+    policy = SitePolicy(torch.tensor(0.7), offset)
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    constant = backend.operations.zigzag_matmul(loaded, offset[None].to(backend.device))[0].cpu()
+    y = gemv(backend, matrix, x - offset, policy.threshold) + constant
+    expected = torch.where(active_channels(x, policy), x, offset).double() @ decode_matrix(matrix).double().T
+    assert (y - expected).norm() <= 2 * backend.normwise * expected.norm()
+
+
+# inputs and weights of any size
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 2600),
+    columns=st.integers(1, 300),
+    batch=st.integers(1, 9),
+    active=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_products_of_random_matrices(
+    backend: Backend, rows: int, columns: int, batch: int, active: float, seed: int
+) -> None:
+    bits = torch.Generator().manual_seed(seed)
+    bands = zigzag.bands(rows)
+    blocks = torch.randint(0, 256, (bands, columns, q4_k.BLOCK_BYTES), dtype=torch.uint8, generator=bits)
+    scales = torch.rand(bands, columns, 2, generator=bits).add_(0.5).mul_(0.01).half()
+    blocks[..., :4] = scales.view(torch.uint8)
+    matrix = PackedMatrix(blocks, ZIGZAG, rows, columns)
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+
+    x = torch.randn(batch, columns, generator=bits)
+    y = backend.operations.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert_close_to_product(backend, y, matrix, x)
+
+    limit = x[0].abs().quantile(1 - active)
+    y = gemv(backend, matrix, x[0], limit)
+    assert_close_to_product(backend, y, matrix, torch.where(x[0].abs() > limit, x[0], 0))
+
+
+@pytest.mark.parametrize("outliers", [1, 5])
+def test_products_with_large_outliers(backend: Backend, outliers: int) -> None:
+    matrix, x = packed(700, 513), normal(3, 513, seed=2)
+    x[:, 7 : 7 + 90 * outliers : 90] *= 1e4
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    y = backend.operations.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert_close_to_product(backend, y, matrix, x)
+    y = gemv(backend, matrix, x[0], torch.tensor(0.5))
+    assert_close_to_product(backend, y, matrix, torch.where(x[0].abs() > 0.5, x[0], 0))
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-9, 1e9, 1e20])
+def test_products_with_inputs_of_any_size(backend: Backend, size: float) -> None:
+    matrix, x = packed(300, 100), normal(2, 100, seed=2) * size
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    y = backend.operations.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert_close_to_product(backend, y, matrix, x)
+    assert_close_to_product(backend, gemv(backend, matrix, x[0], torch.tensor(-1.0)), matrix, x[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_products_with_inputs_that_are_not_finite_are_not_finite(backend: Backend, value: float) -> None:
+    matrix, x = packed(700, 100), normal(3, 100, seed=2).abs() + 1
+    x[1, 37] = value
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    y = backend.operations.zigzag_matmul(loaded, x.to(backend.device)).cpu()
+    assert not torch.isfinite(y[1]).any()
+    others = torch.tensor([0, 2])
+    assert_close_to_product(backend, y[others], matrix, x[others])
+    columns = torch.arange(100, dtype=torch.int32, device=backend.device)
+    count = torch.tensor(100, dtype=torch.int32, device=backend.device)
+    y = backend.operations.zigzag_gemv(loaded, x[1].to(backend.device), columns, count).cpu()
+    assert not torch.isfinite(y).any()
+
+
+def test_products_with_zeros_are_zero(backend: Backend) -> None:
+    matrix, zeros = packed(300, 100), torch.zeros(2, 100)
+    loaded = backend.operations.load_zigzag(matrix, backend.device)
+    assert not backend.operations.zigzag_matmul(loaded, zeros.to(backend.device)).any()
+    assert not gemv(backend, matrix, zeros[0], torch.tensor(-1.0)).any()
+    nothing = PackedMatrix(torch.zeros_like(matrix.blocks), ZIGZAG, 300, 100)
+    assert not gemv(backend, nothing, normal(100), torch.tensor(-1.0)).any()
+
+
+def test_products_with_denormal_scales(backend: Backend) -> None:
+    matrix = packed(300, 100)
+    blocks = matrix.blocks.clone()
+    blocks[..., 1:4:2] &= 0x83  # the exponents of d and dmin
+    matrix = PackedMatrix(blocks, ZIGZAG, 300, 100)
+    x = normal(100, seed=2)
+    assert_close_to_product(backend, gemv(backend, matrix, x, torch.tensor(-1.0)), matrix, x)
+
+
+# the other stored types
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("type", ROW_TYPES)
+def test_matmul_takes_every_stored_type(backend: Backend, type: str, batch: int) -> None:
+    matrix = PackedMatrix(encode_rows(normal(77, 512), type), type, 77, 512)
+    loaded = backend.operations.load_rows(matrix, backend.device)
+    x = normal(batch, 512, seed=2)
+    assert_close_to_product(backend, backend.operations.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
+
+
+def test_a_matrix_is_loaded_as_what_it_is(backend: Backend) -> None:
+    rows = PackedMatrix(encode_rows(normal(7, 5), "F16"), "F16", 7, 5)
+    with pytest.raises(ValueError, match="expected zigzag-q4_k"):
+        backend.operations.load_zigzag(rows, backend.device)
+    with pytest.raises(ValueError, match="expected one stored by rows"):
+        backend.operations.load_rows(packed(3, 4), backend.device)
