@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsepack.bench.machine import cpu_info
 from sparsepack.errors import UserError
+from sparsepack.runtime.cpu.machine import cpu_info
 
 RESULTS = Path(__file__).parent / "results"
 _READ_BYTES = 5 << 28  # 1.25 GiB

@@ -295,6 +295,31 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 
 
 @main.command()
+@click.argument("paths", type=PATH, nargs=-1)
+@thread_count
+@json_output
+def profile(paths: tuple[Path, ...], threads: int | None, json_path: str | None) -> None:
+    """Measure once which memory order and tile suit this machine, for the matrices of the zigzag artifacts PATHS.
+
+    Without PATHS: for those of Llamas of 1 and 8 billion parameters. The CPU runtime uses what was found from then on,
+    at the same number of threads.
+    """
+    import torch
+
+    from sparsepack.formats.zigzag_gguf import read_zigzag
+    from sparsepack.runtime.cpu.profile import SHAPES, measure
+    from sparsepack.show import profile_table
+
+    shapes = [
+        (site.matrix.rows, site.matrix.columns)
+        for path in paths
+        for layer in read_zigzag(path, verify=False).layers
+        for site in layer.sites.values()
+    ]
+    emit(measure(shapes or SHAPES, threads or torch.get_num_threads()), json_path, profile_table)
+
+
+@main.command()
 @click.argument("path", type=PATH)
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("-n", "--tokens", default=64, show_default=True, help="Tokens to generate at most.")

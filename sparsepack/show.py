@@ -158,6 +158,26 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def profile_table(result: Mapping[str, Any]) -> str:
+    """What `profile` measured."""
+    rows = [
+        [
+            f"{row['rows']} x {row['columns']}",
+            row["span"],
+            row["tile"],
+            f"{row['microseconds']:.0f}",
+            f"{row['slowest_microseconds']:.0f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+        ]
+        for row in result["shapes"]
+    ]
+    header = ["rows x columns", "span", "tile", "us", "slowest us", "GB/s"]
+    setting = (
+        f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads, half of the columns active"
+    )
+    return f"{setting}\n\n{table(header, rows)}\n\nkept in {result['path']}"
+
+
 def with_error(value: Mapping[str, float | None], digits: int) -> str:
     """A value with its standard error, where it has one."""
     error = value.get("stderr")

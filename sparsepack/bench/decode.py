@@ -11,10 +11,11 @@ import torch
 
 from sparsepack import __version__
 from sparsepack.bench import traffic
-from sparsepack.bench.machine import ARRAY_BYTES, cpu_info, gpu_info, read_bandwidth, synchronise
+from sparsepack.bench.machine import ARRAY_BYTES, gpu_info, read_bandwidth, synchronise
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.progress import progress, say
+from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.operations_decoder import torch_threads
 

@@ -1,19 +1,10 @@
 """The machine that a benchmark runs on: what it is, and what its memory delivers."""
 
-import platform
 import time
-from pathlib import Path
 
 import torch
 
 ARRAY_BYTES = 1 << 29
-
-
-def cpu_info() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def gpu_info(device: torch.device) -> str:

@@ -120,7 +120,9 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         "against": request.against,
         "perplexity": rows,
         "tasks": None,
-        "compute": {name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype", "batch")},
+        "compute": {
+            name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype", "batch")
+        },
         "versions": {
             "sparsepack": __version__,
             "torch": torch.__version__,
@@ -150,7 +152,9 @@ def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> Sparse
     return source.scorer()
 
 
-def _tasks(request: EvalRequest, subject: Subject | EngineSubject, scorer: SparseScorer | EngineScorer, protocol: str) -> dict[str, Any]:
+def _tasks(
+    request: EvalRequest, subject: Subject | EngineSubject, scorer: SparseScorer | EngineScorer, protocol: str
+) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
     scorer.reset()

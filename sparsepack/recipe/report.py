@@ -127,7 +127,7 @@ def _speed(bench: Mapping[str, Any] | None) -> Iterator[str]:
             f"{what} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}: "
             f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f} tokens/s{skipped}"
         )
-    yield f"  ({escape(bench['runtime'])}; {row['n_threads']} threads)"
+    yield f"  ({escape(bench['runtime'])})"
 
 
 def _text(generated: Mapping[str, Any] | None) -> Iterator[str]:

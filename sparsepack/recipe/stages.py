@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from sparsepack import __version__
-from sparsepack.bench.machine import cpu_info
 from sparsepack.files.hashing import sha256_bytes, sha256_file
 from sparsepack.recipe import actions
 from sparsepack.recipe.consistency import Sources
 from sparsepack.recipe.console import say
 from sparsepack.recipe.schema import Recipe
 from sparsepack.recipe.state import WorkFolder
+from sparsepack.runtime.cpu.machine import cpu_info
 
 _LIBRARIES = ("torch", "transformers")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel, PackedSite
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.runtime.cpu.operations import _ROW_TYPES, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import ROW_TYPES, load_rows, load_zigzag
 from sparsepack.runtime.reference import rotary_table
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -41,7 +41,7 @@ class NativeDecoder:
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
         self._vocabulary = packed.architecture.vocabulary
-        self.native = native().Decoder(_built(packed, context), self.instruction_set, self.threads)
+        self.native = native().Decoder(_built(packed, context, self.threads), self.instruction_set, self.threads)
 
     @property
     def description(self) -> str:
@@ -90,7 +90,7 @@ class NativeDecoder:
         return logits
 
 
-def _built(packed: PackedModel, context: int) -> Any:
+def _built(packed: PackedModel, context: int, threads: int) -> Any:
     """The model as native/bind_decoder.cpp takes it."""
     a = packed.architecture
     builder = native().DecoderBuilder(
@@ -109,18 +109,19 @@ def _built(packed: PackedModel, context: int) -> Any:
         norms = [layer.norms.get(name) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")]
         builder.add_layer(window, *map(_vector, norms))
         for number, name in enumerate(SITES):
-            _add_site(builder, number, layer.sites[name])
+            _add_site(builder, number, layer.sites[name], threads)
     builder.set_embedding(
-        packed.embedding.blocks.contiguous(), packed.embedding.columns, _ROW_TYPES[packed.embedding.type]
+        packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )
     builder.set_output(load_rows(packed.output), _vector(packed.output_norm))
     builder.set_rotary(*rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context))
     return builder
 
 
-def _add_site(builder: Any, number: int, site: PackedSite) -> None:
+def _add_site(builder: Any, number: int, site: PackedSite, threads: int) -> None:
     threshold, offset = (None, None) if site.policy is None else (site.policy.threshold, site.policy.offset)
-    builder.set_site(number, load_zigzag(site.matrix), _vector(site.bias), _vector(threshold), _vector(offset))
+    matrix = load_zigzag(site.matrix, threads=threads)
+    builder.set_site(number, matrix, _vector(site.bias), _vector(threshold), _vector(offset))
 
 
 def _vector(x: Tensor | None) -> Tensor | None:

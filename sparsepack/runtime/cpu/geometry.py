@@ -1,19 +1,67 @@
-"""How a zigzag matrix lies in memory while it runs: the parameters that layout.h leaves open."""
+"""How a zigzag matrix lies in memory while it runs: the parameters that `native/layout.h` leaves open.
 
+`sparsepack profile` measures them once per machine (`profile.py`); what it found is kept below ~/.cache.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sparsepack.runtime.cpu.dispatch import instruction_set
+from sparsepack.runtime.cpu.machine import cpu_info
 
 QUAD_ROWS = 1024
+SCHEMA = 1
+Shape = tuple[int, int]
+"""Rows and columns of a zigzag matrix."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """span -- quads (1024 rows) that lie together; tile -- columns that are multiplied together."""
+    """span -- quads (1024 rows) that lie together, the order; tile -- columns that are multiplied together while the
+    next so many are fetched into the cache, the distance of prefetching."""
 
     span: int
     tile: int
 
 
-def geometry(rows: int, columns: int) -> Geometry:
-    """What suits a matrix of this shape."""
-    quads = -(-rows // QUAD_ROWS)
-    return Geometry(span=min(quads, 4), tile=64)
+def geometry(shape: Shape, threads: int) -> Geometry:
+    """What suits a matrix: as measured on this machine, or else what did best on the machines that we had."""
+    found = profiled(instruction_set(), threads).get(shape)
+    return found or Geometry(span=min(-(-shape[0] // QUAD_ROWS), 4), tile=64)
+
+
+def profile_path(instruction_set: str, threads: int) -> Path:
+    """Where this machine's profile is kept: below $XDG_CACHE_HOME, or ~/.cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(f"{cpu_info()}|{instruction_set}|{threads}".encode()).hexdigest()[:12]
+    return base / "sparsepack" / f"cpu-{key}.json"
+
+
+def read_profile(path: Path) -> dict[Shape, dict[str, Any]]:
+    """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
+    try:
+        content = json.loads(path.read_text())
+        rows = content["shapes"] if content["schema"] == SCHEMA else []
+        return {(int(row["rows"]), int(row["columns"])): row for row in rows if _geometry(row)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+@cache
+def profiled(instruction_set: str, threads: int) -> Mapping[Shape, Geometry]:
+    """The geometries measured on this machine; empty where `sparsepack profile` never ran."""
+    rows = read_profile(profile_path(instruction_set, threads))
+    return {shape: _geometry(row) for shape, row in rows.items()}
+
+
+def _geometry(row: Mapping[str, Any]) -> Geometry:
+    span, tile = int(row["span"]), int(row["tile"])
+    if not 1 <= span <= 16 or not 8 <= tile <= 256 or tile % 8:
+        raise ValueError(f"span {span}, tile {tile}")
+    return Geometry(span, tile)

@@ -17,17 +17,21 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.geometry import geometry
 
-_ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}  # layout.h, Type
+ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
+"""As layout.h numbers them."""
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
 
-def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
-    """Copy a stored zigzag matrix into the order that the kernels read. Takes the matrix's stored size."""
+def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", threads: int | None = None) -> Any:
+    """Copy a stored zigzag matrix into the order that the kernels read. Takes the matrix's stored size.
+
+    threads -- that will run it; None: torch's
+    """
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
     _check_device(device)
-    blocks, shape = matrix.blocks.contiguous(), geometry(matrix.rows, matrix.columns)
-    return _operations().load_zigzag(blocks, matrix.rows, shape.span, shape.tile)
+    shape = geometry((matrix.rows, matrix.columns), threads or torch.get_num_threads())
+    return _operations().load_zigzag(matrix.blocks.contiguous(), matrix.rows, shape.span, shape.tile)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
@@ -35,7 +39,7 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     if matrix.type == ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
     _check_device(device)
-    return _operations().load_rows(matrix.blocks.contiguous(), matrix.columns, _ROW_TYPES[matrix.type])
+    return _operations().load_rows(matrix.blocks.contiguous(), matrix.columns, ROW_TYPES[matrix.type])
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,10 @@ void expect(bool met, const char* what) {
     if (!met) throw std::invalid_argument(what);
 }
 
+void expect_tile(int32_t tile) {
+    expect(tile >= 8 && tile <= MAX_TILE && tile % 8 == 0, "tile: expected a multiple of 8 up to 256");
+}
+
 // The kernels of one instruction set and the threads that run them; one call at a time.
 class Operations {
 public:
@@ -40,7 +44,7 @@ public:
         expect(rows > 0 && columns > 0, "matrix without rows or columns");
         expect((int64_t)blocks.shape(0) == (rows + BAND_ROWS - 1) / BAND_ROWS, "blocks: too few or too many bands");
         expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
-        expect(tile >= 8 && tile <= MAX_TILE && tile % 8 == 0, "tile: expected a multiple of 8 up to 256");
+        expect_tile(tile);
         std::lock_guard<std::mutex> lock(mutex_);
         return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_);
     }
@@ -126,7 +130,12 @@ void bind_operations(nb::module_& m) {
         .def_prop_ro("columns", [](const ZigzagMatrix& m) { return m.view.columns; })
         .def_prop_ro("bands", [](const ZigzagMatrix& m) { return m.view.bands; })
         .def_prop_ro("span", [](const ZigzagMatrix& m) { return m.view.span; })
-        .def_prop_ro("tile", [](const ZigzagMatrix& m) { return m.view.tile; })
+        .def_prop_rw(
+            "tile", [](const ZigzagMatrix& m) { return m.view.tile; },
+            [](ZigzagMatrix& m, int32_t tile) {
+                expect_tile(tile);
+                m.view.tile = tile;
+            })
         .def_prop_ro("bytes", [](const ZigzagMatrix& m) { return m.memory.bytes(); });
     nb::class_<RowsMatrix>(m, "RowsMatrix")
         .def_prop_ro("rows", [](const RowsMatrix& m) { return m.view.rows; })
