@@ -40,7 +40,7 @@ backend_option = click.option(
     default="auto",
     show_default=True,
     callback=lambda context, parameter, name: None if name == "auto" else name,
-    help="What runs it; auto: cpu where its kernels are there.",
+    help="What runs it: native kernels (cpu) or plain torch (reference); auto: cpu on the CPU where it was built.",
 )
 compute = _options(
     device_option,

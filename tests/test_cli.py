@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from sparsepack.cli import main
 from tests.models_for_tests import make_model
 
-VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "generate", "run")
+VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "profile", "generate", "run")
 
 
 def sparsepack(*arguments: object) -> Result:

@@ -12,6 +12,7 @@ from sparsepack.eval.subject import artifact_tokenizer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.zigzag_gguf import read_zigzag
+from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 
 SiteKey = tuple[int, str]
@@ -25,7 +26,7 @@ class EngineScorer:
     def __init__(self, packed: PackedModel, backend: str) -> None:
         self.context = packed.architecture.context
         self._packed, self._backend = packed, backend
-        self._engine = Engine(packed, context=1, backend=backend)
+        self._engine: Engine | None = None
         self.reset()
 
     def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
@@ -46,14 +47,25 @@ class EngineScorer:
         return self.hidden(input_ids, lengths, sparse_from)
 
     def _forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
-        if len(ids) > self._engine.context:
-            self._engine = Engine(self._packed, context=len(ids), backend=self._backend)
-        logits = self._engine.forced(ids, sparse_from)
+        engine = self._with_room(len(ids))
+        logits = engine.forced(ids, sparse_from)
         decoded = len(ids) - sparse_from
         self._decoded += decoded
-        for key, share in self._engine.activity().items():
+        for key, share in engine.activity().items():
             self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
         return logits
+
+    def _with_room(self, positions: int) -> Engine:
+        """The engine. One that is too small gives way to one at least twice its size before that is loaded: rows of a
+        task grow by little, and two would hold the model twice."""
+        before = 0 if self._engine is None else self._engine.context
+        if self._engine is None or before < positions:
+            self._engine = None
+            context = min(self.context, max(positions, 2 * before))
+            self._engine = Engine(self._packed, context=context, backend=self._backend)
+            if not before:
+                say(f"runtime: {self._engine.description}")
+        return self._engine
 
     def reset(self) -> None:
         """Forget the counts."""

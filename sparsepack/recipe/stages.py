@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from sparsepack import __version__
+from sparsepack.errors import UserError
 from sparsepack.files.hashing import sha256_bytes, sha256_file
 from sparsepack.recipe import actions
 from sparsepack.recipe.consistency import Sources
 from sparsepack.recipe.console import say
 from sparsepack.recipe.schema import Recipe
 from sparsepack.recipe.state import WorkFolder
+from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
 
 _LIBRARIES = ("torch", "transformers")
@@ -90,12 +92,20 @@ def stages_of(recipe: Recipe, sources: Sources, folder: Path) -> list[Stage]:
         settings["lm_eval"] = importlib.metadata.version("lm_eval") if recipe.eval.tasks else None
         add("eval", actions.run_eval, settings, "thresholds pack", actions.EVALUATION)
     if recipe.bench is not None:
-        machine = {"cpu": cpu_info(), "threads": torch.get_num_threads()}
+        machine = {"cpu": cpu_info(), "threads": torch.get_num_threads(), "runs": _what_runs()}
         settings = {**asked["bench"], "text_sha256": texts[:1], "machine": machine}
         add("bench", actions.run_bench, settings, "pack", actions.BENCHMARK)
     if recipe.generate is not None:
         add("generate", actions.run_generate, asked["generate"], "pack", actions.GENERATED)
     return made
+
+
+def _what_runs() -> str:
+    """The instruction set of the CPU's kernels, "reference" without them: a bench of one says nothing of the other."""
+    try:
+        return instruction_set()
+    except UserError:
+        return "reference"
 
 
 def pending(stages: Iterable[Stage], work: WorkFolder) -> set[str]:

@@ -153,7 +153,7 @@ def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ..
     """The backend to run, and why where it is not the best for the device."""
     if asked is not None:
         if asked not in BACKENDS:
-            open_backend(asked)
+            open_backend(asked)  # raises, with the names that there are
         return asked, ()
     if device.type != "cpu":
         return "reference", ()

@@ -14,6 +14,7 @@ from sparsepack.bench.decode import BenchSettings, bench_decode
 from sparsepack.bench.table import HEADER, bench_table
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 
 TEXT = list(range(20, 36))
@@ -155,7 +156,10 @@ def test_a_single_repetition_has_no_spread() -> None:
 
 def test_bandwidth_is_a_positive_number() -> None:
     assert machine.read_bandwidth("cpu", 1 << 20, 1) > 0
-    assert machine.cpu_info()
+
+
+def test_the_processor_has_a_name() -> None:
+    assert result()["tests"][0]["cpu_info"] == cpu_info() != ""
 
 
 @pytest.mark.parametrize(

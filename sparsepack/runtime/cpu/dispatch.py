@@ -11,13 +11,18 @@ FORCED = "SPARSEPACK_ISA"
 
 
 def native() -> Any:
-    """The compiled module `sparsepack.runtime.cpu._native`. Raises `UserError` where it was not built."""
+    """The compiled module `sparsepack.runtime.cpu._native`. Raises `UserError` where it was not built or does not load."""
     try:
         return import_module("sparsepack.runtime.cpu._native")
     except ModuleNotFoundError as error:
         raise UserError(
             "the CPU kernels were not built: no working C++17 compiler when sparsepack was installed; install g++ or "
-            "clang++ and run `pip install --force-reinstall --no-deps` again, or use the reference backend"
+            "clang++ and run `pip install --force-reinstall --no-deps .` in its folder, or use the reference backend"
+        ) from error
+    except ImportError as error:
+        raise UserError(
+            f"the CPU kernels cannot be loaded ({error}); run `pip install --force-reinstall --no-deps .` in the folder "
+            "of sparsepack, or use the reference backend"
         ) from error
 
 

@@ -49,7 +49,7 @@ def read_profile(path: Path) -> dict[Shape, dict[str, Any]]:
         content = json.loads(path.read_text())
         rows = content["shapes"] if content["schema"] == SCHEMA else []
         return {(int(row["rows"]), int(row["columns"])): row for row in rows if _geometry(row)}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
 
 

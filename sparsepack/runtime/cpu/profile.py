@@ -2,10 +2,12 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsepack.errors import OutputError
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import progress
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
@@ -22,6 +24,8 @@ SPANS = (1, 2, 4, 8, 16)
 TILES = (24, 48, 64, 96)
 ROTATION = 1 << 28
 """Bytes of copies that take turns, so that no cache serves weights."""
+COPIES = 4096
+"""At most: matrices so small that this many fit into a cache are served by one when a model runs, too."""
 CALLS = 15
 ROUNDS = 3
 ACTIVE = 0.5
@@ -32,18 +36,19 @@ def measure(shapes: Iterable[Shape], threads: int) -> dict[str, Any]:
     """Time every geometry on every shape, keep the best, and return what was found as JSON-able values.
 
     Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
-    was measured before for other shapes stays.
+    was measured before for other shapes stays. Raises `UserError` without kernels, `OutputError` where the profile
+    cannot be kept.
     """
     wanted = list(dict.fromkeys(shapes))
     name = instruction_set()
     path = profile_path(name, threads)
     rows = read_profile(path)
+    _make_folder(path.parent)
     with progress("profile", len(wanted)) as advance:
         for shape in wanted:
             rows[shape] = _best(shape, threads)
             advance()
     head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads}
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {**head, "shapes": list(rows.values())})
     profiled.cache_clear()
     return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
@@ -54,8 +59,8 @@ def _best(shape: Shape, threads: int) -> dict[str, Any]:
     rows, columns = shape
     x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
     threshold = x.abs().flatten().quantile(1 - ACTIVE).reshape(1)
-    copies = max(2, -(-ROTATION // int(rows * columns * BYTES_PER_WEIGHT)))
     blocks = _random_blocks(rows, columns)
+    copies = min(max(2, -(-ROTATION // blocks.numel())), COPIES)
     samples: dict[Geometry, list[int]] = {}
     for span in (s for s in SPANS if s == 1 or s <= -(-rows // QUAD_ROWS)):
         operations = native().Operations(instruction_set(), threads)
@@ -75,6 +80,15 @@ def _best(shape: Shape, threads: int) -> dict[str, Any]:
         "slowest_microseconds": max(times.values()) / 1e3,
         "bytes_per_second": rows * columns * BYTES_PER_WEIGHT * ACTIVE / times[best] * 1e9,
     }
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder where a profile can be kept"
+        ) from error
 
 
 def _random_blocks(rows: int, columns: int) -> torch.Tensor:

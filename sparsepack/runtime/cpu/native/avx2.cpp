@@ -8,6 +8,7 @@ namespace {
 namespace zigzag {
 #include "prepare.inc"
 #include "zigzag_gemv.inc"
+#include "zigzag_run.inc"
 #include "zigzag_matmul.inc"
 }  // namespace zigzag
 

@@ -38,6 +38,8 @@ struct Zigzag {
     int32_t bands;  // rows / 256, rounded up
     int32_t span;   // quads that lie together, 1 to MAX_SPAN
     int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
+    // fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
+    const uint16_t* bounds;
 };
 
 static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
@@ -60,9 +62,11 @@ static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
     return m->data + (int64_t)span * m->span * whole_quad_bytes() * m->columns;
 }
 static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
+// Of the columns themselves; the bounds come after them.
 static inline int64_t zigzag_bytes(const Zigzag* m) {
     return m->columns * (quads(m) * (int64_t)HEADER_BYTES + m->bands * (int64_t)BAND_BYTES);
 }
+static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2; }
 
 // Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16 and Q4_K as in the file. Q6_K by tiles of
 // 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.

@@ -93,7 +93,18 @@ void unpack_quad(const uint8_t* quad, int32_t bands, uint8_t* block, int64_t ban
     }
 }
 
-// Calls work(quad's bytes in a column, its first block in the file, its bands) for all quads and columns of a span.
+// The largest |d| of a column's bands: as integers, halves without their sign are in order.
+uint16_t bound(const uint8_t* quad, int32_t bands) {
+    uint16_t largest = 0;
+    for (int32_t band = 0; band < bands; band++) {
+        uint16_t d;
+        std::memcpy(&d, quad + 2 * band, 2);
+        largest = std::max(largest, (uint16_t)(d & 0x7fff));
+    }
+    return largest;
+}
+
+// Calls work(quad's bytes in a column, its first block in the file, its bands, its place among the bounds) for all quads and columns of a span.
 template <class Work>
 void for_each_quad(const Zigzag& m, int32_t span, Pool& pool, Work&& work) {
     int64_t data = span_data(&m, span) - m.data, stride = span_stride(&m, span);
@@ -104,7 +115,8 @@ void for_each_quad(const Zigzag& m, int32_t span, Pool& pool, Work&& work) {
         for (int32_t quad = first; quad < last; quad++) {
             for (int64_t column = from; column < to; column++)
                 work(data + column * stride + (quad - first) * whole_quad_bytes(),
-                     quad * QUAD_BANDS * band_bytes + column * FILE_BLOCK_BYTES, quad_bands(&m, quad));
+                     quad * QUAD_BANDS * band_bytes + column * FILE_BLOCK_BYTES, quad_bands(&m, quad),
+                     quad * m.columns + column);
         }
     };
     pool.run([&](int) { pool.share((int)((m.columns + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE), unit); });
@@ -124,15 +136,18 @@ void for_each_tile(int64_t begin, int64_t end, Pool& pool, Work&& work) {
 
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
                            Pool& pool) {
-    Zigzag view = {nullptr, rows, columns, (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), span, tile};
+    Zigzag view = {nullptr, rows, columns, (int32_t)((rows + BAND_ROWS - 1) / BAND_ROWS), span, tile, nullptr};
     view.span = std::min(span, quads(&view));
-    Memory memory(zigzag_bytes(&view));
+    Memory memory(zigzag_bytes(&view) + bounds_bytes(&view));
     uint8_t* data = memory.data();
+    auto* bounds = reinterpret_cast<uint16_t*>(data + zigzag_bytes(&view));
     view.data = data;
+    view.bounds = bounds;
     int64_t band_bytes = columns * FILE_BLOCK_BYTES;
     for (int32_t span = 0; span < spans(&view); span++) {
-        for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands) {
+        for_each_quad(view, span, pool, [=](int64_t to, int64_t from, int32_t bands, int64_t place) {
             pack_quad(blocks + from, band_bytes, bands, data + to);
+            bounds[place] = bound(data + to, bands);
         });
         give_back(blocks + (int64_t)span * view.span * QUAD_BANDS * band_bytes, span_bands(&view, span) * band_bytes);
     }
@@ -142,7 +157,7 @@ ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns,
 void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool) {
     int64_t band_bytes = matrix.columns * FILE_BLOCK_BYTES;
     for (int32_t span = 0; span < spans(&matrix); span++) {
-        for_each_quad(matrix, span, pool, [&](int64_t from, int64_t to, int32_t bands) {
+        for_each_quad(matrix, span, pool, [&](int64_t from, int64_t to, int32_t bands, int64_t) {
             unpack_quad(matrix.data + from, bands, blocks + to, band_bytes);
         });
     }

@@ -76,4 +76,7 @@ INLINE void unpack_header(const uint8_t* low, const uint8_t* high, Floats* scale
     }
 }
 
+// Keeps a sum in its register around a loop, where GCC would copy it.
+INLINE void keep(Ints* a) { __asm__("" : "+x"(*a)); }
+
 INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -79,4 +79,7 @@ INLINE void unpack_header(const uint8_t* low, const uint8_t* high, Floats* scale
     mins[1] = bytes_to_floats(_mm256_extracti128_si256(min, 1));
 }
 
+// Keeps a sum in its register around a loop, where GCC would copy it.
+INLINE void keep(Ints* a) { __asm__("" : "+v"(*a)); }
+
 INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -85,4 +85,7 @@ INLINE void unpack_header(const uint8_t* low, const uint8_t* high, Floats* scale
     }
 }
 
+// Keeps a sum in its register around a loop, where GCC would copy it.
+INLINE void keep(Ints* a) { __asm__("" : "+w"(*a)); }
+
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
