@@ -182,9 +182,10 @@ def load_rows(model: Synthetic, backend: str, threads: int, times: int) -> list[
     packed = model.packed().architecture
     cache = 2 * packed.layers * packed.kv_heads * packed.head_dim * CONTEXT * 2  # keys and values in f16
     cases = {
-        PEER: [str(model.plain), "--backend", "llama.cpp"],
-        "ours": [str(model.zigzag), "--backend", backend],
-        "ours, hashes checked": [str(model.zigzag), "--backend", backend, "--verify"],
+        f"{PEER}, from the disk": [str(model.plain), "--backend", "llama.cpp", "--cold"],
+        "ours, from the disk": [str(model.zigzag), "--backend", backend, "--verify", "--cold"],
+        f"{PEER}, from the page cache": [str(model.plain), "--backend", "llama.cpp"],
+        "ours, from the page cache": [str(model.zigzag), "--backend", backend, "--verify"],
     }
     script = [sys.executable, str(Path(__file__).with_name("cpu_load.py")), "--threads", str(threads)]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}

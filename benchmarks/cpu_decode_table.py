@@ -21,7 +21,7 @@ def show(result: dict[str, Any]) -> str:
             *_disturbed(result["decode"]),
             f"\nPrefill of {plan['prefill']} tokens, medians of {plan['prefill_rounds']} rounds\n",
             _prefill(result["prefill"]),
-            f"\nLoading (file in the page cache) and memory with a context of {result['context']}\n",
+            f"\nLoading and memory with a context of {result['context']}\n",
             _load(result["load"]),
         ]
     )

@@ -301,8 +301,9 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 def profile(paths: tuple[Path, ...], threads: int | None, json_path: str | None) -> None:
     """Measure once which memory order and tile suit this machine, for the matrices of the zigzag artifacts PATHS.
 
-    Without PATHS: for those of Llamas of 1 and 8 billion parameters. The CPU runtime uses what was found from then on,
-    at the same number of threads.
+    Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the CPU
+    runtime uses it from then on at the same number of threads; output changes by rounding only. Nothing else should
+    run meanwhile.
     """
     import torch
 

@@ -61,7 +61,10 @@ class EvalRequest:
         if self.runtime not in RUNTIMES:
             raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(RUNTIMES)}")
         if self.runtime != "transformers" and (self.thresholds or (self.device, self.dtype) != ("cpu", "float32")):
-            raise UserError(f"runtime {self.runtime}: takes a zigzag artifact's own thresholds, on the CPU, in float32")
+            raise UserError(
+                f"runtime {self.runtime}: takes a zigzag artifact's own thresholds, on the CPU, in float32; "
+                "leave out --thresholds, --device and --dtype"
+            )
         counts = (self.batch, self.windows, self.context and self.context - 1)
         if any(count is not None and count < 1 for count in counts):
             raise UserError(

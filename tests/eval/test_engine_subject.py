@@ -9,11 +9,13 @@ from sparsepack.calibrate.allocation import AllocationOptions
 from sparsepack.calibrate.find import find_thresholds
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.errors import UserError
+from sparsepack.eval import engine_subject
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.run import EvalRequest, evaluate
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
+from sparsepack.runtime.engine import Engine
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,22 @@ def test_rows_of_different_lengths_are_scored_apart(request_):
     assert not together[1, 5:].any()
     alone = scorer.logits(ids[1:, :5], torch.tensor([5]), torch.tensor([2]))
     assert torch.equal(together[1, :5], alone[0])
+
+
+def test_rows_that_grow_load_the_model_a_few_times_only_and_say_what_runs_once(request_, monkeypatch, capsys):
+    made = []
+
+    class Watched(Engine):
+        def __init__(self, packed, **options):
+            made.append(options["context"])
+            super().__init__(packed, **options)
+
+    monkeypatch.setattr(engine_subject, "Engine", Watched)
+    scorer = open_engine_subject(request_.subject, "reference").scorer()
+    for length in range(1, 9):
+        scorer.logits(torch.full((1, length), 5), torch.tensor([length]), torch.tensor([0]))
+    assert made == [1, 2, 4, 8]
+    assert capsys.readouterr().err.count("runtime: reference") == 1
 
 
 def test_only_zigzag_artifacts_run_in_an_engine(request_):

@@ -16,6 +16,7 @@ CHUNK = 512
 """Positions that prefill takes at once: what it needs of memory, about 16 * intermediate bytes for each."""
 
 SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
+"""In the order in which native/decoder.h has them."""
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}  # kernels.h, Activation
 
 
@@ -24,7 +25,7 @@ class NativeDecoder:
 
     Matrices keep the size that they have in the file. Sums are float32, with multipliers of 16 bits within a tile of
     columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same text gives
-    the same bits every run at the same number of threads.
+    the same bits every run at the same number of threads, until `sparsepack profile` finds other geometries.
 
     threads -- None: as many as torch has, one for each core unless told otherwise
 

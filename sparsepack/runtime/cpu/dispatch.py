@@ -11,7 +11,7 @@ FORCED = "SPARSEPACK_ISA"
 
 
 def native() -> Any:
-    """The compiled module `sparsepack.runtime.cpu._native`. Raises `UserError` where it was not built or does not load."""
+    """The compiled module `sparsepack.runtime.cpu._native`. Raises `UserError` where it is missing or does not load."""
     try:
         return import_module("sparsepack.runtime.cpu._native")
     except ModuleNotFoundError as error:
@@ -21,8 +21,8 @@ def native() -> Any:
         ) from error
     except ImportError as error:
         raise UserError(
-            f"the CPU kernels cannot be loaded ({error}); run `pip install --force-reinstall --no-deps .` in the folder "
-            "of sparsepack, or use the reference backend"
+            f"the CPU kernels cannot be loaded ({error}); run `pip install --force-reinstall --no-deps .` in "
+            "sparsepack's folder, or use the reference backend"
         ) from error
 
 

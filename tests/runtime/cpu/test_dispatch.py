@@ -10,7 +10,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats import zigzag
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
-from sparsepack.runtime.cpu import operations
+from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set, instruction_sets
 from sparsepack.runtime.cpu.geometry import geometry
 
@@ -44,6 +44,15 @@ def test_an_instruction_set_that_the_machine_lacks_is_a_users_mistake(monkeypatc
 def test_without_kernels_the_user_learns_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)  # as if there were no such file
     with pytest.raises(UserError, match=r"not built: no working C\+\+17 compiler .*install g\+\+ .*reference"):
+        instruction_sets()
+
+
+def test_kernels_that_do_not_load_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol: memcpy")
+
+    monkeypatch.setattr(dispatch, "import_module", broken)
+    with pytest.raises(UserError, match=r"cannot be loaded \(undefined symbol: memcpy\); run `pip .*reference"):
         instruction_sets()
 
 

@@ -50,9 +50,10 @@ def test_a_zigzag_matrix_comes_back_byte_for_byte(
     loaded, back = operations.load_zigzag(blocks, rows, span, 64), torch.empty_like(blocks)
     operations.unpack_zigzag(loaded, back)
     assert torch.equal(back, blocks)
-    # 64 bytes of header for up to four bands instead of 16 for each
+    # 64 bytes of header for up to four bands instead of 16 for each, and a bound of 2 bytes for each quad and column
     bands = blocks.shape[0]
-    assert loaded.bytes == columns * (-(-bands // 4) * 64 + bands * 128)
+    quads = -(-bands // 4)
+    assert loaded.bytes == columns * (quads * 64 + bands * 128) + 2 * (quads * columns + 8)
 
 
 @pytest.mark.parametrize("type", ROW_BYTES)
