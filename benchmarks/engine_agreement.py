@@ -2,8 +2,8 @@
 
     python benchmarks/engine_agreement.py m.gguf --text TEXT [--first 48] [--windows 64] [--protocol decode]
 
-Sparse runtimes part ways where an input lies within rounding of its threshold; transformers and the reference engine, both
-float32, show how far that alone takes them.
+Sparse runtimes part ways where an input lies within rounding of its threshold; transformers and the reference engine,
+both float32, show how far that alone takes them.
 """
 
 import itertools
