@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -110,6 +111,17 @@ def make_checkpoint(folder: Path, size: Size) -> None:
     What a block adds is scaled down as GPT-2's initialisation does it; else roundings would grow from block to block.
     """
     from safetensors.torch import save_file
+
+    config = save_config(folder, size)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: random(name, shape, size.layers, generator) for name, shape in parameter_shapes(config).items()}
+    unfinished = folder / "unfinished"
+    save_file(weights, unfinished, metadata={"format": "pt"})
+    unfinished.rename(folder / "model.safetensors")
+
+
+def save_config(folder: Path, size: Size) -> Any:
+    """The configuration of a checkpoint, written with the tokenizer."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
@@ -129,15 +141,12 @@ def make_checkpoint(folder: Path, size: Size) -> None:
     )
     config.save_pretrained(folder)
     _save_tokenizer(folder)
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: _random(name, shape, size.layers, generator) for name, shape in parameter_shapes(config).items()}
-    unfinished = folder / "unfinished"
-    save_file(weights, unfinished, metadata={"format": "pt"})
-    unfinished.rename(folder / "model.safetensors")
+    return config
 
 
-def _random(name: str, shape: tuple[int, ...], layers: int, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
+def random(name: str, shape: tuple[int, ...], layers: int, generator: torch.Generator) -> torch.Tensor:
+    """A parameter, on the generator's device."""
+    noise = torch.randn(shape, generator=generator, device=generator.device)
     if "norm" in name:
         noise = 1 + 0.2 * noise
     elif "embed_tokens" not in name:

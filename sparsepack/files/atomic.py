@@ -68,6 +68,12 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_bytes(path: Path, value: bytes) -> None:
+    """Write `value`, atomically, replacing what is there."""
+    with atomic_file(path, overwrite=True) as temporary:
+        temporary.write_bytes(value)
+
+
 def _swap(temporary: Path, path: Path) -> None:
     """Put the folder `temporary` in the place of `path`, which keeps what it held if that fails."""
     target = path.resolve()  # a link to a folder stays a link

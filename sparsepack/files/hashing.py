@@ -2,9 +2,14 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
+
+_PIECE = 1 << 20
 
 
 def sha256_bytes(data: bytes | memoryview) -> str:
@@ -14,16 +19,31 @@ def sha256_bytes(data: bytes | memoryview) -> str:
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return _sha256_file(path, Event())
 
 
 def sha256_files(paths: Iterable[Path]) -> str:
-    """Hex SHA-256 over the digests of several files in the given order: one file's name does not matter."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(sha256_file(path).encode())
+    """Hex SHA-256 over the digests of several files in the given order: one file's name does not matter.
+
+    Reads several side by side: one thread hashes more slowly than most disks read.
+    """
+    total, abandoned = hashlib.sha256(), Event()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        try:
+            for digest in pool.map(lambda path: _sha256_file(path, abandoned), paths):
+                total.update(digest.encode())
+        except BaseException:
+            abandoned.set()  # an interrupted user need not wait for the rest of a shard
+            raise
     return total.hexdigest()
+
+
+def _sha256_file(path: Path, abandoned: Event) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while not abandoned.is_set() and (count := file.readinto(buffer)):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
 
 
 def fingerprint(value: Any) -> str:

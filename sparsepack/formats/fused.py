@@ -1,6 +1,7 @@
 """Where Q4_K's encoder can run as one kernel: CUDA devices that Triton compiles for."""
 
 import importlib.util
+import threading
 import warnings
 from functools import cache
 
@@ -14,6 +15,7 @@ def _importable() -> bool:
 
 
 _failed = False
+_alone = threading.Lock()  # nobody promises that Triton compiles in several threads
 
 
 def encode(weight: Tensor) -> Tensor | None:
@@ -22,9 +24,14 @@ def encode(weight: Tensor) -> Tensor | None:
     None where it cannot: on other devices, without Triton, or where compiling it failed (no C compiler, a GPU that
     Triton has left behind), which is said once. The same algorithm in plain torch then serves, more slowly.
     """
-    global _failed
-    if _failed or not weight.is_cuda or not _importable():
+    if not weight.is_cuda or not _importable():
         return None
+    with _alone:
+        return None if _failed else _encode(weight)
+
+
+def _encode(weight: Tensor) -> Tensor | None:
+    global _failed
     # Triton takes half a second to import.
     from sparsepack.formats import q4_k_triton
 
@@ -39,6 +46,6 @@ def encode(weight: Tensor) -> Tensor | None:
             f"Q4_K is encoded by plain torch, many times slower: Triton cannot compile the kernel here "
             f"({type(error).__name__}: {reason[0] if reason else 'no reason given'})",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         return None

@@ -22,6 +22,7 @@ from sparsepack.formats.plain_keys import architecture_keys, rotary_factors
 from sparsepack.formats.pretokenizers import INEXACT
 from sparsepack.formats.source_files import config_json, tokenizer_config
 from sparsepack.formats.superblock import BLOCK
+from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.vocabulary import VALUE_TYPES, vocabulary
 from sparsepack.formats.writer import KeyValue, PlannedTensor, string, write_gguf
 from sparsepack.formats.zigzag_layout import CONFIG
@@ -53,8 +54,9 @@ def write_plain(
     provenance     -- recipe and the like for the manifest: see `make_manifest`
     device         -- where the encoders run
 
-    Holds one matrix in memory. Raises `PackingError` naming what llama.cpp cannot express or a tensor that the type
-    does not fit, and `OutputError` where the output exists or cannot be written.
+    Holds one matrix in memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` naming what
+    llama.cpp cannot express or a tensor that the type does not fit, and `OutputError` where the output exists or cannot
+    be written.
     """
     path = Path(path)
     check_output(path, overwrite)
@@ -77,7 +79,8 @@ def write_plain(
     shapes = {t.name: {"shape": list(t.shape), "padding_rows": 0} for t in tensors if len(t.shape) == 2}
     manifest = make_manifest(type, checkpoint, provenance or {}, shapes, notes)
     values |= manifest_values(manifest) | {CONFIG: string(config_json(checkpoint))}
-    write_gguf(path, checkpoint.family.gguf, values, tensors, overwrite=overwrite)
+    at_once = tensors_at_once(device)
+    write_gguf(path, checkpoint.family.gguf, values, tensors, overwrite=overwrite, at_once=at_once)
     return tuple(notes)
 
 
@@ -122,7 +125,7 @@ def _check_widths(checkpoint: Checkpoint) -> None:
 
 
 def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:
-    return encode_rows(llama_cpp_rows(checkpoint, source, checkpoint.tensor(source)).to(device), kind)
+    return encode_rows(llama_cpp_rows(checkpoint, source, stacked_on(device, [checkpoint.tensor(source)])), kind)
 
 
 def llama_cpp_rows(checkpoint: Checkpoint, source: str, value: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Write a GGUF of ours: streamed tensor by tensor, sealed with hashes, there as a whole or not at all."""
+"""Write a GGUF of ours: tensor by tensor, sealed with hashes, there as a whole or not at all."""
 
-import errno
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWrit
 from sparsepack.errors import PackingError
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
+from sparsepack.files.side_by_side import side_by_side
 from sparsepack.formats.integrity import HEADER_BYTES, HEADER_HASH, NO_HASH, TENSOR_HASHES, seal
+from sparsepack.formats.transfer import host_pieces
 from sparsepack.progress import progress
 
 KeyValue = tuple[Any, GGUFValueType, GGUFValueType | None]
@@ -28,7 +31,7 @@ class PlannedTensor:
 
     shape   -- in weights, slowest dimension first
     type    -- ggml's name: F32, F16, BF16, Q4_K, Q6_K
-    produce -- makes its bytes, uint8 of any shape, when its turn comes
+    produce -- makes its bytes, uint8 of any shape on any device, when its turn comes
     """
 
     name: str
@@ -66,29 +69,33 @@ def write_gguf(
     *,
     alignment: int = DEFAULT_ALIGNMENT,
     overwrite: bool = False,
+    at_once: int = 1,
 ) -> None:
-    """Write `tensors` and `values` under `general.architecture = architecture`; one tensor in memory at a time.
+    """Write `tensors` and `values` under `general.architecture = architecture`.
+
+    at_once -- how many tensors to make, hash and write side by side, each in a thread of its own; so many are in
+               memory. 1 stays in the caller's thread. The file is the same for every number.
 
     Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot be
-    encoded.
+    encoded, the first one if there are several.
     """
     with atomic_file(path, overwrite) as temporary, progress("packing", len(tensors)) as advance:
-        writer = _planned(architecture, values, tensors, alignment)
-        try:
-            writer.write_header_to_file(temporary)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            header_bytes = temporary.stat().st_size
-            hashes = []
-            for tensor in tensors:
-                data = _bytes(tensor)
-                hashes.append(hashlib.sha256(data).hexdigest())
-                _write(writer, data)
-                del data
-                advance()
-        finally:
-            writer.close()
-        seal(temporary, header_bytes + -header_bytes % alignment, hashes)
+        _write_header(temporary, _planned(architecture, values, tensors, alignment))
+        spaces = [temporary.stat().st_size, *(tensor.nbytes for tensor in tensors)]
+        *starts, end = accumulate(space + -space % alignment for space in spaces)
+        os.truncate(temporary, end)  # what is not written, the padding, is zeros
+        placed = zip(tensors, starts, strict=True)
+        hashes = side_by_side(lambda job: _write(temporary, *job), placed, at_once, advance)
+        seal(temporary, starts[0], hashes)
+
+
+def _write_header(path: Path, writer: GGUFWriter) -> None:
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
 
 
 def _planned(
@@ -114,20 +121,23 @@ def _planned(
     return writer
 
 
-def _bytes(tensor: PlannedTensor) -> Any:
-    """A planned tensor's bytes as a numpy array."""
+def _write(path: Path, tensor: PlannedTensor, start: int) -> str:
+    """Write a tensor's bytes where they belong; returns their SHA-256."""
+    digest = hashlib.sha256()
+    data = _bytes(tensor)
+    with path.open("r+b") as file:
+        file.seek(start)
+        for piece in host_pieces(data):
+            digest.update(piece)
+            file.write(piece)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: PlannedTensor) -> torch.Tensor:
     try:
-        data = tensor.produce().cpu().contiguous().view(-1).numpy()
+        data = tensor.produce()
     except PackingError as error:
         raise PackingError(f"{tensor.name}: {error}") from error
     if data.nbytes != tensor.nbytes:
         raise RuntimeError(f"{tensor.name}: {data.nbytes} bytes were made, {tensor.nbytes} planned")
     return data
-
-
-def _write(writer: GGUFWriter, data: Any) -> None:
-    try:
-        writer.write_tensor_data(data)
-    except OSError as error:
-        # numpy reports a short write without an error number; a full disk is what it means.
-        raise error if error.errno else OSError(errno.ENOSPC, str(error)) from error

@@ -30,6 +30,7 @@ from sparsepack.formats.embeddings import embedding_types
 from sparsepack.formats.manifest import make_manifest, manifest_values
 from sparsepack.formats.matrices import ZIGZAG, decode_matrix, encode_rows
 from sparsepack.formats.source_files import config_json
+from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.writer import PlannedTensor, string, write_gguf
 from sparsepack.formats.zigzag_layout import ARCHITECTURE, CONFIG, NUMBERS, TOKENIZER, site_shapes
 from sparsepack.formats.zigzag_reader import dequantised, read_zigzag, stock_config
@@ -62,8 +63,9 @@ def write_zigzag(
     embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
     device         -- where the encoders run
 
-    Holds one matrix in memory. Raises `PackingError` naming the tensor for weights that are not finite, a type that
-    does not fit or a policy of another model, and `OutputError` where the output exists or cannot be written.
+    Holds one matrix in memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` naming the
+    tensor for weights that are not finite, a type that does not fit or a policy of another model, and `OutputError`
+    where the output exists or cannot be written.
     """
     path = Path(path)
     check_output(path, overwrite)
@@ -83,7 +85,8 @@ def write_zigzag(
         TOKENIZER: string(checkpoint.tokenizer_json()),
         NUMBERS: string(json.dumps(architecture.to_json())),
     }
-    write_gguf(path, ARCHITECTURE, values, tensors, alignment=ALIGNMENT, overwrite=overwrite)
+    at_once = tensors_at_once(device)
+    write_gguf(path, ARCHITECTURE, values, tensors, alignment=ALIGNMENT, overwrite=overwrite, at_once=at_once)
     return tuple(notes)
 
 
@@ -110,7 +113,11 @@ def _plan(
 
     def matrix(name: str, source: str) -> PlannedTensor:
         kind = embedding[name]
-        return PlannedTensor(name, big, kind, lambda: encode_rows(checkpoint.tensor(source).to(device), kind))
+
+        def encoded() -> Tensor:
+            return encode_rows(stacked_on(device, [checkpoint.tensor(source)]), kind)
+
+        return PlannedTensor(name, big, kind, encoded)
 
     yield matrix("token_embd.weight", EMBEDDING)
     for layer in range(checkpoint.layers):
@@ -135,10 +142,10 @@ def _planned_site(
         raise PackingError(f"{name}: the weights are {found}, config.json means {(rows, columns)}; is it this model's?")
 
     def weight() -> Tensor:
-        return zigzag.pack(checkpoint.stacked(layer, site)[0].to(device))
+        return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
 
     def bias() -> Tensor:
-        stacked = checkpoint.stacked(layer, site)[1]
+        stacked = checkpoint.stacked_bias(layer, site)
         assert stacked is not None
         return encode_rows(stacked, "F32")
 

@@ -69,16 +69,27 @@ class Checkpoint:
 
     def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
-        names = [f"model.layers.{layer}.{projection}" for projection in self.family.projections[site]]
-        weights = [self.tensor(f"{name}.weight") for name in names]
-        biases = [self.source.shapes.get(f"{name}.bias") is not None for name in names]
-        if not any(biases):
-            return torch.cat(weights), None
-        bias = [
-            self.tensor(f"{name}.bias") if has else torch.zeros(weight.shape[0], dtype=weight.dtype)
-            for name, weight, has in zip(names, weights, biases, strict=True)
-        ]
-        return torch.cat(weights), torch.cat(bias)
+        return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)
+
+    def projections(self, layer: int, site: str) -> list[torch.Tensor]:
+        """The matrices of a site one by one, in the order in which they are stacked."""
+        return [self.tensor(f"{name}.weight") for name in self._projection_names(layer, site)]
+
+    def stacked_bias(self, layer: int, site: str) -> torch.Tensor | None:
+        """The bias [rows] of a site's stacked matrix, zeros for projections that have none, or None."""
+        names = self._projection_names(layer, site)
+        if not any(f"{name}.bias" in self.source.shapes for name in names):
+            return None
+        return torch.cat([self._bias(name) for name in names])
+
+    def _bias(self, projection: str) -> torch.Tensor:
+        if f"{projection}.bias" in self.source.shapes:
+            return self.tensor(f"{projection}.bias")
+        weight = self.tensor(f"{projection}.weight")
+        return torch.zeros(weight.shape[0], dtype=weight.dtype)
+
+    def _projection_names(self, layer: int, site: str) -> list[str]:
+        return [f"model.layers.{layer}.{projection}" for projection in self.family.projections[site]]
 
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from sparsepack.errors import CheckpointError
@@ -109,8 +110,8 @@ class GgufSource:
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
         info = self._file.tensors[gguf_name]
-        data = torch.frombuffer(bytearray(self._file.bytes(gguf_name)), dtype=_GGUF_DTYPES[info.type])
-        value = data.reshape(info.shape)
+        data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
+        value = data.view(_GGUF_DTYPES[info.type]).reshape(info.shape)
         for projection, heads in self._heads.items():
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)

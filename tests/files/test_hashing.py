@@ -1,6 +1,11 @@
 """Hashes of files and values."""
 
 import hashlib
+import os
+import signal
+import threading
+
+import pytest
 
 from sparsepack.files.hashing import fingerprint, sha256_bytes, sha256_file, sha256_files
 
@@ -26,3 +31,23 @@ def test_a_fingerprint_ignores_the_order_of_keys_only():
     assert fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint({"b": {"d": 3, "c": 2}, "a": 1})
     assert fingerprint({"a": [1, 2]}) != fingerprint({"a": [2, 1]})
     assert fingerprint({"a": 1}) != fingerprint({"a": "1"})
+
+
+def test_a_file_that_cannot_be_read_ends_the_hashing_of_the_others(tmp_path):
+    with (tmp_path / "endless").open("wb") as file:
+        file.truncate(1 << 42)  # a hole: hours to hash
+    before = threading.active_count()
+    with pytest.raises(FileNotFoundError):
+        sha256_files([tmp_path / "none", tmp_path / "endless"])
+    assert threading.active_count() == before
+
+
+def test_ctrl_c_ends_hashing(tmp_path):
+    for name in "ab":
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 42)
+    alarm = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    alarm.start()
+    with pytest.raises(KeyboardInterrupt):
+        sha256_files([tmp_path / "a", tmp_path / "b"])
+    alarm.join()
