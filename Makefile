@@ -57,7 +57,7 @@ format: $(VENV)/.installed-test
 
 # On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu $$(grep -rlw gpu tests --include="test_*.py") $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend" tests --include="test_*.py") $(PYTEST_ARGS)
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e

@@ -26,14 +26,23 @@ from sparsepack.show import table
 @click.option("--windows", default=32, show_default=True)
 @click.option("--context", default=2048, show_default=True)
 @click.option("--protocol", default="decode", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Of the reference runtime; cuda runs on a GPU.")
 @click.option("--runtime", "runtimes", multiple=True, default=("transformers", "reference", "cpu"), show_default=True)
 def main(
-    path: str, text: str, first: int, windows: int, context: int, protocol: str, runtimes: tuple[str, ...]
+    path: str,
+    text: str,
+    first: int,
+    windows: int,
+    context: int,
+    protocol: str,
+    device: str,
+    runtimes: tuple[str, ...],
 ) -> None:
     """Print perplexities, and the ratio of every two with its standard error."""
     nll = {}
     for name in runtimes:
-        subject = open_subject(path) if name == "transformers" else open_engine_subject(path, name)
+        where = {"cuda": "cuda", "cpu": "cpu"}.get(name, device)
+        subject = open_subject(path) if name == "transformers" else open_engine_subject(path, name, where)
         inputs, targets = rolling_windows(subject.tokenizer, read_text(text), context)
         part = slice(first, first + windows)
         scores = score_windows(subject.scorer(), inputs[part], targets[part], protocol)

@@ -246,10 +246,11 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option("--batch", default=1, show_default=True)
 @click.option(
     "--runtime",
-    type=click.Choice(["transformers", "cpu", "reference"]),
+    type=click.Choice(["transformers", "cpu", "cuda", "reference"]),
     default="transformers",
     show_default=True,
-    help="What runs SUBJECT: transformers, or a zigzag artifact's engine with its own kernels and rounding.",
+    help="What runs SUBJECT: transformers, or a zigzag artifact's engine with its own kernels and rounding (cuda: with "
+    "--device cuda).",
 )
 @compute
 @thread_count
@@ -296,28 +297,38 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 
 @main.command()
 @click.argument("paths", type=PATH, nargs=-1)
+@device_option
 @thread_count
 @json_output
-def profile(paths: tuple[Path, ...], threads: int | None, json_path: str | None) -> None:
-    """Measure once which memory order and tile suit this machine, for the matrices of the zigzag artifacts PATHS.
+def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
+    """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.
 
-    Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the CPU
-    runtime uses it from then on at the same number of threads; output changes by rounding only. Nothing else should
-    run meanwhile.
+    Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
+    runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
+    only. Nothing else should run meanwhile.
     """
     import torch
 
     from sparsepack.formats.zigzag_gguf import read_zigzag
-    from sparsepack.runtime.cpu.profile import SHAPES, measure
+    from sparsepack.runtime.cpu import profile as on_cpu
+    from sparsepack.runtime.profiles import GATES
     from sparsepack.show import profile_table
 
-    shapes = [
-        (site.matrix.rows, site.matrix.columns)
+    sites = [
+        (name, (site.matrix.rows, site.matrix.columns))
         for path in paths
         for layer in read_zigzag(path, verify=False).layers
-        for site in layer.sites.values()
+        for name, site in layer.sites.items()
     ]
-    emit(measure(shapes or SHAPES, threads or torch.get_num_threads()), json_path, profile_table)
+    shapes = [shape for _, shape in sites] or list(on_cpu.SHAPES)
+    if device == "cpu":
+        found = on_cpu.measure(shapes, threads or torch.get_num_threads())
+    else:
+        from sparsepack.runtime.cuda import profile as on_cuda
+
+        gates = {shape for name, shape in sites if name == "mlp_in"} if sites else set(GATES)
+        found = on_cuda.measure(shapes, device, gates)
+    emit(found, json_path, profile_table)
 
 
 @main.command()

@@ -36,11 +36,11 @@ device_option = click.option(
 )
 backend_option = click.option(
     "--backend",
-    type=click.Choice(["auto", "cpu", "reference"]),
+    type=click.Choice(["auto", "cpu", "cuda", "reference"]),
     default="auto",
     show_default=True,
     callback=lambda context, parameter, name: None if name == "auto" else name,
-    help="What runs it: native kernels (cpu) or plain torch (reference); auto: cpu on the CPU where it was built.",
+    help="What runs it: native kernels (cpu, cuda) or plain torch (reference); auto: the device's, where it can run.",
 )
 compute = _options(
     device_option,

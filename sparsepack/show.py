@@ -158,24 +158,29 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_GEOMETRY = ("span", "tile", "group", "warps", "stages", "splits")
+"""What `profile` may choose, on CPUs and on GPUs."""
+
+
 def profile_table(result: Mapping[str, Any]) -> str:
     """What `profile` measured."""
+    shapes = result["shapes"]
+    parameters = [name for name in _GEOMETRY if shapes and name in shapes[0]]
     rows = [
         [
             f"{row['rows']} x {row['columns']}",
-            row["span"],
-            row["tile"],
-            f"{row['microseconds']:.0f}",
-            f"{row['slowest_microseconds']:.0f}",
+            *(row[name] for name in parameters),
+            f"{row['microseconds']:.1f}",
+            f"{row['slowest_microseconds']:.1f}",
             f"{row['bytes_per_second'] / 1e9:.1f}",
         ]
-        for row in result["shapes"]
+        for row in shapes
     ]
-    header = ["rows x columns", "span", "tile", "us", "slowest us", "GB/s"]
-    setting = (
-        f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads, half of the columns active"
+    header = ["rows x columns", *parameters, "us", "slowest us", "GB/s"]
+    machine = result.get("gpu_info") or (
+        f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
     )
-    return f"{setting}\n\n{table(header, rows)}\n\nkept in {result['path']}"
+    return f"{machine}, half of the columns active\n\n{table(header, rows)}\n\nkept in {result['path']}"
 
 
 def with_error(value: Mapping[str, float | None], digits: int) -> str:

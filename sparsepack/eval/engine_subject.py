@@ -21,10 +21,9 @@ SiteKey = tuple[int, str]
 class EngineScorer:
     """As `eval.scorer.SparseScorer`, by an engine: sparse positions are decoded as `Engine.forced` does it."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, packed: PackedModel, backend: str) -> None:
+    def __init__(self, packed: PackedModel, backend: str, device: str = "cpu") -> None:
         self.context = packed.architecture.context
+        self.device = torch.device(device)
         self._packed, self._backend = packed, backend
         self._engine: Engine | None = None
         self.reset()
@@ -33,7 +32,7 @@ class EngineScorer:
         """The logits themselves, [B, S, V]: an engine does not show what enters its output matrix."""
         width = input_ids.shape[1]
         real = torch.full((len(input_ids),), width) if lengths is None else lengths
-        logits = torch.zeros(*input_ids.shape, self._packed.architecture.vocabulary)
+        logits = torch.zeros(*input_ids.shape, self._packed.architecture.vocabulary, device=self.device)
         for row, (ids, length, start) in enumerate(zip(input_ids, real.tolist(), sparse_from.tolist(), strict=True)):
             logits[row, :length] = self._forced(ids[:length].tolist(), min(start, length))
         return logits
@@ -62,9 +61,9 @@ class EngineScorer:
         if self._engine is None or before < positions:
             self._engine = None
             context = min(self.context, max(positions, 2 * before))
-            self._engine = Engine(self._packed, context=context, backend=self._backend)
+            self._engine = Engine(self._packed, device=self.device, context=context, backend=self._backend)
             if not before:
-                say(f"runtime: {self._engine.description}")
+                say(f"runtime: {self._engine.description}", *self._engine.notes)
         return self._engine
 
     def reset(self) -> None:
@@ -90,6 +89,7 @@ class EngineSubject:
     packed: PackedModel
     backend: str
     tokenizer: Any
+    device: str = "cpu"
 
     @property
     def kind(self) -> str:
@@ -115,7 +115,7 @@ class EngineSubject:
 
     def scorer(self) -> EngineScorer:
         """A scorer over the engine, counts at zero."""
-        return EngineScorer(self.packed, self.backend)
+        return EngineScorer(self.packed, self.backend, self.device)
 
     def parameter_shares(self) -> Mapping[SiteKey, float]:
         """Each site's share of the parameters of all sites."""
@@ -128,15 +128,16 @@ class EngineSubject:
         return {key: size / total for key, size in sizes.items()}
 
 
-def open_engine_subject(name: str, backend: str) -> EngineSubject:
-    """Open a zigzag artifact to be run by an engine's backend. Raises `UserError` for anything else."""
+def open_engine_subject(name: str, backend: str, device: str = "cpu") -> EngineSubject:
+    """Open a zigzag artifact to be run by an engine's backend on a device. Raises `UserError` for anything else."""
     path = Path(name)
     zigzag = path.is_file() and path.suffix == ".gguf" and _architecture(path) == "sparsepack"
     if not zigzag:
         raise UserError(f"{name}: --runtime {backend} runs zigzag artifacts; pack the model first, or leave it out")
     packed = read_zigzag(path)
     numbers = packed.architecture
-    return EngineSubject(name, packed, backend, artifact_tokenizer(packed.tokenizer_json, numbers.bos, numbers.eos))
+    tokenizer = artifact_tokenizer(packed.tokenizer_json, numbers.bos, numbers.eos)
+    return EngineSubject(name, packed, backend, tokenizer, device)
 
 
 def _architecture(path: Path) -> Any:

@@ -32,7 +32,7 @@ class EvalRequest:
     against    -- source checkpoint for KL divergence and top-token agreement
     tasks, task_path, limit, num_fewshot -- lm-eval tasks
     runtime    -- "transformers": the stock model with the subject's weights and policies; or a backend of the engine
-                  ("cpu", "reference"), which runs a zigzag artifact as its users do
+                  ("cpu", "cuda", "reference"), which runs a zigzag artifact as its users do
     protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
     """
 
@@ -60,10 +60,14 @@ class EvalRequest:
             raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
         if self.runtime not in RUNTIMES:
             raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(RUNTIMES)}")
-        if self.runtime != "transformers" and (self.thresholds or (self.device, self.dtype) != ("cpu", "float32")):
+        if self.runtime == "cuda" and self.device.partition(":")[0] != "cuda":
+            raise UserError(f"runtime cuda: runs on an NVIDIA GPU, not on {self.device}; give --device cuda")
+        if self.runtime not in ("transformers", "cuda") and self.device != "cpu":
+            raise UserError(f"runtime {self.runtime}: runs on the CPU, not on {self.device}; leave out --device")
+        if self.runtime != "transformers" and (self.thresholds or self.dtype != "float32"):
             raise UserError(
-                f"runtime {self.runtime}: takes a zigzag artifact's own thresholds, on the CPU, in float32; "
-                "leave out --thresholds, --device and --dtype"
+                f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
+                "leave out --thresholds and --dtype"
             )
         counts = (self.batch, self.windows, self.context and self.context - 1)
         if any(count is not None and count < 1 for count in counts):
@@ -140,7 +144,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
 def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | EngineSubject:
     if request.runtime == "transformers":
         return open_subject(request.subject, table, request.device, request.dtype)
-    return open_engine_subject(request.subject, request.runtime)
+    return open_engine_subject(request.subject, request.runtime, request.device)
 
 
 def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> SparseScorer | None:

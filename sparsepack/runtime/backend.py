@@ -10,7 +10,13 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedMatrix
 
-BACKENDS = MappingProxyType({"reference": "sparsepack.runtime.reference", "cpu": "sparsepack.runtime.cpu.operations"})
+BACKENDS = MappingProxyType(
+    {
+        "reference": "sparsepack.runtime.reference",
+        "cpu": "sparsepack.runtime.cpu.operations",
+        "cuda": "sparsepack.runtime.cuda.operations",
+    }
+)
 """Backend name -> the module whose functions are its operations."""
 
 

@@ -13,7 +13,7 @@ class Decoder(Protocol):
 
     description -- what runs, for people: instruction set or device, threads
     threads     -- of the processor
-    cache_type  -- of keys and values: "f32" or "f16"
+    cache_type  -- of keys and values: "f32", "f16" or "bf16"
     """
 
     @property

@@ -22,15 +22,18 @@ class Engine:
     device   -- where everything but the embedding lies
     context  -- positions the cache has room for; at most what the model was made for, 4096 of them unless given
     dense    -- never skip: the baseline; may be changed between calls
-    backend  -- who computes, a name of `runtime.backend.BACKENDS`; None: "cpu" on the CPU where its kernels are there,
-                "reference" otherwise
+    backend  -- who computes, a name of `runtime.backend.BACKENDS`; None: "cpu" on the CPU and "cuda" on NVIDIA GPUs
+                where what they need is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
+    cache_type -- of keys and values, on the cuda backend alone: "bf16" (unless given), "f16", or "f32" for comparisons
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
-    size of a zigzag matrix); the cpu backend holds them at their stored size (`runtime/cpu/decoder.py`). `backend` is
-    the one that was taken, `notes` says why where that is not the best one, `description` what runs in a few words.
+    size of a zigzag matrix); the cpu and cuda backends hold them at their stored size (`runtime/cpu/decoder.py`,
+    `runtime/cuda/decoder.py`). `backend` is the one that was taken, `notes` says why where that is not the best one,
+    `description` what runs in a few words.
 
-    Raises `UserError` for an unknown backend or device, or a context the model was not made for.
+    Raises `UserError` for an unknown backend or device, a backend that cannot run there, a cache type that it does not
+    have, or a context the model was not made for.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Engine:
         dense: bool = False,
         backend: str | None = None,
         threads: int | None = None,
+        cache_type: str | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise UserError(f"threads {threads}: expected at least 1")
@@ -51,7 +55,7 @@ class Engine:
         self.context = _context(context, packed.architecture.context)
         self.dense = dense
         self.backend, self.notes = _chosen(backend, self.device)
-        self._decoder = _decoder(self.backend, packed, self.device, self.context, threads)
+        self._decoder = _decoder(self.backend, packed, self.device, self.context, threads, cache_type)
 
     @property
     def position(self) -> int:
@@ -65,7 +69,7 @@ class Engine:
 
     @property
     def cache_type(self) -> str:
-        """The type of keys and values in the cache: "f32" or "f16"."""
+        """The type of keys and values in the cache: "f32", "f16" or "bf16"."""
         return self._decoder.cache_type
 
     @property
@@ -155,18 +159,36 @@ def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ..
         if asked not in BACKENDS:
             open_backend(asked)  # raises, with the names that there are
         return asked, ()
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         return "reference", ()
-    from sparsepack.runtime.cpu.dispatch import native
-
     try:
-        native()
+        if device.type == "cuda":
+            from sparsepack.runtime.cuda.device import usable
+
+            usable(device)
+        else:
+            from sparsepack.runtime.cpu.dispatch import native
+
+            native()
     except UserError as error:
         return "reference", (f"note: the reference backend runs: {error}",)
-    return "cpu", ()
+    return device.type, ()
 
 
-def _decoder(backend: str, packed: PackedModel, device: torch.device, context: int, threads: int | None) -> Decoder:
+def _decoder(
+    backend: str,
+    packed: PackedModel,
+    device: torch.device,
+    context: int,
+    threads: int | None,
+    cache_type: str | None,
+) -> Decoder:
+    if backend == "cuda":
+        from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, CudaDecoder
+
+        return CudaDecoder(packed, device, context, cache_type or DEFAULT_CACHE_TYPE)
+    if cache_type is not None:
+        raise UserError(f"cache type {cache_type}: the {backend} backend has one of its own; leave it out")
     if backend == "cpu":
         from sparsepack.runtime.cpu.decoder import NativeDecoder
 

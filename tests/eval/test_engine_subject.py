@@ -17,6 +17,8 @@ from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
 from sparsepack.runtime.engine import Engine
 
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
 
 @pytest.fixture(scope="module")
 def request_(tmp_path_factory):
@@ -31,15 +33,16 @@ def request_(tmp_path_factory):
 
 
 @pytest.mark.parametrize("protocol", ["dense", "decode", "all"])
-@pytest.mark.parametrize("runtime", ["reference", "cpu"])
+@pytest.mark.parametrize("runtime", ["reference", "cpu", pytest.param("cuda", marks=gpu)])
 def test_an_engine_gives_the_stock_models_figures(request_, runtime, protocol):
+    device = "cuda" if runtime == "cuda" else "cpu"
     stock = evaluate(replace(request_, protocol=protocol, against="shipped:tiny"))["perplexity"][0]
-    result = evaluate(replace(request_, protocol=protocol, against="shipped:tiny", runtime=runtime))
+    result = evaluate(replace(request_, protocol=protocol, against="shipped:tiny", runtime=runtime, device=device))
     ours = result["perplexity"][0]
     assert result["compute"]["runtime"] == runtime
     assert ours["targets"] == stock["targets"]
     # A channel within rounding of its threshold may flip, which no text this short averages out.
-    rounding = 1e-4 if protocol == "dense" else 0.02
+    rounding = 0.02 if protocol != "dense" else 1e-3 if runtime == "cuda" else 1e-4
     assert ours["perplexity"]["value"] == pytest.approx(stock["perplexity"]["value"], rel=rounding)
     assert ours["kl_divergence"]["value"] == pytest.approx(stock["kl_divergence"]["value"], abs=0.02)
     for name in ("overall", "of_sparse_sites", "target"):
@@ -75,6 +78,20 @@ def test_rows_that_grow_load_the_model_a_few_times_only_and_say_what_runs_once(r
 def test_only_zigzag_artifacts_run_in_an_engine(request_):
     with pytest.raises(UserError, match=r"--runtime cpu runs zigzag artifacts; pack the model first"):
         evaluate(replace(request_, subject="shipped:tiny", runtime="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"runtime": "cuda"}, "runs on an NVIDIA GPU, not on cpu; give --device cuda"),
+        ({"runtime": "cpu", "device": "cuda"}, "runs on the CPU, not on cuda; leave out --device"),
+        ({"runtime": "cuda", "device": "cuda:1", "dtype": "float16"}, "leave out --thresholds and --dtype"),
+    ],
+    ids=str,
+)
+def test_a_runtime_has_its_own_device_and_types(request_, changes, expected):
+    with pytest.raises(UserError, match=expected):
+        evaluate(replace(request_, **changes))
 
 
 def test_a_runtime_that_does_not_exist_is_an_error(request_):

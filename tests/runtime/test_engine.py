@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import SHARE, TOLERANCE, every_backend
+from backends import SHARE, TOLERANCE, engine_of, every_backend
 from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_policies
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.policy import active_channels
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
+from sparsepack.runtime.cuda import decoder as cuda_decoder
 from sparsepack.runtime.engine import Engine
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -30,7 +31,7 @@ def models(variant: str) -> tuple[PackedModel, Any]:
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
-    return float((a - b).abs().max())
+    return float((a.cpu() - b.cpu()).abs().max())
 
 
 @every_backend
@@ -38,8 +39,8 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 def test_dense_logits_are_the_stock_models(backend: str, variant: str) -> None:
     packed, stock = models(variant)
     expected, _ = stock_logits(stock, packed, IDS, len(IDS))
-    assert largest_difference(Engine(packed, backend=backend).forced(IDS, len(IDS)), expected) < TOLERANCE[backend]
-    assert largest_difference(Engine(packed, dense=True, backend=backend).forced(IDS, 4), expected) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).forced(IDS, len(IDS)), expected) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend, dense=True).forced(IDS, 4), expected) < TOLERANCE[backend]
 
 
 @every_backend
@@ -51,7 +52,7 @@ def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(
     packed, stock = models(variant)
     expected, _ = stock_logits(stock, packed, IDS, start)
     dense, _ = stock_logits(stock, packed, IDS, len(IDS))
-    assert largest_difference(Engine(packed, backend=backend).forced(IDS, start), expected) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).forced(IDS, start), expected) < TOLERANCE[backend]
     assert largest_difference(expected[start:], dense[start:]) > 2, "the policies change nothing"
 
 
@@ -59,7 +60,7 @@ def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_and_steps_give_the_logits_of_the_whole_text_at_once(backend: str, variant: str) -> None:
     packed, _ = models(variant)
-    engine = Engine(packed, backend=backend)
+    engine = engine_of(packed, backend)
     expected = engine.forced(IDS, 6)
     engine.reset()
     found = [engine.prefill(IDS[:6]), *(engine.step(id) for id in IDS[6:])]
@@ -69,7 +70,7 @@ def test_prefill_and_steps_give_the_logits_of_the_whole_text_at_once(backend: st
 @every_backend
 def test_a_text_can_be_decoded_from_its_first_token(backend: str) -> None:
     packed, stock = models("qwen2, biases, tied")
-    engine = Engine(packed, backend=backend)
+    engine = engine_of(packed, backend)
     found = torch.stack([engine.step(id) for id in IDS])
     assert largest_difference(found, stock_logits(stock, packed, IDS, 0)[0]) < TOLERANCE[backend]
 
@@ -77,7 +78,7 @@ def test_a_text_can_be_decoded_from_its_first_token(backend: str) -> None:
 @every_backend
 def test_steps_of_a_dense_engine_skip_nothing(backend: str) -> None:
     packed, stock = models("llama")
-    engine = Engine(packed, dense=True, backend=backend)
+    engine = engine_of(packed, backend, dense=True)
     found = torch.stack([engine.step(id) for id in IDS])
     assert largest_difference(found, stock_logits(stock, packed, IDS, len(IDS))[0]) < TOLERANCE[backend]
     assert set(engine.activity().values()) == {1.0}
@@ -87,16 +88,16 @@ def test_steps_of_a_dense_engine_skip_nothing(backend: str) -> None:
 @pytest.mark.parametrize("variant", ["llama", "mistral, sliding window", "qwen3, tied"])
 def test_long_texts_pass_in_chunks(backend: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = models(variant)
-    whole = Engine(packed, backend=backend).forced(IDS, 6)
-    for module in (operations_decoder, native_decoder):
+    whole = engine_of(packed, backend).forced(IDS, 6)
+    for module in (operations_decoder, native_decoder, cuda_decoder):
         monkeypatch.setattr(module, "CHUNK", 4)
-    assert largest_difference(Engine(packed, backend=backend).forced(IDS, 6), whole) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).forced(IDS, 6), whole) < TOLERANCE[backend]
 
 
 @every_backend
 def test_a_prompt_may_come_in_pieces(backend: str) -> None:
     packed, _ = models("mistral, sliding window")
-    engine = Engine(packed, backend=backend)
+    engine = engine_of(packed, backend)
     expected = engine.forced(IDS, len(IDS))[-1]
     engine.reset()
     engine.prefill(IDS[:7])
@@ -112,7 +113,7 @@ def test_activity_is_the_share_of_channels_that_the_policies_call_active(
 ) -> None:
     packed, stock = models(variant)
     inputs = stock_logits(stock, packed, IDS, 6)[1].inputs
-    engine = Engine(packed, backend=backend)
+    engine = engine_of(packed, backend)
     if by_step:
         engine.prefill(IDS[:6])
         for id in IDS[6:]:
@@ -129,7 +130,7 @@ def test_activity_is_the_share_of_channels_that_the_policies_call_active(
 
 @every_backend
 def test_prefill_does_not_count_as_activity(backend: str) -> None:
-    engine = Engine(models("llama")[0], backend=backend)
+    engine = engine_of(models("llama")[0], backend)
     engine.prefill(IDS)
     assert engine.activity() == {}
 
@@ -139,7 +140,7 @@ def test_the_same_steps_give_the_same_bits(backend: str) -> None:
     packed, _ = models("llama, several bands, tied Q6_K")
     runs = []
     for _ in range(2):
-        engine = Engine(packed, backend=backend)
+        engine = engine_of(packed, backend)
         engine.prefill(IDS[:3])
         runs.append(torch.stack([engine.step(id) for id in IDS[3:]]))
     assert torch.equal(*runs)
@@ -147,7 +148,7 @@ def test_the_same_steps_give_the_same_bits(backend: str) -> None:
 
 @every_backend
 def test_reset_forgets_the_text(backend: str) -> None:
-    engine = Engine(models("mistral, sliding window")[0], backend=backend)
+    engine = engine_of(models("mistral, sliding window")[0], backend)
     first = engine.prefill(IDS)
     engine.step(3)
     engine.reset()
@@ -171,7 +172,7 @@ def test_thresholds_of_zero_skip_only_zeros(backend: str) -> None:
         )
         for layer in packed.layers
     )
-    engine = Engine(dataclasses.replace(packed, layers=layers), backend=backend)
+    engine = engine_of(dataclasses.replace(packed, layers=layers), backend)
     dense = engine.forced(IDS, len(IDS))
     assert largest_difference(engine.forced(IDS, 0), dense) < TOLERANCE[backend]
     assert engine.activity()[0, "mlp_mid"] < 0.9
@@ -180,7 +181,7 @@ def test_thresholds_of_zero_skip_only_zeros(backend: str) -> None:
 
 @every_backend
 def test_a_full_context_is_an_error_and_changes_nothing(backend: str) -> None:
-    engine = Engine(models("llama")[0], context=len(IDS), backend=backend)
+    engine = engine_of(models("llama")[0], backend, context=len(IDS))
     engine.prefill(IDS)
     with pytest.raises(UserError, match=r"context of 13 tokens: 13 are in it and 1 more do not fit; .*larger context"):
         engine.step(0)
@@ -194,56 +195,56 @@ def test_a_full_context_is_an_error_and_changes_nothing(backend: str) -> None:
 @every_backend
 def test_the_last_position_of_the_context_is_usable(backend: str) -> None:
     packed, _ = models("llama")
-    small = Engine(packed, context=len(IDS), backend=backend).forced(IDS, 6)
-    assert largest_difference(small, Engine(packed, backend=backend).forced(IDS, 6)) < TOLERANCE[backend]
+    small = engine_of(packed, backend, context=len(IDS)).forced(IDS, 6)
+    assert largest_difference(small, engine_of(packed, backend).forced(IDS, 6)) < TOLERANCE[backend]
 
 
 @every_backend
 def test_the_context_is_the_models_unless_given(backend: str) -> None:
     packed, _ = models("llama")
-    assert Engine(packed, backend=backend).context == 64
+    assert engine_of(packed, backend).context == 64
     with pytest.raises(UserError, match="context 65: the model was made for 64"):
-        Engine(packed, context=65, backend=backend)
+        engine_of(packed, backend, context=65)
     with pytest.raises(UserError, match="context 0"):
-        Engine(packed, context=0, backend=backend)
+        engine_of(packed, backend, context=0)
 
 
 @every_backend
 def test_long_contexts_are_cut_to_what_a_cache_should_take(backend: str) -> None:
-    assert Engine(random_model("llama", max_position_embeddings=100_000), backend=backend).context == 4096
+    assert engine_of(random_model("llama", max_position_embeddings=100_000), backend).context == 4096
 
 
 @every_backend
 @pytest.mark.parametrize("id", [-1, 300])
 def test_an_unknown_token_is_an_error(backend: str, id: int) -> None:
     with pytest.raises(UserError, match=f"token id {id}: expected 0 to 299"):
-        Engine(models("llama")[0], backend=backend).step(id)
+        engine_of(models("llama")[0], backend).step(id)
 
 
 @every_backend
 def test_no_tokens_are_an_error(backend: str) -> None:
     with pytest.raises(UserError, match="0 tokens"):
-        Engine(models("llama")[0], backend=backend).prefill([])
+        engine_of(models("llama")[0], backend).prefill([])
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(UserError, match="backend 'tpu': unknown; expected one of reference, cpu"):
+    with pytest.raises(UserError, match="backend 'tpu': unknown; expected one of reference, cpu, cuda"):
         Engine(models("llama")[0], backend="tpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_cuda_engine_gives_the_stock_models_logits(variant: str) -> None:
+def test_the_reference_on_cuda_gives_the_stock_models_logits(variant: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     packed, stock = models(variant)
     expected, _ = stock_logits(stock, packed, IDS, 6)
-    engine = Engine(packed, device="cuda")
-    assert largest_difference(engine.forced(IDS, 6).cpu(), expected) < TOLERANCE["reference"]
+    engine = Engine(packed, device="cuda", backend="reference")
+    assert largest_difference(engine.forced(IDS, 6), expected) < TOLERANCE["reference"]
     activity = engine.activity()
     engine.reset()
     found = [engine.prefill(IDS[:6]), *(engine.step(id) for id in IDS[6:])]
-    assert largest_difference(torch.stack(found).cpu(), expected[5:]) < TOLERANCE["reference"]
+    assert largest_difference(torch.stack(found), expected[5:]) < TOLERANCE["reference"]
     assert engine.activity() == activity
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from backends import every_backend
+from backends import engine_of, every_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_models import random_model
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.detokenise import TextStream
-from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.sampling import Sampler
 
@@ -247,7 +246,7 @@ def test_a_damaged_tokenizer_is_an_error() -> None:
 @every_backend
 def test_a_real_engine_generates_the_same_text_for_the_same_seed(backend: str) -> None:
     tokenizer = TOKENIZERS["byte-level"]
-    engine = Engine(random_model("llama", vocab_size=tokenizer.get_vocab_size()), backend=backend)
+    engine = engine_of(random_model("llama", vocab_size=tokenizer.get_vocab_size()), backend)
     engine.architecture = dataclasses.replace(engine.architecture, eos=())
 
     def text(**options: float) -> str:

@@ -3,22 +3,19 @@
 `sparsepack profile` measures them once per machine (`profile.py`); what it found is kept below ~/.cache.
 """
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sparsepack.runtime import profiles
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
+from sparsepack.runtime.profiles import Shape
 
 QUAD_ROWS = 1024
 SCHEMA = 1
-Shape = tuple[int, int]
-"""Rows and columns of a zigzag matrix."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +34,13 @@ def geometry(shape: Shape, threads: int) -> Geometry:
 
 
 def profile_path(instruction_set: str, threads: int) -> Path:
-    """Where this machine's profile is kept: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = hashlib.sha256(f"{cpu_info()}|{instruction_set}|{threads}".encode()).hexdigest()[:12]
-    return base / "sparsepack" / f"cpu-{key}.json"
+    """Where this machine's profile is kept."""
+    return profiles.profile_path("cpu", cpu_info(), instruction_set, threads)
 
 
 def read_profile(path: Path) -> dict[Shape, dict[str, Any]]:
     """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
-    try:
-        content = json.loads(path.read_text())
-        rows = content["shapes"] if content["schema"] == SCHEMA else []
-        return {(int(row["rows"]), int(row["columns"])): row for row in rows if _geometry(row)}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return {}
+    return profiles.read_rows(path, SCHEMA, _geometry)
 
 
 @cache

@@ -2,34 +2,31 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsepack.errors import OutputError
-from sparsepack.files.atomic import write_json
-from sparsepack.progress import progress
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.runtime.cpu.geometry import QUAD_ROWS, SCHEMA, Geometry, Shape, profile_path, profiled, read_profile
+from sparsepack.runtime.cpu.geometry import QUAD_ROWS, SCHEMA, Geometry, profile_path, profiled, read_profile
 from sparsepack.runtime.cpu.machine import cpu_info
-
-SHAPES: tuple[Shape, ...] = (
-    *((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
-    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+from sparsepack.runtime.profiles import (
+    ACTIVE,
+    COPIES,
+    ROTATION,
+    SHAPES,
+    Shape,
+    copies_of,
+    measure_shapes,
+    random_blocks,
+    row_of,
 )
-"""What is measured where no model is given: the sites of Llamas of 1 and 8 billion parameters."""
+
+__all__ = ["SHAPES", "measure"]
 
 SPANS = (1, 2, 4, 8, 16)
 TILES = (24, 48, 64, 96)
-ROTATION = 1 << 28
-"""Bytes of copies that take turns, so that no cache serves weights."""
-COPIES = 4096
-"""At most: matrices so small that this many fit into a cache are served by one when a model runs, too."""
 CALLS = 15
 ROUNDS = 3
-ACTIVE = 0.5
-BYTES_PER_WEIGHT = 9 / 16
 
 
 def measure(shapes: Iterable[Shape], threads: int) -> dict[str, Any]:
@@ -39,19 +36,12 @@ def measure(shapes: Iterable[Shape], threads: int) -> dict[str, Any]:
     was measured before for other shapes stays. Raises `UserError` without kernels, `OutputError` where the profile
     cannot be kept.
     """
-    wanted = list(dict.fromkeys(shapes))
     name = instruction_set()
     path = profile_path(name, threads)
-    rows = read_profile(path)
-    _make_folder(path.parent)
-    with progress("profile", len(wanted)) as advance:
-        for shape in wanted:
-            rows[shape] = _best(shape, threads)
-            advance()
     head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads}
-    write_json(path, {**head, "shapes": list(rows.values())})
+    found = measure_shapes(shapes, path, head, read_profile(path), lambda shape: _best(shape, threads))
     profiled.cache_clear()
-    return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
+    return found
 
 
 def _best(shape: Shape, threads: int) -> dict[str, Any]:
@@ -59,8 +49,8 @@ def _best(shape: Shape, threads: int) -> dict[str, Any]:
     rows, columns = shape
     x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
     threshold = x.abs().flatten().quantile(1 - ACTIVE).reshape(1)
-    blocks = _random_blocks(rows, columns)
-    copies = min(max(2, -(-ROTATION // blocks.numel())), COPIES)
+    blocks = random_blocks(shape)
+    copies = copies_of(blocks, ROTATION, COPIES)
     samples: dict[Geometry, list[int]] = {}
     for span in (s for s in SPANS if s == 1 or s <= -(-rows // QUAD_ROWS)):
         operations = native().Operations(instruction_set(), threads)
@@ -71,31 +61,7 @@ def _best(shape: Shape, threads: int) -> dict[str, Any]:
                 samples.setdefault(Geometry(span, tile), []).extend(taken)
     times = {geometry: statistics.median(taken) for geometry, taken in samples.items()}
     best = min(times, key=lambda geometry: times[geometry])
-    return {
-        "rows": rows,
-        "columns": columns,
-        "span": best.span,
-        "tile": best.tile,
-        "microseconds": times[best] / 1e3,
-        "slowest_microseconds": max(times.values()) / 1e3,
-        "bytes_per_second": rows * columns * BYTES_PER_WEIGHT * ACTIVE / times[best] * 1e9,
-    }
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder where a profile can be kept"
-        ) from error
-
-
-def _random_blocks(rows: int, columns: int) -> torch.Tensor:
-    bands = -(-rows // 256)
-    blocks = torch.randint(256, (bands, columns, 144), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    blocks[..., :4] = torch.tensor([0x66, 0x1E, 0x66, 0x1E])  # fp16 d and dmin, 0.00625
-    return blocks
+    return row_of(shape, {"span": best.span, "tile": best.tile}, times.values(), times[best])
 
 
 def _times(matrices: Sequence[Any], tile: int, x: torch.Tensor, threshold: torch.Tensor, threads: int) -> list[int]:

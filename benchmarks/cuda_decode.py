@@ -1,0 +1,211 @@
+"""Decoding and prefill of Llamas of 7 and 8 billion parameters on the GPU: llama.cpp, ours dense, ours sparse.
+
+    python benchmarks/cuda_decode.py [--quick] [--layers N] [--model 8b] [--json FILE]
+
+128 tokens after a prompt of 128, batch 1, each the likeliest after the last, chosen on the GPU and read by the host:
+everything that a user waits for. Dense and sparse decoding take turns on one engine. llama.cpp's figures are anchors:
+measured in November 2026 on an H100 with random Q4_K weights of the same shapes (../shared/knowledge/gpu_anchors.md).
+Before anything is timed, a model of the same widths with two layers is compared with the reference backend.
+"""
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from cuda_synthetic import CONTEXT, LLAMA_7B, LLAMA_8B, Thresholds, find_thresholds, random_model, with_thresholds
+from cuda_timing import device_line, read_bandwidth
+from synthetic import Size, random_ids
+
+from sparsepack.bench import traffic
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.show import table
+
+SIZES = {"8b": LLAMA_8B, "7b": LLAMA_7B}
+DECODE_ANCHORS = {"8b": 283.0, "7b": 303.0}
+PREFILL_ANCHORS = {"8b": {512: 9600, 2048: 10050, 8192: 9690}, "7b": {}}
+SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
+SHOWN = 0.5
+PROMPT, NEW = 128, 128
+LIMITS = {"dense": 0.01, "sparse": 0.1}
+"""Of the logits, relative. Keys and values are bfloat16; where that moves an input across its threshold, more."""
+
+
+def check(size: Size) -> dict[str, float]:
+    """How far logits of two layers are from the reference backend's. RuntimeError where they are another model's."""
+    packed = random_model(size, layers=2)
+    packed = with_thresholds(packed, find_thresholds(packed, [SHOWN])[SHOWN])
+    ids = random_ids(size.vocabulary, 24, seed=2)
+    found = {}
+    ours, oracle = (Engine(packed, "cuda", 64, backend=name) for name in ("cuda", "reference"))
+    for mode, sparse_from in (("dense", len(ids)), ("sparse", 16)):
+        a, b = (engine.forced(ids, sparse_from).double() for engine in (ours, oracle))
+        found[f"{mode}, at once"] = _difference(a, b, mode)
+    ours.reset()
+    first = [ours.prefill(ids[:16]), *(ours.step(id) for id in ids[16:])]
+    found["sparse, steps"] = _difference(torch.stack(first).double(), b[15:], "sparse")
+    return found
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, mode: str) -> float:
+    difference = float((found - expected).norm() / expected.norm())
+    if not difference <= LIMITS[mode]:
+        raise RuntimeError(f"{mode}: logits differ by {difference:.3g}, expected {LIMITS[mode]}; not timed")
+    return difference
+
+
+def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
+    """Of a token: greedy, after a prompt."""
+    engine.dense = dense
+    engine.reset()
+    sampler = Sampler(Sampling())
+    id = sampler.choose(engine.prefill(ids[:PROMPT]))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(NEW):
+        id = engine.choose(id, sampler)
+    return (time.perf_counter() - start) / NEW
+
+
+def forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
+    """Of a token: given ones, whose logits stay on the GPU."""
+    engine.dense = dense
+    engine.reset()
+    engine.prefill(ids[:PROMPT])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for id in ids[PROMPT : PROMPT + NEW]:
+        engine.step(id)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / NEW
+
+
+def prefill_seconds(engine: Engine, ids: list[int]) -> float:
+    """Of a whole prompt."""
+    engine.reset()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    engine.prefill(ids)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[str, Any]:
+    """Dense and sparse decoding in turns."""
+    sparse = with_thresholds(packed, thresholds)
+    engine = Engine(sparse, "cuda", CONTEXT)
+    ids = random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3)
+    runs = [(kind, dense) for kind in ("chosen", "given") for dense in (True, False)]
+    samples: dict[str, list[float]] = {_name(*run): [] for run in runs}
+    activity = {}
+    for round in range(-1, rounds):
+        for kind, dense in runs:
+            taken = (decode_seconds if kind == "chosen" else forced_seconds)(engine, ids, dense)
+            activity[_name(kind, dense)] = engine.activity()
+            if round >= 0:
+                samples[_name(kind, dense)].append(taken)
+    return {
+        name: {
+            "seconds": statistics.median(taken),
+            "range": [min(taken), max(taken)],
+            "bytes": traffic.bytes_per_token(sparse, activity[name]),
+            "sparsity": traffic.realised_sparsity(sparse, activity[name]),
+        }
+        for name, taken in samples.items()
+    }
+
+
+def _name(kind: str, dense: bool) -> str:
+    return f"{'dense' if dense else 'sparse'}, {kind}"
+
+
+def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
+    """Seconds by length of the prompt."""
+    engine = Engine(packed, "cuda", CONTEXT)
+    ids = random_ids(packed.architecture.vocabulary, CONTEXT, seed=4)
+    lengths = [128, 512, 2048, 8192]
+    samples: dict[int, list[float]] = {length: [] for length in lengths}
+    for round in range(-1, rounds):
+        for length in lengths:
+            taken = prefill_seconds(engine, ids[:length])
+            if round >= 0:
+                samples[length].append(taken)
+    return {length: statistics.median(taken) for length, taken in samples.items()}
+
+
+def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) -> list[list[str]]:
+    """Three rows: llama.cpp, dense, sparse."""
+    anchor, dense = DECODE_ANCHORS[name], result[_name(kind, True)]
+    size = SIZES[name].name
+    share = f"{dense['bytes'] * anchor / bandwidth:.0%}"
+    rows = [[size, "llama.cpp (anchor)", "-", f"{anchor:.0f}", "-", "1.00", f"{dense['bytes'] / 1e9:.2f}", share]]
+    for mode in (True, False):
+        row = result[_name(kind, mode)]
+        speed = 1 / row["seconds"]
+        low, high = (1 / s for s in reversed(row["range"]))
+        rows.append(
+            [
+                size,
+                f"ours, {_name(kind, mode)}",
+                f"{row['sparsity']:.1%}",
+                f"{speed:.0f}",
+                f"{low:.0f} to {high:.0f}",
+                f"{speed / anchor:.2f}",
+                f"{row['bytes'] / 1e9:.2f}",
+                f"{row['bytes'] * speed / bandwidth:.0%}",
+            ]
+        )
+    return rows
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Two rounds, and only the sparsity of one half.")
+@click.option("--layers", type=int, help="Of the models, to try the script.")
+@click.option("--model", "names", multiple=True, type=click.Choice(list(SIZES)), help="Only these.")
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
+def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, path: Path | None) -> None:
+    """Print the tables."""
+    rounds = 2 if quick else rounds
+    bandwidth = read_bandwidth()
+    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    report: dict[str, Any] = {"device": device_line(), "bandwidth": bandwidth}
+    for name in names or SIZES:
+        size = SIZES[name]
+        differences = check(size)
+        click.echo(f"{size.name}, difference of logits from the reference backend, two layers: {differences}")
+        packed = random_model(replace(size, layers=layers or size.layers))
+        tried = (SHOWN,) if quick or name != "8b" else SPARSITIES
+        thresholds = find_thresholds(packed, tried)
+        results = {sparsity: measure(packed, thresholds[sparsity], rounds) for sparsity in tried}
+        head = ["model", "runtime", "skipped", "t/s", "range", "x", "GB/token", "of bandwidth"]
+        lines = [line for kind in ("chosen", "given") for line in decode_rows(name, kind, results[SHOWN], bandwidth)]
+        click.echo(table(head, lines))
+        if len(tried) > 1:
+            click.echo(table(["target", *head[2:]], [_break_even(s, results[s], name, bandwidth) for s in tried]))
+        prefill = measure_prefill(packed, rounds)
+        anchors = PREFILL_ANCHORS[name]
+        click.echo(
+            table(
+                ["model", "prompt", "t/s", "llama.cpp"],
+                [[size.name, n, f"{n / s:.0f}", anchors.get(n, "-")] for n, s in prefill.items()],
+            )
+        )
+        report[name] = {"check": differences, "decode": results, "prefill": prefill}
+        del packed
+    if path:
+        path.write_text(json.dumps(report, indent=1))
+
+
+def _break_even(target: float, result: dict[str, Any], name: str, bandwidth: float) -> list[str]:
+    return [f"{target:.0%}", *decode_rows(name, "given", result, bandwidth)[2][2:]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""One zigzag matrix-vector product on the GPU, its collection of active columns included, beside llama.cpp's dense one.
+
+    python benchmarks/cuda_gemv.py [--quick]
+
+Weights rotate over more than 600 MB, so that no cache serves them; launches are replayed as CUDA graphs; dense and
+sparse take turns. llama.cpp's times are anchors: its own kernel for one vector and Q4_K, measured in November 2026 on
+an H100 in the same way (../shared/knowledge/gpu_anchors.md), q, k, v and gate, up added up where ours is one matrix.
+Collecting is part of the kernel up to 8192 columns; beyond, a kernel before it counts the active columns of each 256.
+Every product is first compared with float64.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from cuda_synthetic import random_zigzag
+from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
+from torch import Tensor
+
+from sparsepack.formats import zigzag
+from sparsepack.runtime.cuda.elementwise import count_active
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
+from sparsepack.show import table
+
+ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
+    (1024, 4096): 4.28,
+    (4096, 4096): 7.95,
+    (6144, 4096): 16.5,
+    (14336, 4096): 20.9,
+    (4096, 14336): 18.2,
+    (8192, 8192): 20.4,
+    (28672, 4096): 41.8,
+    (28672, 8192): 62.6,
+    (8192, 28672): 57.5,
+}
+SUMMED = {(6144, 4096): "q, k, v", (28672, 4096): "gate, up"}
+ACTIVE = {"dense": 1.0, "50 %": 0.5}
+COMPARED = 8192  # columns up to which the product compares them itself
+BYTES = 600 << 20
+LIMIT = 1e-5
+ROUNDS = 9
+
+
+def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
+    """Seconds and errors of a shape. RuntimeError where a product is wrong."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    stored = random_zigzag(rows, columns, 1.0, generator)
+    copies = min(128, max(4, -(-BYTES // stored.blocks.nbytes)))
+    matrices = [load_zigzag(random_zigzag(rows, columns, 1.0, generator)) for _ in range(copies - 1)]
+    matrices.append(load_zigzag(stored))
+    x = torch.randn(copies, columns, device="cuda", generator=generator)
+    threshold = x.abs().flatten().kthvalue(x.numel() // 2).values.reshape(1)
+    y = torch.full((copies, rows), float("nan"), device="cuda")
+    counts = torch.empty(copies, -(-columns // 256), dtype=torch.int32, device="cuda")
+
+    def run(share: float) -> Callable[[int], None]:
+        def product(i: int) -> None:
+            if share == 1:
+                gemv(matrices[i], Input(x[i]), y[i])
+            elif columns <= COMPARED:
+                gemv(matrices[i], Input(x[i], threshold=threshold), y[i])
+            else:
+                count_active(x[i], threshold, None, counts[i])
+                gemv(matrices[i], Input(x[i], threshold=threshold, counts=counts[i]), y[i])
+
+        return product
+
+    errors = {}
+    for name, share in ACTIVE.items():
+        run(share)(copies - 1)
+        errors[name] = _error(y[-1], stored, x[-1] if share == 1 else torch.where(x[-1].abs() > threshold, x[-1], 0))
+        if not errors[name] <= LIMIT:
+            raise RuntimeError(f"{rows} x {columns}, {name}: wrong by {errors[name]:.3g}, expected {LIMIT}; not timed")
+    seconds = interleaved({name: graph_seconds(run(share), copies) for name, share in ACTIVE.items()}, rounds)
+    realised = float((x.abs() > threshold).float().mean())
+    return {
+        "rows": rows,
+        "columns": columns,
+        "nbytes": stored.blocks.nbytes,
+        "active": {"dense": 1.0, "50 %": realised},
+        "seconds": seconds,
+        "errors": errors,
+        "geometry": _geometry(matrices[0]),
+    }
+
+
+def _error(found: Tensor, stored: Any, x: Tensor) -> float:
+    pieces = zigzag.unpack(stored.blocks, stored.rows).split(4096)
+    expected = torch.cat([piece.double() @ x.double() for piece in pieces])
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def _geometry(matrix: ZigzagMatrix) -> str:
+    g = matrix.geometry
+    return f"{g.group} x {g.warps}, {g.stages}, {g.splits}"
+
+
+def rows_of(result: dict[str, Any], bandwidth: float) -> list[list[str]]:
+    """A line per share of active columns."""
+    shape = (result["rows"], result["columns"])
+    name = f"{shape[0]} x {shape[1]}" + (f" ({SUMMED[shape]})" if shape in SUMMED else "")
+    anchor = ANCHORS[shape]
+    lines = []
+    for share, seconds in result["seconds"].items():
+        needed = result["nbytes"] * result["active"][share]
+        lines.append(
+            [
+                name,
+                share,
+                f"{seconds * 1e6:.1f}",
+                f"{anchor:.1f}",
+                f"{anchor / seconds / 1e6:.2f}",
+                f"{needed / 2**20:.1f}",
+                f"{needed / seconds / 1e9:.0f}",
+                f"{needed / seconds / bandwidth:.0%}",
+                f"{result['errors'][share]:.0e}",
+                result["geometry"],
+            ]
+        )
+    return lines
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="One round.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
+def main(quick: bool, path: Path | None) -> None:
+    """Print the table."""
+    bandwidth = read_bandwidth()
+    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    results = [measure(*shape, 1 if quick else ROUNDS) for shape in ANCHORS]
+    head = ["shape", "active", "us", "llama.cpp", "x", "MiB", "GB/s", "of bandwidth", "error", "geometry"]
+    click.echo(table(head, [line for result in results for line in rows_of(result, bandwidth)]))
+    click.echo("us: collection included; x: llama.cpp's dense time over ours; geometry: group x warps, stages, splits")
+    if path:
+        path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "shapes": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Compile the CUDA C++ of `kernels/` through cuda.core (NVRTC), once per source and architecture."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import OutputError, UserError
+from sparsepack.files.atomic import write_bytes
+
+FOLDER = files("sparsepack.runtime.cuda") / "kernels"
+OLDEST = 80
+"""Compute capability times ten."""
+
+
+def cubin(name: str, arch: int, defines: Sequence[str] = ()) -> bytes:
+    """The machine code of `kernels/NAME.cu`, from the disk where an earlier run left it.
+
+    arch    -- compute capability times ten, 80 or more
+    defines -- macros, `NAME=VALUE`
+
+    Raises `UserError` where cuda.core or NVRTC is missing, or for an older GPU.
+    """
+    check_architecture(arch)
+    options = {"arch": f"sm_{arch}", "defines": tuple(defines), "nvrtc": nvrtc_version()}
+    sources = {file: text for file, text in _sources().items() if file == f"{name}.cu" or file.endswith(".cuh")}
+    key = hashlib.sha256(repr((name, sorted(sources.items()), sorted(options.items()))).encode()).hexdigest()[:24]
+    path = cache_folder() / f"{name}-sm_{arch}-{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    code = _compiled(name, sources, arch, defines)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, code)
+    except (OSError, OutputError):
+        pass  # the next run compiles again
+    return code
+
+
+def check_architecture(arch: int) -> None:
+    """Raises `UserError` for a GPU older than the kernels: `arch` is its compute capability times ten."""
+    if arch < OLDEST:
+        raise UserError(
+            f"a GPU of compute capability {arch / 10}: the cuda backend needs {OLDEST / 10} (Ampere) or later; "
+            "use --device cpu"
+        )
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: below $XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsepack" / "cuda"
+
+
+@cache
+def _sources() -> dict[str, str]:
+    return {entry.name: entry.read_text() for entry in FOLDER.iterdir() if entry.name.endswith((".cu", ".cuh"))}
+
+
+def _compiled(name: str, sources: dict[str, str], arch: int, defines: Sequence[str]) -> bytes:
+    core = cuda_core()
+    options = core.ProgramOptions(
+        std="c++17",
+        arch=f"sm_{arch}",
+        define_macro=[tuple(define.split("=", 1)) for define in defines] or None,
+        include_path=str(FOLDER),
+        use_fast_math=False,
+    )
+    return bytes(core.Program(sources[f"{name}.cu"], "c++", options).compile("cubin").code)
+
+
+def cuda_core() -> Any:
+    """The module cuda.core. Raises `UserError` where it is missing."""
+    try:
+        import cuda.core
+    except ImportError as error:
+        raise UserError(
+            f"the cuda backend needs cuda.core ({error}); install it with: pip install 'sparsepack[cuda]'"
+        ) from error
+    return cuda.core
+
+
+@cache
+def nvrtc_version() -> str:
+    """Of the run-time compiler that compiles: "13.0". Raises `UserError` where it is missing."""
+    cuda_core()
+    from cuda.bindings import nvrtc
+
+    try:
+        error, major, minor = nvrtc.nvrtcVersion()
+    except Exception as missing:  # cuda.pathfinder's error where the library is not found
+        raise UserError(
+            "the cuda backend needs NVRTC, CUDA's run-time compiler, 12.8 or later; "
+            "install it with: pip install 'sparsepack[cuda]'"
+        ) from missing
+    if int(error):
+        raise UserError(f"NVRTC does not say its version (error {int(error)}); reinstall nvidia-cuda-nvrtc")
+    return f"{major}.{minor}"

@@ -1,0 +1,69 @@
+"""How a product with a zigzag matrix is laid over the GPU: the parameters that `kernels/zigzag_gemv.cu` leaves open.
+
+`sparsepack profile --device cuda` measures them once per kind of GPU (`profile.py`); what it found is kept below
+~/.cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.runtime import profiles
+from sparsepack.runtime.profiles import Shape
+
+SCHEMA = 1
+PRODUCERS = 4
+"""Warps of a block that bring columns."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """group  -- bands of 256 rows that lie together, column by column: 1, 2, 4 or 8
+    warps  -- of a block that multiply; a multiple of `group`
+    stages -- of 16 columns that a block has on their way at once
+    splits -- blocks that share the columns of a group
+    """
+
+    group: int = 1
+    warps: int = 8
+    stages: int = 16
+    splits: int = 8
+
+    def __post_init__(self) -> None:
+        sets, rest = divmod(self.warps, self.group)
+        if rest or self.stages % sets or self.stages % PRODUCERS:
+            raise ValueError(f"{self}: warps must be a multiple of group, stages of warps / group and of {PRODUCERS}")
+
+
+def geometry(shape: Shape, device: torch.device, gate: bool = False) -> Geometry | None:
+    """What was measured to suit a matrix on this kind of GPU; None where nothing was, or nothing that serves a gate."""
+    found = profiled(torch.cuda.get_device_name(device)).get(shape)
+    return None if found is None or (gate and found.group % 2) else found
+
+
+def profile_path(gpu: str) -> Path:
+    """Where the profile of a kind of GPU is kept, by its name."""
+    return profiles.profile_path("cuda", gpu)
+
+
+def read_profile(path: Path) -> dict[Shape, dict[str, Any]]:
+    """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
+    return profiles.read_rows(path, SCHEMA, geometry_of)
+
+
+@cache
+def profiled(gpu: str) -> Mapping[Shape, Geometry]:
+    """The geometries measured on a kind of GPU; empty where `sparsepack profile` never ran there."""
+    return {shape: geometry_of(row) for shape, row in read_profile(profile_path(gpu)).items()}
+
+
+def geometry_of(row: Mapping[str, Any]) -> Geometry:
+    """A geometry from a row of a profile. Raises `ValueError`, `KeyError` or `TypeError` where it is impossible."""
+    values = {field.name: int(row[field.name]) for field in fields(Geometry)}
+    if not all(1 <= value <= 64 for value in values.values()):
+        raise ValueError(f"{values}: expected 1 to 64")
+    return Geometry(**values)

@@ -1,0 +1,146 @@
+"""Compiled kernels as Python values, and how they are launched: one after the other, each beginning early."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cuda.compiler import cubin
+
+Argument = Tensor | int | float | None
+"""A tensor or None is passed as a pointer, an int as a 32-bit integer, a float as a 32-bit float."""
+
+MOST_CLUSTER = 16
+STATIC_SHARED = 48 << 10
+"""Bytes of shared memory that a block gets without asking."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel loaded on a device.
+
+    arch    -- the device's compute capability times ten
+    allowed -- what it was allowed beyond the defaults, by name
+    """
+
+    function: Any
+    arch: int
+    name: str
+    allowed: dict[str, int] = field(default_factory=dict)
+
+
+@cache
+def kernel(file: str, name: str, defines: tuple[str, ...] = (), device: int = 0) -> Kernel:
+    """Kernel `name` of `kernels/FILE.cu`, compiled with macros for a device and loaded there.
+
+    Raises `UserError` where it cannot be compiled for want of something on this machine.
+    """
+    from cuda.bindings import driver
+
+    arch = architecture(device)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes torch's context current
+        module = _checked(driver.cuModuleLoadData(cubin(file, arch, defines)))
+        function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    return Kernel(function, arch, name)
+
+
+def architecture(device: int) -> int:
+    """Compute capability times ten."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def launch(
+    kernel: Kernel,
+    grid: Sequence[int],
+    threads: int,
+    *arguments: Argument,
+    shared: int = 0,
+    cluster: int = 1,
+) -> None:
+    """Put a kernel on torch's current stream. It may begin before the one ahead has ended (`common.cuh`).
+
+    grid    -- blocks, up to three numbers
+    shared  -- bytes of dynamic shared memory
+    cluster -- how many blocks, neighbours in the grid's first dimension, form a cluster; needs sm_90
+    """
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    _allow(kernel, shared, cluster)
+    config.attrs = _attributes(kernel.arch, cluster)
+    config.numAttrs = len(config.attrs)
+    values, types = zip(*(_argument(a) for a in arguments), strict=True)
+    _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
+
+
+def clusters_at_once(kernel: Kernel, cluster: int, threads: int, shared: int) -> int:
+    """How many clusters of so many blocks the GPU runs at once; 0 before sm_90."""
+    from cuda.bindings import driver
+
+    if kernel.arch < 90 or cluster > MOST_CLUSTER:
+        return 0
+    _allow(kernel, shared, cluster)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.attrs = _attributes(kernel.arch, cluster)[1:]
+    config.numAttrs = len(config.attrs)
+    return int(_checked(driver.cuOccupancyMaxActiveClusters(kernel.function, config), kernel.name))
+
+
+def _argument(value: Argument) -> tuple[Any, Any]:
+    if value is None:
+        return 0, ctypes.c_void_p
+    if isinstance(value, Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    return value, ctypes.c_int if isinstance(value, int) else ctypes.c_float
+
+
+def _attributes(arch: int, cluster: int) -> list[Any]:
+    from cuda.bindings import driver
+
+    if arch < 90:
+        return []
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    if cluster == 1:
+        return [early]
+    together = driver.CUlaunchAttribute()
+    together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = together.value.clusterDim
+    dimension.x, dimension.y, dimension.z = cluster, 1, 1
+    return [early, together]
+
+
+def _allow(kernel: Kernel, shared: int, cluster: int) -> None:
+    """Ask for what exceeds the defaults of a kernel, and what it was allowed before."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute
+    if shared > kernel.allowed.get("shared", STATIC_SHARED):
+        what = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
+        kernel.allowed["shared"] = shared
+    if cluster > kernel.allowed.get("cluster", 8):
+        what = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        _checked(driver.cuFuncSetAttribute(kernel.function, what, 1), kernel.name)
+        kernel.allowed["cluster"] = cluster
+
+
+def _checked(result: tuple[Any, ...], name: str = "") -> Any:
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"CUDA: {error.name}{f' in {name}' if name else ''}")
+    return values[0] if values else None

@@ -1,0 +1,332 @@
+// Which columns are active, and how each block of a product finds its part of them (SpQt, section 4.2.3).
+//
+// A product has a grid of (SPLITS, groups) blocks: SPLITS of them share the columns of the same rows. The active columns,
+// in ascending order, are counted in units of 16, and the units divided evenly among the SPLITS, whatever columns they
+// are. A block leaves the columns of its units in shared memory, with their input values; the last unit is filled up by
+// some column with value 0. Each block finds them itself: the input is a few kilobytes in the L2 cache, and a kernel that
+// only made a list would take as long as a whole small product.
+
+#pragma once
+
+#include "common.cuh"
+
+static constexpr int CHUNK = 256;    // columns that are counted together
+static constexpr int COLUMNS = 16;   // columns that are multiplied together
+
+// What a site does with its input, float32 [columns].
+struct Site {
+    const float* x;
+    int columns;
+    const float* norm;       // RMSNorm's weight [columns], or null: the input as it is
+    float eps;
+    const float* threshold;  // [1] or [columns], or null: every column is active
+    int per_channel;
+    const float* offset;     // [columns] or null
+};
+
+// A block's part of the active columns. Entry i is column index[i]; input b has value[b * stride + i] there.
+struct Part {
+    u32* index;
+    float* value;
+    int stride;  // at least units * 16
+    int count;   // active columns in all
+    int first;   // entry of the list with which the part begins
+    int units;
+
+    __device__ __forceinline__ void divide(int active) {
+        count = active;
+        const int all = (active + COLUMNS - 1) / COLUMNS, split = blockIdx.x, splits = gridDim.x;
+        first = all * split / splits;
+        units = all * (split + 1) / splits - first;
+        first *= COLUMNS;
+    }
+
+    // Does it have any of these entries of the list?
+    __device__ __forceinline__ bool has(int begin, int end) const {
+        return begin < end && end > first && begin < first + units * COLUMNS;
+    }
+
+    __device__ __forceinline__ void put(int entry, int k, float v, int b = 0) const {
+        const int i = entry - first;
+        if (i >= 0 && i < units * COLUMNS) {
+            index[i] = k;
+            value[b * stride + i] = v;
+        }
+    }
+
+    // Up to a whole unit.
+    __device__ __forceinline__ void fill_up(int inputs = 1) const {
+        if (threadIdx.x >= COLUMNS) return;
+        for (int b = 0; b < inputs; ++b) put(count + threadIdx.x, 0, 0, b);
+    }
+};
+
+// Before a lane's own: how many of the lanes' bits are set.
+__device__ __forceinline__ int before(u32 mask) { return __popc(mask & ((1u << (threadIdx.x % 32)) - 1)); }
+
+// Four neighbouring inputs, 0 beyond the last.
+template <bool FRESH> __device__ __forceinline__ float4 four(const float* x, int k, int columns, bool aligned) {
+    if (aligned) {
+        if (k >= columns) return make_float4(0, 0, 0, 0);
+        return FRESH ? __ldcg((const float4*)(x + k)) : __ldg((const float4*)(x + k));
+    }
+    float v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = k + j < columns ? (FRESH ? __ldcg(x + k + j) : __ldg(x + k + j)) : 0;
+    return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// The whole input in the registers of a block: round r of a thread has columns 4 (r THREADS + thread) ..+ 3.
+template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
+    static constexpr int THREADS = BLOCK_WARPS * 32;
+    static constexpr int GROUPS = BLOCK_ROUNDS * BLOCK_WARPS;  // of 128 neighbouring columns
+    static constexpr int EACH = (GROUPS + 31) / 32;
+
+    float4 norm[BLOCK_ROUNDS], v[BLOCK_ROUNDS];
+
+    __device__ __forceinline__ static int column(int r) { return 4 * (r * THREADS + threadIdx.x); }
+
+    // What may be loaded before the input is there.
+    __device__ __forceinline__ void prepare(const Site& site) {
+        if (site.norm) {
+            const bool aligned = ((u64)site.norm | site.columns * 4) % 16 == 0;
+#pragma unroll
+            for (int r = 0; r < BLOCK_ROUNDS; ++r) norm[r] = four<false>(site.norm, column(r), site.columns, aligned);
+        }
+        for (int k = threadIdx.x * 32; k < site.columns; k += THREADS * 32) {
+            if (site.offset) prefetch(site.offset + k);
+            if (site.threshold && site.per_channel) prefetch(site.threshold + k);
+        }
+    }
+
+    // sums: a float of shared memory for each warp.
+    __device__ __forceinline__ void load(const Site& site, float* sums) {
+        const bool aligned = ((u64)site.x | site.columns * 4) % 16 == 0;
+#pragma unroll
+        for (int r = 0; r < BLOCK_ROUNDS; ++r) v[r] = four<true>(site.x, column(r), site.columns, aligned);
+        if (site.norm) {
+            float sum = 0;
+#pragma unroll
+            for (int r = 0; r < BLOCK_ROUNDS; ++r) sum += v[r].x * v[r].x + v[r].y * v[r].y + v[r].z * v[r].z + v[r].w * v[r].w;
+            sum = warp_sum(sum);
+            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+            sync_first<THREADS>();
+            sum = 0;
+#pragma unroll
+            for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w];
+            const float scale = rsqrtf(sum / site.columns + site.eps);
+#pragma unroll
+            for (int r = 0; r < BLOCK_ROUNDS; ++r) {
+                v[r].x *= scale * norm[r].x;
+                v[r].y *= scale * norm[r].y;
+                v[r].z *= scale * norm[r].z;
+                v[r].w *= scale * norm[r].w;
+            }
+        }
+        if (site.offset) {
+            const bool aligned = ((u64)site.offset | site.columns * 4) % 16 == 0;
+#pragma unroll
+            for (int r = 0; r < BLOCK_ROUNDS; ++r) {
+                const float4 o = four<false>(site.offset, column(r), site.columns, aligned);
+                v[r].x -= o.x;
+                v[r].y -= o.y;
+                v[r].z -= o.z;
+                v[r].w -= o.w;
+            }
+        }
+    }
+
+    __device__ __forceinline__ float at(int r, int j) const {
+        return j == 0 ? v[r].x : j == 1 ? v[r].y : j == 2 ? v[r].z : v[r].w;
+    }
+
+    // The largest magnitude of a thread's inputs.
+    __device__ __forceinline__ float peak() const {
+        float largest = 0;
+#pragma unroll
+        for (int r = 0; r < BLOCK_ROUNDS; ++r)
+            largest = fmaxf(fmaxf(fmaxf(largest, fabsf(v[r].x)), fmaxf(fabsf(v[r].y), fabsf(v[r].z))), fabsf(v[r].w));
+        return largest;
+    }
+
+    // Every column.
+    __device__ __forceinline__ void all(const Site& site, const Part& part) const {
+#pragma unroll
+        for (int r = 0; r < BLOCK_ROUNDS; ++r) {
+            const int begin = column(r) & ~127;
+            if (!part.has(begin, begin + 128)) continue;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (column(r) + j < site.columns) part.put(column(r) + j, column(r) + j, at(r, j));
+            }
+        }
+    }
+
+    // The active ones. limit: the threshold of all columns, where they share one; found: an integer of shared memory for each group.
+    __device__ __forceinline__ void active(const Site& site, float limit, Part& part, int* found) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        u32 masks[BLOCK_ROUNDS][4];
+#pragma unroll
+        for (int r = 0; r < BLOCK_ROUNDS; ++r) {
+            int sum = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int k = column(r) + j;
+                const bool is = k < site.columns && fabsf(at(r, j)) > (site.per_channel ? site.threshold[k] : limit);
+                masks[r][j] = __ballot_sync(ALL_LANES, is);
+                sum += __popc(masks[r][j]);
+            }
+            if (lane == 0) found[r * BLOCK_WARPS + warp] = sum;
+        }
+        sync_first<THREADS>();
+
+        // Every warp adds up the groups' counts: a lane has EACH of them.
+        int own[EACH], sum = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            own[i] = lane * EACH + i < GROUPS ? found[lane * EACH + i] : 0;
+            sum += own[i];
+        }
+        const int lane_sum = sum;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(ALL_LANES, sum, step);
+            if (lane >= step) sum += left;
+        }
+        part.divide(__shfl_sync(ALL_LANES, sum, 31));
+        int start = sum - lane_sum;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int next = start + own[i];
+            own[i] = start;
+            start = next;
+        }
+#pragma unroll
+        for (int r = 0; r < BLOCK_ROUNDS; ++r) {
+            const int group = r * BLOCK_WARPS + warp;
+            int i = 0, size = 0;
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const int s = __shfl_sync(ALL_LANES, own[e], group / EACH);
+                if (group % EACH == e) i = s;
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) size += __popc(masks[r][j]);
+            if (!part.has(i, i + size)) continue;
+            i += before(masks[r][0]) + before(masks[r][1]) + before(masks[r][2]) + before(masks[r][3]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (masks[r][j] >> lane & 1) part.put(i++, column(r) + j, at(r, j));
+            }
+        }
+    }
+};
+
+// The active columns of inputs [INPUTS][columns] whose chunks of 256 the kernel before has counted: only the chunks that
+// matter are read. A column is active where it is in any of the inputs.
+// Returns the largest magnitude that the thread has seen, as the next ones do.
+template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float counted(
+    const Site& site, float limit, const int* counts, Part& part) {
+    static constexpr int EACH = 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int chunks = (site.columns + CHUNK - 1) / CHUNK;
+    // Every warp adds up all counts, 128 at a time, and remembers where its own chunks begin.
+    int total = 0;
+    for (int from = 0; from < chunks; from += 32 * EACH) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int c = from + i * 32 + lane;
+            if (c < chunks) total += fresh(counts + c);
+        }
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+    part.divide(total);
+    const bool aligned = ((u64)site.x | site.columns * 4) % 16 == 0;
+    int start = 0, mine = 0;
+    float peak = 0;
+    for (int from = 0; from < chunks; from += 32) {
+        const int own = from + lane < chunks ? fresh(counts + from + lane) : 0;
+        int sum = own;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(ALL_LANES, sum, step);
+            if (lane >= step) sum += left;
+        }
+        const int begin = start + sum - own, end = start + sum;
+        u32 touched = __ballot_sync(ALL_LANES, part.has(begin, end));
+        start += __shfl_sync(ALL_LANES, sum, 31);
+        for (; touched; touched &= touched - 1, ++mine) {
+            if (mine % BLOCK_WARPS != warp) continue;
+            const int c = __ffs(touched) - 1;
+            int at = __shfl_sync(ALL_LANES, begin, c);
+#pragma unroll
+            for (int r = 0; r < CHUNK / 128; ++r) {
+                const int k = (from + c) * CHUNK + r * 128 + 4 * lane;
+                float w[INPUTS][4];
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) {
+                    const float4 v = four<true>(site.x + (u64)b * site.columns, k, site.columns, aligned);
+                    w[b][0] = v.x, w[b][1] = v.y, w[b][2] = v.z, w[b][3] = v.w;
+                }
+                u32 masks[4];
+                int sum = 0, i = at;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    bool is = false;
+                    if (k + j < site.columns) {
+                        const float least = site.per_channel ? site.threshold[k + j] : limit;
+#pragma unroll
+                        for (int b = 0; b < INPUTS; ++b) {
+                            if (site.offset) w[b][j] -= site.offset[k + j];
+                            peak = fmaxf(peak, fabsf(w[b][j]));
+                            is |= fabsf(w[b][j]) > least;
+                        }
+                    }
+                    masks[j] = __ballot_sync(ALL_LANES, is);
+                    i += before(masks[j]);
+                    sum += __popc(masks[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if (!(masks[j] >> lane & 1)) continue;
+#pragma unroll
+                    for (int b = 0; b < INPUTS; ++b) part.put(i, k + j, w[b][j], b);
+                    ++i;
+                }
+                at += sum;
+            }
+        }
+    }
+    return peak;
+}
+
+// A list that is there already.
+template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
+    const Site& site, const int* indices, const int* count, Part& part) {
+    part.divide(fresh(count));
+    float peak = 0;
+    for (int i = threadIdx.x; i < part.units * COLUMNS && part.first + i < part.count; i += BLOCK_WARPS * 32) {
+        const int k = fresh(indices + part.first + i);
+        const float v = fresh(site.x + k);
+        part.index[i] = k;
+        part.value[i] = v;
+        peak = fmaxf(peak, fabsf(v));
+    }
+    return peak;
+}
+
+// Every column of inputs [INPUTS][columns] that are taken as they are.
+template <int BLOCK_WARPS, int INPUTS = 1>
+__device__ __forceinline__ float every(const Site& site, const Part& part) {
+    float peak = 0;
+    for (int i = threadIdx.x; i < part.units * COLUMNS && part.first + i < part.count; i += BLOCK_WARPS * 32) {
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) {
+            const float v = fresh(site.x + (u64)b * site.columns + part.first + i);
+            part.value[b * part.stride + i] = v;
+            peak = fmaxf(peak, fabsf(v));
+        }
+    }
+    return peak;
+}

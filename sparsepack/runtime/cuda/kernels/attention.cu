@@ -1,0 +1,728 @@
+// Attention of one decoding step: softmax(q k^T / sqrt(HEAD_DIM)) v for one new position of each sequence.
+//
+//     qkv        float32 [B, heads + 2 kv_heads, HEAD_DIM]      q, then k, then v of the new position
+//     keys       Stored  [B, kv_heads, context, HEAD_DIM]       and values; row positions[b] is written here
+//     cos, sin   float32 [context, HEAD_DIM / 2]
+//     out        float32 [B, heads, HEAD_DIM]
+//
+// Grid: (splits, kv_heads, B), clusters of `splits` blocks from sm_90 on. A row of blocks computes the GROUP heads that
+// share a key head, and divides the positions before the new one; the last block takes the new one, too, as its row 0.
+// Every block prepares the queries for itself. The warps of a block take BATCH rows in turn:
+//
+//     split 0                                      split 1       ...      last split
+//     | warp 0 | warp 1 | ... | warp 0 | ... |     | ...   |              | new position | ... |
+//       BATCH rows of keys and of values
+//
+// Rows travel to the warp's own ring in shared memory, STAGES - 1 batches ahead. Of keys, lane (row, chunk) takes the
+// same 16 bytes of each row, LANES lanes a row, and the lanes of a row fold their sums so that each ends up with other
+// (position, head) pairs. Those become weights, which meet in shared memory; of values, each lane then takes the same
+// channels of all rows, so that its sums need no other lane's.
+//
+// Sums over a warp's rows, the warps of a block, the blocks: each in order, so that the same bits come every run. From
+// sm_90 on each block combines a slice of the result, which the others of the cluster send to its shared memory.
+// Before, the blocks meet in `partials`, and the last one to come combines everything.
+//
+// The position is read before the kernel may begin, as a guess: where the previous kernels are still writing it, it is
+// one step old. Rows are fetched by the guess, and fetched again if it was wrong.
+//
+// Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; KV stored type: 1 bfloat16, 2 float16, 3 float32;
+//         WARPS, STAGES; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin;
+//         CLUSTERS 0: as before sm_90
+
+#include "common.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef GROUP
+#define GROUP 4
+#endif
+#ifndef KV
+#define KV 1
+#endif
+#ifndef WARPS
+#define WARPS 8
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef AHEAD
+#define AHEAD 1
+#endif
+#ifndef CLUSTERS
+#define CLUSTERS 1
+#endif
+#if __CUDA_ARCH__ < 900
+#undef CLUSTERS
+#define CLUSTERS 0
+#undef AHEAD
+#define AHEAD 0
+#endif
+
+#if KV == 3
+typedef float Stored;
+#else
+typedef u16 Stored;
+#endif
+
+static constexpr int THREADS = WARPS * 32;
+static constexpr int MOST_SPLITS = 16;
+static constexpr int HALF = HEAD_DIM / 2;
+static constexpr int PAIRS = GROUP * HALF;  // of output channels
+
+static constexpr int CHUNK = 16 / sizeof(Stored);  // channels of a lane's 16 bytes
+static constexpr int CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK;
+__device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
+static constexpr int LANES = CHUNKS > 32 ? 32 : power_of_two_from(CHUNKS);  // of a row of keys
+static constexpr int LANE_CHUNKS = (CHUNKS + LANES - 1) / LANES;
+static constexpr int WIDTH = LANES * LANE_CHUNKS * CHUNK;  // channels of a row in the ring, the last ones zero
+static constexpr int ROW_BYTES = WIDTH * sizeof(Stored);
+static constexpr bool ALIGNED = HEAD_DIM * sizeof(Stored) % 16 == 0;
+
+static constexpr int ABREAST = 32 / LANES;  // rows at a time
+static constexpr int DEEP = 2;              // of them one after the other
+static constexpr int BATCH = ABREAST * DEEP;
+static constexpr int TURN = WARPS * BATCH;  // rows from a warp's batch to its next
+static constexpr int KEY_BYTES = BATCH * ROW_BYTES;
+static constexpr int STAGE_BYTES = 2 * KEY_BYTES;
+static constexpr int SUM_BYTES = (GROUP * HEAD_DIM * 4 + 15) / 16 * 16;  // what becomes of the ring
+static constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
+
+// Channels of values: UNIT at a time, unit u in lane u % 32.
+static constexpr int UNIT = HEAD_DIM % 128 == 0 ? 4 : 2;
+static constexpr int UNITS = HEAD_DIM / UNIT;
+static constexpr int LANE_UNITS = (UNITS + 31) / 32;
+static constexpr int STEP = BATCH < 4 ? BATCH : 4;  // rows of values at a time
+
+// Scores of a lane: position d of DEEP and head g are number d * GROUP + g. Folding leaves SLOTS of them. The heads of
+// a position are spread over OWN lanes: lanes that differ in other bits hold other positions.
+__device__ constexpr int folded(int count, int lanes) {
+    return lanes == 1 ? count : folded((count + 1) / 2, lanes / 2);
+}
+static constexpr int SCORES = DEEP * GROUP;
+static constexpr int SLOTS = folded(SCORES, LANES);
+static constexpr int OWN = LANES > DEEP ? LANES / DEEP : 1;
+static constexpr bool DEEP_IN_LANE = LANES < DEEP;
+
+// Queries stay in registers where there is room.
+static constexpr bool HELD = GROUP * LANE_CHUNKS * CHUNK <= 64;
+static constexpr int TASKS = (GROUP + 2 + WARPS - 1) / WARPS;  // of a warp, see below
+static constexpr int LANE_PAIRS = (HALF + 31) / 32;
+
+// Shared memory, in floats behind the rings.
+static constexpr int QUERY_FLOATS = GROUP * WIDTH;
+static constexpr int WEIGHT_FLOATS = GROUP * BATCH;
+static constexpr int SCRATCH_FLOATS = 2 * WEIGHT_FLOATS + (GROUP + 3) / 4 * 4;  // of a warp
+
+// Scores are in units of log2, so that weights are powers of two. Before any, the largest is finite: a weight against
+// it is zero, never NaN. Sums are scaled anew only when the largest score has grown by SLACK.
+static constexpr float LOG2_E = 1.4426950408889634f;
+static constexpr float NO_SCORE = -1e30f;
+static constexpr float SLACK = 8;
+
+// What a weighted sum is relative to (the largest score when it was last scaled), and the sum of the weights.
+struct __align__(8) Peak {
+    float score, weight;
+};
+struct __align__(8) Pair {
+    float first, second;
+};
+
+// Division by a number known early, for dividends below 2^28.
+struct Divisor {
+    int by;
+    u32 magic;
+    __device__ __forceinline__ explicit Divisor(int n) : by(n), magic(0xffffffffu / n + 1) {}
+    __device__ __forceinline__ int into(int x) const { return by == 1 ? x : (int)__umulhi(x, magic); }
+};
+
+// A block's share of the positions before the new one: first, first + 1, ..
+struct Share {
+    int first, count;
+    __device__ __forceinline__ Share(int position, int window, const Divisor& splits, int split) {
+        const int oldest = window ? max(0, position + 1 - window) : 0;
+        const int old = position - oldest;
+        const int each = splits.into(old + splits.by - 1);
+        const int begin = min(split * each, old);
+        first = oldest + begin;
+        count = min(each, old - begin);
+    }
+};
+
+__device__ __forceinline__ Stored to_stored(float x) {
+#if KV == 1
+    return float_to_bfloat(x);
+#elif KV == 2
+    return float_to_half(x);
+#else
+    return x;
+#endif
+}
+
+__device__ __forceinline__ void widen(u32 word, float* x) {
+#if KV == 1
+    x[0] = bfloat_to_float((u16)word);
+    x[1] = __uint_as_float(word & 0xffff0000);
+#else
+    x[0] = half_to_float((u16)word);
+    x[1] = half_to_float((u16)(word >> 16));
+#endif
+}
+
+// 2^x, to 2^-22 of it; zero below 2^-126.
+__device__ __forceinline__ float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Stored channels as floats; `at` is aligned to all of them.
+template <int CHANNELS> __device__ __forceinline__ void load_stored(const u8* at, float* x) {
+#if KV == 3
+    if (CHANNELS == 4) {
+        const float4 v = *(const float4*)at;
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+        const float2 v = *(const float2*)at;
+        x[0] = v.x, x[1] = v.y;
+    }
+#else
+    if (CHANNELS == 8) {
+        const uint4 v = *(const uint4*)at;
+        widen(v.x, x), widen(v.y, x + 2), widen(v.z, x + 4), widen(v.w, x + 6);
+    } else if (CHANNELS == 4) {
+        const uint2 v = *(const uint2*)at;
+        widen(v.x, x), widen(v.y, x + 2);
+    } else {
+        widen(*(const u32*)at, x);
+    }
+#endif
+}
+
+// COUNT sums in each of a row's lanes become totals, about COUNT / LANES of them in each lane: with every step, lanes
+// exchange half of what they have, and keep the half that their bit says. An odd one is added up in both.
+template <int COUNT, int STEP_LANES> __device__ __forceinline__ void fold(float* sums, int lane) {
+    if constexpr (STEP_LANES > 0) {
+        constexpr int KEPT = (COUNT + 1) / 2;
+        const bool upper = lane & STEP_LANES;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) {
+            const float sent = upper ? sums[i] : sums[i + KEPT];
+            sums[i] = (upper ? sums[i + KEPT] : sums[i]) + __shfl_xor_sync(ALL_LANES, sent, STEP_LANES);
+        }
+        if (COUNT % 2) sums[KEPT - 1] += __shfl_xor_sync(ALL_LANES, sums[KEPT - 1], STEP_LANES);
+        fold<KEPT, STEP_LANES / 2>(sums, lane);
+    }
+}
+
+// Which of the COUNT sums a lane has in a slot after folding.
+template <int COUNT, int STEP_LANES> __device__ __forceinline__ int number_of(int slot, int lane) {
+    if constexpr (STEP_LANES > 0) {
+        constexpr int KEPT = (COUNT + 1) / 2;
+        const int i = number_of<KEPT, STEP_LANES / 2>(slot, lane);
+        return (lane & STEP_LANES) && i + KEPT < COUNT ? i + KEPT : i;
+    } else {
+        return slot;
+    }
+}
+
+// Maximum or sum over the positions of a batch, of each head.
+template <typename Operation> __device__ __forceinline__ void over_positions(float (&x)[SLOTS], Operation operation) {
+    if (DEEP_IN_LANE) {
+#pragma unroll
+        for (int r = GROUP; r < SLOTS; ++r) x[r % GROUP] = operation(x[r % GROUP], x[r]);
+#pragma unroll
+        for (int r = GROUP; r < SLOTS; ++r) x[r] = x[r % GROUP];
+    }
+#pragma unroll
+    for (int lanes = 16; lanes >= OWN; lanes /= 2) {
+#pragma unroll
+        for (int r = 0; r < SLOTS; ++r) x[r] = operation(x[r], __shfl_xor_sync(ALL_LANES, x[r], lanes));
+    }
+}
+
+// A lane's channels of a row of q, k or v, and of the norm's weight.
+struct NewRow {
+    float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
+
+    __device__ __forceinline__ void load(const float* row, const float* norm) {
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = threadIdx.x % 32 + 32 * i;
+            first[i] = c < HALF ? fresh(row + c) : 0;
+            second[i] = c < HALF ? fresh(row + c + HALF) : 0;
+        }
+        if (!norm) return;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = threadIdx.x % 32 + 32 * i;
+            norm_first[i] = c < HALF ? fresh(norm + c) : 0;
+            norm_second[i] = c < HALF ? fresh(norm + c + HALF) : 0;
+        }
+    }
+
+    __device__ __forceinline__ void scale_to_norm(float eps) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) squares += first[i] * first[i] + second[i] * second[i];
+        const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) first[i] *= scale * norm_first[i], second[i] *= scale * norm_second[i];
+    }
+};
+
+// A lane's chunks of a batch of cached rows, on their way to a stage of the ring.
+//
+// keys, values -- the lane's first chunk
+// left         -- rows from the lane's first on; those beyond are zeros
+// without_new  -- the first row is left alone
+__device__ __forceinline__ void bring(u8* to, const Stored* keys, const Stored* values, int left, bool without_new) {
+    const int lane_chunk = threadIdx.x % LANES;
+#pragma unroll
+    for (int d = 0; d < DEEP; ++d) {
+        if (d == 0 && without_new) continue;
+#pragma unroll
+        for (int i = 0; i < LANE_CHUNKS; ++i) {
+            const int chunk = lane_chunk + i * LANES, from = d * ABREAST * HEAD_DIM + i * LANES * CHUNK;
+            const bool real = d * ABREAST < left && chunk < CHUNKS;
+            u8* at = to + d * ABREAST * ROW_BYTES + i * LANES * 16;
+            if (ALIGNED) {
+                copy_async(at, keys + from, real);
+                copy_async(at + KEY_BYTES, values + from, real);
+            } else {
+#pragma unroll
+                for (int c = 0; c < CHUNK; ++c) {
+                    const bool there = real && chunk * CHUNK + c < HEAD_DIM;
+                    ((Stored*)at)[c] = there ? fresh(keys + from + c) : Stored(0);
+                    ((Stored*)(at + KEY_BYTES))[c] = there ? fresh(values + from + c) : Stored(0);
+                }
+            }
+        }
+    }
+}
+
+#if __CUDA_ARCH__ >= 900
+// A mailbox counts the bytes that the blocks of the cluster send. They wait for each other once, so that all have
+// opened theirs; a barrier at the end would need a fence of the whole GPU's memory, which takes longer than the bytes.
+__device__ __forceinline__ void open_mailbox(u64* mailbox, u32 bytes) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
+                 : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void send(u32 address, float first, float second, u32 mailbox) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+                 "f"(first), "f"(second), "r"(mailbox)
+                 : "memory");
+}
+__device__ __forceinline__ void await_mail(u64* mailbox) {
+    u32 complete = 0;
+    while (!complete) {
+        asm volatile(
+            "{ .reg .pred p;"
+            "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
+            "  selp.u32 %0, 1, 0, p; }"
+            : "=r"(complete)
+            : "r"(shared_address(mailbox))
+            : "memory");
+    }
+}
+#endif
+
+template <int COUNT> __device__ __forceinline__ float largest_of(const float* x) {
+    if constexpr (COUNT > 1) return fmaxf(largest_of<COUNT / 2>(x), largest_of<COUNT / 2>(x + COUNT / 2));
+    return x[0];
+}
+
+// A pair of the result as the sum of up to MOST parts, a power of two, in order. peak(p) and sum(p): of part p.
+template <int MOST> struct Merged {
+    Peak total = {NO_SCORE, 0};
+    Pair mixed = {0, 0};
+
+    template <typename PeakOf, typename SumOf>
+    __device__ __forceinline__ Merged(int parts, PeakOf peak, SumOf sum) {
+        float score[MOST], weight[MOST];
+#pragma unroll
+        for (int p = 0; p < MOST; ++p) {
+            Peak own = total;
+            if (p < parts) own = peak(p);
+            score[p] = own.score;
+            weight[p] = own.weight;
+        }
+        total.score = largest_of<MOST>(score);
+#pragma unroll
+        for (int p = 0; p < MOST; ++p) {
+            Pair part = {0, 0};
+            if (p < parts) part = sum(p);
+            const float factor = power(score[p] - total.score);
+            total.weight += factor * weight[p];
+            mixed.first += factor * part.first;
+            mixed.second += factor * part.second;
+        }
+    }
+    __device__ __forceinline__ void store(float* out, int pair) const {
+        const float scale = __fdividef(1, total.weight);
+        ((Pair*)out)[pair] = {mixed.first * scale, mixed.second * scale};
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention(const float* qkv, Stored* keys, Stored* values, const int* positions, const float* cos, const float* sin,
+              const float* q_norm, const float* k_norm, float* out, float* partials, u32* tickets, int kv_heads,
+              int context, int window, float eps) {
+    extern __shared__ __align__(16) u8 memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, b = blockIdx.z;
+    const bool newest = split == splits - 1;  // this block takes the new position
+    const Divisor by_splits(splits);
+    const int slice = by_splits.into(PAIRS + splits - 1);  // of the result, that a block combines
+
+    u8* ring = memory + warp * RING_BYTES;
+    float* query = (float*)(memory + WARPS * RING_BYTES);          // [GROUP][WIDTH]
+    float* scratch = query + QUERY_FLOATS;                         // [WARPS] weights [2][GROUP][BATCH], factors [GROUP]
+    Peak* warp_peaks = (Peak*)(scratch + WARPS * SCRATCH_FLOATS);  // [WARPS][GROUP]
+
+    let_next_begin();
+#if CLUSTERS
+    u64* mailbox = (u64*)(warp_peaks + WARPS * GROUP);
+    Peak* block_peaks = (Peak*)(mailbox + 1);                  // [splits][GROUP], by all blocks
+    Pair* block_sums = (Pair*)(block_peaks + splits * GROUP);  // [splits][slice], likewise
+    if (splits > 1) {
+        const int own_slice = max(0, min(slice, PAIRS - split * slice));
+        if (threadIdx.x == 0) open_mailbox(mailbox, splits * (GROUP * sizeof(Peak) + own_slice * sizeof(Pair)));
+        __syncwarp();
+        cluster_arrive_relaxed();
+    }
+#endif
+    const Divisor by_slice(slice);
+    const long long sequence = (long long)b * kv_heads + kv_head;
+    keys += sequence * context * HEAD_DIM;
+    values += sequence * context * HEAD_DIM;
+
+    // Within the context whatever is there: a guess, see above.
+    int position = min(max(fresh(positions + b), 0), context - 1);
+#if AHEAD
+    {
+        const Share share(position, window, by_splits, split);
+        const u32 bytes = min(share.count, (STAGES - 1) * TURN) * HEAD_DIM * (int)sizeof(Stored);
+        const long long from = (long long)share.first * HEAD_DIM;
+        if (ALIGNED && bytes && threadIdx.x == 0) prefetch_bytes(keys + from, bytes);
+        if (ALIGNED && bytes && threadIdx.x == THREADS - 1) prefetch_bytes(values + from, bytes);
+        if ((int)threadIdx.x * 32 < HALF) {
+            prefetch(cos + (long long)position * HALF + threadIdx.x * 32);
+            prefetch(sin + (long long)position * HALF + threadIdx.x * 32);
+        }
+        if ((int)threadIdx.x * 32 < HEAD_DIM) {
+            if (q_norm) prefetch(q_norm + threadIdx.x * 32);
+            if (k_norm) prefetch(k_norm + threadIdx.x * 32);
+        }
+    }
+#endif
+    after_previous();
+    const int position_now = min(max(fresh(positions + b), 0), context - 1);
+
+    // The new rows are the warps' tasks: the queries 0 .. GROUP - 1 and, where they are cached, key GROUP and value
+    // GROUP + 1. A lane has channels c and c + HALF, which turn together.
+    const int tasks = newest ? GROUP + 2 : GROUP;
+    NewRow new_rows[TASKS];
+#pragma unroll
+    for (int t = 0; t < TASKS; ++t) {
+        const int task = warp + t * WARPS;
+        if (task >= tasks) break;
+        const int head = task < GROUP ? kv_head * GROUP + task : task * kv_heads + kv_head;
+        new_rows[t].load(qkv + ((long long)b * (GROUP + 2) * kv_heads + head) * HEAD_DIM,
+                         task < GROUP ? q_norm : task == GROUP ? k_norm : nullptr);
+    }
+
+    float turn_cos[LANE_PAIRS], turn_sin[LANE_PAIRS];
+    int rows, left;  // of the block; from this lane's next one on
+    const Stored *next_key, *next_value;
+    const int lane_row = warp * BATCH + lane / LANES;
+    u8* const lane_ring = ring + lane * 16;
+    for (;;) {
+        const Share share(position, window, by_splits, split);
+        rows = share.count + newest;
+        left = rows - lane_row;
+        const long long from = (long long)(share.first - newest + lane_row) * HEAD_DIM + lane % LANES * CHUNK;
+        next_key = keys + from, next_value = values + from;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = lane + 32 * i;
+            const long long at = (long long)position * HALF + c;
+            turn_cos[i] = c < HALF ? fresh(cos + at) : 0;
+            turn_sin[i] = c < HALF ? fresh(sin + at) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; ++i) {
+            const bool without_new = newest && i == 0 && lane_row == 0;
+            if (warp * BATCH + i * TURN < rows)
+                bring(lane_ring + i * STAGE_BYTES, next_key, next_value, left, without_new);
+            copy_commit();
+            next_key += TURN * HEAD_DIM, next_value += TURN * HEAD_DIM, left -= TURN;
+        }
+        if (position == position_now) break;
+        position = position_now;
+        copy_wait<0>();
+    }
+
+#pragma unroll
+    for (int t = 0; t < TASKS; ++t) {
+        const int task = warp + t * WARPS;
+        if (task >= tasks) break;
+        NewRow& row = new_rows[t];
+        if (task < GROUP ? q_norm : task == GROUP ? k_norm : nullptr) row.scale_to_norm(eps);
+        const float scale = task < GROUP ? LOG2_E / sqrtf(HEAD_DIM) : 1;
+        // The new position's place is row 0 of warp 0's first stage.
+        Stored* near = (Stored*)(memory + (task == GROUP ? 0 : KEY_BYTES));
+        Stored* far = (task == GROUP ? keys : values) + (long long)position * HEAD_DIM;
+        const auto put = [&](int c, float x) {
+            if (task < GROUP) {
+                query[task * WIDTH + c] = x;
+            } else {
+                const Stored stored = to_stored(x);
+                near[c] = stored;
+                if (c < HEAD_DIM) far[c] = stored;
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = lane + 32 * i;
+            if (c >= HALF) continue;
+            const float turned_cos = task <= GROUP ? turn_cos[i] : 1, turned_sin = task <= GROUP ? turn_sin[i] : 0;
+            put(c, (row.first[i] * turned_cos - row.second[i] * turned_sin) * scale);
+            put(c + HALF, (row.second[i] * turned_cos + row.first[i] * turned_sin) * scale);
+        }
+        for (int c = HEAD_DIM + lane; c < WIDTH; c += 32) put(c, 0);
+    }
+    __syncthreads();
+
+    const float* own_query = query + lane % LANES * CHUNK;
+    float held[HELD ? GROUP : 1][LANE_CHUNKS][CHUNK];
+    const auto load_query = [&](float (&x)[CHUNK], int g, int i) {
+#pragma unroll
+        for (int c = 0; c < CHUNK; c += 4) {
+            const float4 v = *(const float4*)(own_query + g * WIDTH + i * LANES * CHUNK + c);
+            x[c] = v.x, x[c + 1] = v.y, x[c + 2] = v.z, x[c + 3] = v.w;
+        }
+    };
+    if constexpr (HELD) {
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+#pragma unroll
+            for (int i = 0; i < LANE_CHUNKS; ++i) load_query(held[g][i], g, i);
+        }
+    }
+
+    // Where this lane's scores are in a batch, and among its weights.
+    int row_of[SLOTS], weight_of[SLOTS], head_of[SLOTS];
+#pragma unroll
+    for (int r = 0; r < SLOTS; ++r) {
+        const int number = number_of<SCORES, LANES / 2>(r, lane);
+        head_of[r] = number % GROUP;
+        row_of[r] = number / GROUP * ABREAST + lane / LANES;
+        weight_of[r] = head_of[r] * BATCH + row_of[r];
+    }
+    float* weights = scratch + warp * SCRATCH_FLOATS;
+    float* factors = weights + 2 * WEIGHT_FLOATS;
+
+    float top[SLOTS], weight_sum[SLOTS], sums[GROUP][LANE_UNITS][UNIT] = {};
+#pragma unroll
+    for (int r = 0; r < SLOTS; ++r) top[r] = NO_SCORE, weight_sum[r] = 0;
+
+    int stage = 0;
+    for (int start = warp * BATCH, odd = 0; start < rows; start += TURN, odd ^= 1) {
+        copy_wait<STAGES - 2>();
+        const u8* batch = ring + stage * STAGE_BYTES;
+
+        float scores[SCORES] = {};
+#pragma unroll
+        for (int i = 0; i < LANE_CHUNKS; ++i) {
+            float key[DEEP][CHUNK];
+#pragma unroll
+            for (int d = 0; d < DEEP; ++d)
+                load_stored<CHUNK>(batch + (d * ABREAST + lane / LANES) * ROW_BYTES + (lane % LANES + i * LANES) * 16,
+                                   key[d]);
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) {
+                float loaded[CHUNK];
+                if constexpr (!HELD) load_query(loaded, g, i);
+#pragma unroll
+                for (int c = 0; c < CHUNK; ++c) {
+                    const float q = HELD ? held[HELD ? g : 0][i][c] : loaded[c];
+#pragma unroll
+                    for (int d = 0; d < DEEP; ++d) scores[d * GROUP + g] += q * key[d][c];
+                }
+            }
+        }
+        fold<SCORES, LANES / 2>(scores, lane);
+
+        float largest[SLOTS];
+#pragma unroll
+        for (int r = 0; r < SLOTS; ++r) {
+            if (start + row_of[r] >= rows) scores[r] = -__int_as_float(0x7f800000);
+            largest[r] = scores[r];
+        }
+        over_positions(largest, [](float x, float y) { return fmaxf(x, y); });
+        bool grown = false;
+#pragma unroll
+        for (int r = 0; r < SLOTS; ++r) grown |= largest[r] > top[r] + SLACK;
+        if (__any_sync(ALL_LANES, grown)) {
+#pragma unroll
+            for (int r = 0; r < SLOTS; ++r) {
+                const float before = top[r];
+                top[r] = fmaxf(before, largest[r]);
+                const float factor = power(before - top[r]);
+                weight_sum[r] *= factor;
+                factors[head_of[r]] = factor;  // of all lanes with this head the same
+            }
+            __syncwarp();
+            if (start >= TURN) {
+#pragma unroll
+                for (int g = 0; g < GROUP; ++g) {
+                    const float factor = factors[g];
+#pragma unroll
+                    for (int u = 0; u < LANE_UNITS; ++u) {
+#pragma unroll
+                        for (int c = 0; c < UNIT; ++c) sums[g][u][c] *= factor;
+                    }
+                }
+            }
+        }
+        float* batch_weights = weights + odd * WEIGHT_FLOATS;  // others may still read the ones before
+#pragma unroll
+        for (int r = 0; r < SLOTS; ++r) {
+            const float weight = power(scores[r] - top[r]);
+            weight_sum[r] += weight;
+            batch_weights[weight_of[r]] = weight;
+        }
+        __syncwarp();  // weights and values are there, and nobody reads the stage before this one any more
+
+        const int free = stage == 0 ? STAGES - 1 : stage - 1;
+        if (start + (STAGES - 1) * TURN < rows)
+            bring(lane_ring + free * STAGE_BYTES, next_key, next_value, left, false);
+        copy_commit();
+        next_key += TURN * HEAD_DIM, next_value += TURN * HEAD_DIM, left -= TURN;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+
+#pragma unroll(BATCH > 16 ? 1 : BATCH / STEP)
+        for (int from = 0; from < BATCH; from += STEP) {
+            float value[STEP][LANE_UNITS][UNIT];
+#pragma unroll
+            for (int k = 0; k < STEP; ++k) {
+#pragma unroll
+                for (int u = 0; u < LANE_UNITS; ++u) {
+                    const int unit = min(lane + 32 * u, UNITS - 1);
+                    const u8* row = batch + KEY_BYTES + (from + k) * ROW_BYTES;
+                    load_stored<UNIT>(row + unit * UNIT * sizeof(Stored), value[k][u]);
+                }
+            }
+#pragma unroll
+            for (int g = 0; g < GROUP; ++g) {
+                float weight[STEP];
+                const float* at = batch_weights + g * BATCH + from;
+                if constexpr (STEP == 4) {
+                    const float4 v = *(const float4*)at;
+                    weight[0] = v.x, weight[1] = v.y, weight[2] = v.z, weight[3] = v.w;
+                } else {
+                    const float2 v = *(const float2*)at;
+                    weight[0] = v.x, weight[1] = v.y;
+                }
+#pragma unroll
+                for (int k = 0; k < STEP; ++k) {
+#pragma unroll
+                    for (int u = 0; u < LANE_UNITS; ++u) {
+#pragma unroll
+                        for (int c = 0; c < UNIT; ++c) sums[g][u][c] += weight[k] * value[k][u][c];
+                    }
+                }
+            }
+        }
+    }
+
+    // The warps' sums, where their rings were.
+    const int working = min((rows + BATCH - 1) / BATCH, WARPS);
+    if (warp < working) {
+        over_positions(weight_sum, [](float x, float y) { return x + y; });
+#pragma unroll
+        for (int r = 0; r < SLOTS; ++r) warp_peaks[warp * GROUP + head_of[r]] = {top[r], weight_sum[r]};
+        __syncwarp();
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+#pragma unroll
+            for (int u = 0; u < LANE_UNITS; ++u) {
+                if (lane + 32 * u >= UNITS) continue;
+                float* at = (float*)ring + g * HEAD_DIM + (lane + 32 * u) * UNIT;
+#pragma unroll
+                for (int c = 0; c < UNIT; c += 2) ((Pair*)at)[c / 2] = {sums[g][u][c], sums[g][u][c + 1]};
+            }
+        }
+    }
+#if CLUSTERS
+    if (splits > 1) cluster_wait();  // all blocks of the cluster have started
+#endif
+    __syncthreads();
+
+    float* result = out + sequence * GROUP * HEAD_DIM;
+    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
+        const int g = pair / HALF;
+        const Merged<WARPS> merged(
+            working, [&](int w) { return warp_peaks[w * GROUP + g]; },
+            [&](int w) { return ((const Pair*)(memory + w * RING_BYTES))[pair]; });
+        if (splits == 1) {
+            merged.store(result, pair);
+            continue;
+        }
+#if CLUSTERS
+        const int to = by_slice.into(pair);
+        send(in_block(block_sums + split * slice + pair - to * slice, to), merged.mixed.first, merged.mixed.second,
+             in_block(mailbox, to));
+#pragma unroll 1
+        for (int r = pair % HALF; r < splits; r += HALF)
+            send(in_block(block_peaks + split * GROUP + g, r), merged.total.score, merged.total.weight,
+                 in_block(mailbox, r));
+#else
+        float* own = partials + (sequence * splits + split) * (GROUP * (HEAD_DIM + 2));
+        ((Pair*)own)[pair] = merged.mixed;
+        if (pair % HALF == 0) ((Peak*)own)[PAIRS + g] = merged.total;
+#endif
+    }
+    if (splits == 1) return;
+
+#if CLUSTERS
+    if (warp > 0 && warp * 32 >= slice) return;
+    await_mail(mailbox);
+    for (int i = threadIdx.x; i < slice; i += THREADS) {
+        const int pair = split * slice + i;
+        if (pair >= PAIRS) break;
+        const Merged<MOST_SPLITS> merged(
+            splits, [&](int s) { return block_peaks[s * GROUP + pair / HALF]; },
+            [&](int s) { return block_sums[s * slice + i]; });
+        merged.store(result, pair);
+    }
+#else
+    __threadfence();
+    __syncthreads();
+    const bool last = threadIdx.x == 0 && atomicAdd(tickets + sequence, 1u) == splits - 1u;
+    if (!__syncthreads_or(last)) return;
+    __threadfence();
+    if (threadIdx.x == 0) tickets[sequence] = 0;
+    const float2* all = (const float2*)(partials + sequence * splits * (GROUP * (HEAD_DIM + 2)));
+    const auto at = [&](int s, int i) { return fresh(all + s * (GROUP * (HALF + 1)) + i); };
+    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
+        const Merged<MOST_SPLITS> merged(
+            splits,
+            [&](int s) {
+                const float2 v = at(s, PAIRS + pair / HALF);
+                return Peak{v.x, v.y};
+            },
+            [&](int s) {
+                const float2 v = at(s, pair);
+                return Pair{v.x, v.y};
+            });
+        merged.store(result, pair);
+    }
+#endif
+}

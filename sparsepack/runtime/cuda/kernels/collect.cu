@@ -1,0 +1,64 @@
+// Lists and counts of active columns as kernels of their own; inside a decoder the products find their columns
+// themselves (active.cuh).
+
+#include "active.cuh"
+#include "activations.cuh"
+
+// indices[i], count: the active columns of x [columns] in ascending order, as `reference.collect` lists them.
+// Grid: 1 block of 1024 threads; each round takes 1024 columns.
+extern "C" __global__ void __launch_bounds__(1024) collect(
+    const float* x, int columns, const float* threshold, int per_channel, int* indices, int* count) {
+    __shared__ int found[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    let_next_begin();
+    after_previous();
+    int before = 0;
+    for (int from = 0; from < columns; from += 1024) {
+        const int k = from + threadIdx.x;
+        const bool active = k < columns && fabsf(fresh(x + k)) > fresh(threshold + (per_channel ? k : 0));
+        const u32 mask = __ballot_sync(ALL_LANES, active);
+        if (lane == 0) found[warp] = __popc(mask);
+        __syncthreads();
+        int total = 0, own = 0;
+#pragma unroll
+        for (int w = 0; w < 32; ++w) {
+            if (w < warp) own += found[w];
+            total += found[w];
+        }
+        if (active) indices[before + own + __popc(mask & ((1u << lane) - 1))] = k;
+        before += total;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *count = before;
+}
+
+// counts[c]: how many columns of chunk c of x [batch][columns] are active in any of the inputs.
+// Grid: a block of 256 threads for each chunk.
+extern "C" __global__ void __launch_bounds__(CHUNK) count_active(
+    const float* x, int batch, int columns, const float* threshold, int per_channel, const float* offset,
+    int* counts) {
+    let_next_begin();
+    after_previous();
+    const int k = blockIdx.x * CHUNK + threadIdx.x;
+    bool active = false;
+    if (k < columns) {
+        for (int b = 0; b < batch; ++b) {
+            float d = fresh(x + (long long)b * columns + k);
+            if (offset) d -= offset[k];
+            active |= fabsf(d) > threshold[per_channel ? k : 0];
+        }
+    }
+    const int found = __syncthreads_count(active);
+    if (threadIdx.x == 0) counts[blockIdx.x] = found;
+}
+
+// out [batch][width] = activation(gate) * up of stacked [batch][2 width].
+// Grid: (chunks of 256, batch).
+extern "C" __global__ void __launch_bounds__(CHUNK) gate(const float* stacked, int width, int activation, float* out) {
+    let_next_begin();
+    after_previous();
+    const int i = blockIdx.x * CHUNK + threadIdx.x;
+    if (i >= width) return;
+    const float* x = stacked + (long long)blockIdx.y * 2 * width;
+    out[(long long)blockIdx.y * width + i] = __fmul_rn(activated(activation, fresh(x + i)), fresh(x + width + i));
+}

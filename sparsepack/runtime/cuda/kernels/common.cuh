@@ -1,0 +1,172 @@
+// What every kernel shares. No header of the toolkit is included: NVRTC alone compiles these files.
+
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+static constexpr u32 ALL_LANES = 0xffffffff;
+
+// Order between kernels. Each is launched with programmatic stream serialisation: it may begin while the one before it
+// still runs, and must call after_previous() before it touches what another kernel writes or reads. Because every
+// kernel waits for its predecessor to end, all earlier ones have ended, too.
+
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void after_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What other kernels wrote is read past the L1 cache: a line of it may be older than the wait.
+template <typename T> __device__ __forceinline__ T fresh(const T* p) { return __ldcg(p); }
+
+// For constants that the kernel will need once it may begin.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ __forceinline__ float half_to_float(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+__device__ __forceinline__ u16 float_to_half(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+// Two float16 in a word, the first in the low half.
+__device__ __forceinline__ u32 two_halves(float first, float second) {
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+    return bits;
+}
+
+__device__ __forceinline__ float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+__device__ __forceinline__ u16 float_to_bfloat(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Copy 16 bytes, both sides aligned, without passing through registers or the L1 cache.
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from_global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from_global));
+}
+// The same, of zeros unless `real`.
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from_global, bool real) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)), "l"(from_global),
+                 "r"(real ? 16 : 0));
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Sums and maxima over the lanes of a warp, in the same order every time; every lane gets them.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, step));
+    return x;
+}
+
+// A barrier of the first THREADS threads of a block, which others need not reach.
+template <int THREADS> __device__ __forceinline__ void sync_first() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+// Barriers in shared memory that count arrivals, and from sm_90 on also bytes that are being copied.
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+            "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+            "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+// Arrive at a counter of the whole GPU, after and before everything that the block wrote and will read: one thread does it
+// between two barriers of the block. Returns how many came before.
+__device__ __forceinline__ u32 arrive_at(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// Blocks of a cluster. Before sm_90 there are none: kernels that use them have another way there.
+#if __CUDA_ARCH__ >= 900
+// Bring bytes into the L2 cache: a multiple of 16, aligned to 16.
+__device__ __forceinline__ void prefetch_bytes(const void* p, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+
+// Where all blocks have begun, one may write into another's memory. Nothing but barriers that were set up is published.
+__device__ __forceinline__ void cluster_begun() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Where the block of a rank has what lies at `own` here.
+__device__ __forceinline__ u32 in_block(const void* own, u32 rank) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+    return address;
+}
+// Send 16 bytes to an address in a block; its barrier counts them when they are there.
+__device__ __forceinline__ void send(u32 address, float4 x, u32 barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+        "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
+        "r"(barrier)
+        : "memory");
+}
+// A barrier that so many bytes will be sent to, once.
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+    barrier_init(barrier, 1);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+// Until everything that was sent is there.
+__device__ __forceinline__ void barrier_received(u64* barrier) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(shared_address(barrier))
+            : "memory");
+    } while (!done);
+}
+#endif

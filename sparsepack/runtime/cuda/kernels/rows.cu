@@ -1,0 +1,434 @@
+// A matrix stored by rows: its products y = W xn with one to eight vectors, and single rows of it (the embedding).
+//
+// rows.py repacks Q6_K and Q4_K into tiles of 8 rows x 256 columns, those of the same rows one after the other. Lane
+// (h, l) = (lane / 16, lane % 16) of a warp has rows 4 h .. 4 h + 3 and columns 16 l .. 16 l + 15 of a tile:
+//
+//     Q6_K  byte 0 .. 1535                      1536 .. 1663                1664 .. 1679
+//               | 3 x [32 lanes][4 rows] u32  | [32 lanes][4 rows] u8     | [8 rows] fp16 |
+//               | word p: columns 4 p .. + 3  | scale + 128               | d             |
+//
+//     Q4_K  byte 0 .. 1023                      1024 .. 1087                1088 .. 1119              1120 .. 1151
+//               | 2 x [32 lanes][4 rows] u32  | [16 lane / 2][4 rows] u8  | [16 lane / 2] u16       | [8 rows] 2 fp16 |
+//               | word p: columns 8 p .. + 7  | scale, 2 high bits of min | low bits of 4 mins      | d, dmin         |
+//
+//     A word of Q6_K: bits 0 .. 23 four columns, 6 bits each, q from 0 to 63; bits 24 .. 31 of the three words
+//     together: columns 12 .. 15. The u16 of Q4_K: byte i has the mins of row i (low nibble) and row i + 2 (high).
+//
+// F32, F16 and BF16 stay by rows, each padded with zeros to 16 bytes; 4 rows x 512 bytes count as a tile here, and lane
+// l has bytes 16 l .. 16 l + 15 of all four.
+//
+// A field of a word is a float as it is, once the rest is masked off: below 2^-126 floats are integers times 2^-149, so
+// bits s, s + 1, ... (up to bit 23) hold q 2^(s - 149), exactly. x takes 2^(64 - s) in turn, and the scale 2^85.
+//
+// Grid of rows_product: up to one block of 16 warps for each multiprocessor. A warp takes one group of 8 (floats: 4)
+// rows after the other; its tiles travel to its own ring in shared memory, STAGES - 1 ahead, the first ones while the
+// previous kernel still runs. A row's sum runs over its tiles in order, then over the lanes: the same bits every run,
+// whatever the grid. xn lies in shared memory; where all columns do not fit, it comes in pieces, and y holds the sum
+// so far.
+//
+// Macros: TYPE 0 .. 4 for F32, F16, BF16, Q4_K, Q6_K. With BATCH 1 .. 8 (vectors) and STAGES: rows_product; without:
+// rows_decode.
+
+#include "common.cuh"
+
+enum { F32, F16, BF16, Q4_K, Q6_K };
+
+static constexpr bool PACKED = TYPE == Q4_K || TYPE == Q6_K;
+static constexpr int ACROSS = PACKED ? 16 : 32;                 // lanes side by side along a row
+static constexpr int QUADS = PACKED ? 4 : TYPE == F32 ? 1 : 2;  // of four columns, that a lane has in a row of a tile
+static constexpr int GROUP = 4 * 32 / ACROSS;                   // rows of a tile
+static constexpr int TILE_QUADS = ACROSS * QUADS;               // in a row of a tile
+static constexpr int TILE = TYPE == Q6_K ? 1680 : TYPE == Q4_K ? 1152 : 2048;  // bytes
+static constexpr int TILE_STEP = PACKED ? TILE : 512;           // bytes to the next tile of the same rows
+static constexpr int FIELD = TYPE == Q6_K ? 6 : 4;              // bits
+
+static constexpr int SCALES = TYPE == Q6_K ? 1536 : 1024;  // bytes into a tile
+static constexpr int MINS = 1088;
+static constexpr int FACTORS = TYPE == Q6_K ? 1664 : 1120;
+
+// Column j of the four in a word, in place.
+__device__ __forceinline__ u32 field(u32 word, int j) { return word & ((1 << FIELD) - 1) << FIELD * j; }
+
+// Columns 12 .. 15 of Q6_K.
+__device__ __forceinline__ u32 fourth(u32 a, u32 b, u32 c) {
+    return __byte_perm(__byte_perm(a, b, 0x0073), c, 0x0710);
+}
+
+// Q4_K's mins of four rows, a byte each.
+__device__ __forceinline__ u32 mins(u32 scales, u32 low) {
+    return (scales >> 2 & 0x30303030) | (low & 0x0f0f) | (low & 0xf0f0) << 12;
+}
+
+#ifdef BATCH  // ---- Products ----------------------------------------------------------------------------------------
+
+static constexpr int WARPS = 16;
+static constexpr int THREADS = WARPS * 32;
+static constexpr int RING = STAGES * TILE;  // of a warp
+
+// The tiles of a warp in the order in which it takes them: how far they were sent for.
+struct Stream {
+    int rows, row_bytes;  // row_bytes: of floats
+    int first, last;      // tiles of this piece
+    int group, tile;
+    const u8* from;  // this lane's first bytes of the next tile
+    u64 jump;        // from behind the last tile of a group to the next group
+
+    __device__ __forceinline__ Stream(const u8* weights, int rows, int tiles, int row_bytes, int first, int last)
+        : rows(rows), row_bytes(row_bytes), first(first), last(last), tile(first) {
+        const u64 group_bytes = PACKED ? (u64)tiles * TILE : (u64)row_bytes * GROUP;
+        group = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+        from = weights + group_bytes * group + (u64)first * TILE_STEP + threadIdx.x % 32 * 16;
+        jump = group_bytes * (gridDim.x * WARPS) - (u64)(last - first) * TILE_STEP;
+    }
+
+    // The next tile; none after the last.
+    __device__ __forceinline__ void fetch(u8* slot) {
+        const int lane = threadIdx.x % 32;
+        if (group * GROUP < rows) {
+            slot += lane * 16;
+            if (PACKED) {
+#pragma unroll
+                for (int i = 0; i < TILE / 512; ++i) copy_async(slot + i * 512, from + i * 512);
+                if (lane < TILE % 512 / 16) copy_async(slot + TILE / 512 * 512, from + TILE / 512 * 512);
+            } else if (tile * 512 + lane * 16 < row_bytes) {
+                const int below = rows - 1 - group * GROUP;
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i)
+                    copy_async(slot + i * 512, from + (u64)(u32)min(i, below) * row_bytes);
+            }
+            from += TILE_STEP;
+            if (++tile == last) {
+                tile = first;
+                group += gridDim.x * WARPS;
+                from += jump;
+            }
+        }
+        copy_commit();
+    }
+};
+
+__device__ __forceinline__ float component(const float4& v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+__device__ __forceinline__ u32 component(const uint4& v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Byte i of a word, less `zero`, times 2^85.
+__device__ __forceinline__ float lifted(u32 bytes, int i, u32 zero) {
+    const u32 base = (108 + 127) << 23;  // 2^108, whose last bit counts 2^85
+    return __uint_as_float(__byte_perm(bytes, base, 0x7650 | i)) - __uint_as_float(base | zero);
+}
+
+// sums[b][r] += W xn over a lane's part of a tile. x: float4 [BATCH][QUADS][ACROSS], from the lane's own on.
+// x_sums: float [BATCH][16], likewise.
+__device__ __forceinline__ void multiply(
+    float (&sums)[BATCH][4], const u8* tile, const float4* x, const float* x_sums) {
+    const int lane = threadIdx.x % 32;
+    const uint4* planes = (const uint4*)tile + lane;
+    u32 words[4][4];  // [row][quad]
+    uint4 p[4];
+#pragma unroll
+    for (int i = 0; i < TILE / 512; ++i) p[i] = planes[32 * i];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        if (TYPE == Q6_K) {
+#pragma unroll
+            for (int i = 0; i < 3; ++i) words[r][i] = component(p[i], r);
+            words[r][3] = fourth(words[r][0], words[r][1], words[r][2]);
+        } else if (TYPE == Q4_K) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[r][i] = component(p[i / 2], r) >> 16 * (i % 2);
+        }
+    }
+
+    float dots[BATCH][4];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) dots[b][r] = !PACKED ? sums[b][r] : TYPE == Q6_K ? x_sums[b * 16] : 0.0f;
+
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+        float w[4][4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (PACKED) w[r][j] = __uint_as_float(field(words[r][i], j));
+                if (TYPE == F32) w[r][j] = __uint_as_float(component(p[r], j));
+                if (TYPE == F16 || TYPE == BF16) {
+                    const u16 half = (u16)(component(p[r], 2 * i + j / 2) >> 16 * (j % 2));
+                    w[r][j] = TYPE == F16 ? half_to_float(half) : bfloat_to_float(half);
+                }
+            }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const float4 v = x[b * TILE_QUADS + i * ACROSS];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) dots[b][r] = fmaf(w[r][j], component(v, j), dots[b][r]);
+        }
+    }
+
+    uint4 factors = {};
+    u32 scales = 0, minima = 0;
+    if (TYPE == Q6_K) {
+        const uint2 d = ((const uint2*)(tile + FACTORS))[lane / 16];
+        factors = {d.x, d.x >> 16, d.y, d.y >> 16};
+        scales = ((const u32*)(tile + SCALES))[lane];
+    } else if (TYPE == Q4_K) {
+        factors = ((const uint4*)(tile + FACTORS))[lane / 16];
+        const u32 bytes = ((const u32*)(tile + SCALES))[lane / 2];
+        scales = bytes & 0x3f3f3f3f;
+        minima = mins(bytes, ((const u16*)(tile + MINS))[lane / 2]);
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        if (PACKED) {
+            const float scale = half_to_float((u16)component(factors, r)) * lifted(scales, r, TYPE == Q6_K ? 128 : 0);
+            // x_sums have 2^-85 for the mins.
+            const float minimum =
+                TYPE == Q6_K ? 0 : half_to_float((u16)(component(factors, r) >> 16)) * lifted(minima, r, 0);
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                sums[b][r] = fmaf(scale, dots[b][r], sums[b][r]);
+                if (TYPE == Q4_K) sums[b][r] = fmaf(-minimum, x_sums[b * 16], sums[b][r]);
+            }
+        } else {
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) sums[b][r] = dots[b][r];
+        }
+    }
+}
+
+// Four of a row's columns; zeros beyond the last.
+__device__ __forceinline__ float4 four(const float* row, int column, int columns) {
+    if (PACKED) return fresh((const float4*)(row + column));
+    float v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = column + j < columns ? fresh(row + column + j) : 0;
+    return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// 1 / sqrt(mean(x^2) + eps) of every vector. inverse: float [BATCH]; scratch: float [BATCH][WARPS]; both shared.
+__device__ __forceinline__ void inverse_norms(float* inverse, float* scratch, const float* x, int columns, float eps) {
+#pragma unroll 1
+    for (int b = 0; b < BATCH; ++b) {
+        float sum = 0;
+#pragma unroll 4
+        for (int k = threadIdx.x * 4; k < columns; k += THREADS * 4) {
+            const float4 v = four(x + (u64)columns * b, k, columns);
+            sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+        }
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) scratch[b * WARPS + threadIdx.x / 32] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < BATCH) {
+        float sum = 0;
+        for (int w = 0; w < WARPS; ++w) sum += scratch[threadIdx.x * WARPS + w];
+        inverse[threadIdx.x] = 1 / sqrtf(sum / columns + eps);
+    }
+    __syncthreads();
+}
+
+// Columns [first, first + 4 quads) of every vector as `multiply` reads them, times inverse[b] * norm if there is one.
+// to: float4 [tiles][BATCH][QUADS][ACROSS]; sums: float [tiles][BATCH][16].
+__device__ __forceinline__ void fill(
+    float4* to, float* sums, const float* x, int first, int quads, int columns, const float* norm,
+    const float* inverse) {
+#pragma unroll 1
+    for (int b = 0; b < BATCH; ++b) {
+        const float factor = norm ? inverse[b] : 1;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < quads; i += THREADS) {  // whole warps: quads is a multiple of 32
+            const int column = first + 4 * i;
+            float4 v = four(x + (u64)columns * b, column, columns);
+            if (norm) {
+                v.x *= factor * (PACKED || column < columns ? norm[column] : 0);
+                v.y *= factor * (PACKED || column + 1 < columns ? norm[column + 1] : 0);
+                v.z *= factor * (PACKED || column + 2 < columns ? norm[column + 2] : 0);
+                v.w *= factor * (PACKED || column + 3 < columns ? norm[column + 3] : 0);
+            }
+            const int of = i / TILE_QUADS * BATCH + b, lane = i % TILE_QUADS / QUADS;
+            if (PACKED) {
+                float sum = (v.x + v.y) + (v.z + v.w);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+                // What dots begin with, since q is 32 too large; or what mins are multiplied by.
+                if (i % 4 == 0) sums[of * 16 + lane] = sum * (TYPE == Q6_K ? -32 * 0x1p-85f : 0x1p-85f);
+                v.x *= 0x1p64f;
+                v.y *= 0x1p64f / (1 << FIELD);
+                v.z *= 0x1p64f / (1 << 2 * FIELD);
+                v.w *= 0x1p64f / (1 << 3 * FIELD);
+            }
+            to[of * TILE_QUADS + i % QUADS * ACROSS + lane] = v;
+        }
+    }
+}
+
+// Orders by value, then by the lower row; a NaN before all else.
+__device__ __forceinline__ u64 candidate(float value, int row) {
+    u32 bits = __float_as_uint(value + 0.0f);  // -0 equals 0
+    if (value != value) bits = 0x7fffffff;
+    return (u64)(bits >> 31 ? ~bits : bits | 0x80000000) << 32 | ~(u32)row;
+}
+
+// y           float32 [BATCH, rows]
+// x           float32 [BATCH, columns]
+// norm        float32 [columns]: RMSNorm comes first; or null
+// columns     of Q4_K and Q6_K: a multiple of 256
+// row_bytes   of floats
+// piece       tiles of a row whose x fits in shared memory
+// candidates  u64 [BATCH, blocks]: the best row of each block, as choose.cu reads it; or null
+extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
+    const u8* __restrict__ weights, int rows, int columns, int row_bytes, const float* x,
+    const float* __restrict__ norm, float eps, int piece, float* y, u64* candidates) {
+    let_next_begin();
+    extern __shared__ __align__(16) u8 shared[];
+    u8* const ring = shared + threadIdx.x / 32 * RING;
+    u64* const scratch = (u64*)(shared + WARPS * RING);  // [BATCH][WARPS]
+    float4* const xs = (float4*)(scratch + BATCH * WARPS);
+    float* const x_sums = (float*)(xs + piece * BATCH * TILE_QUADS);
+
+    const int across = threadIdx.x % ACROSS;
+    const int tiles = (columns + 4 * TILE_QUADS - 1) / (4 * TILE_QUADS);
+    float* const inverse = (float*)scratch + BATCH * WARPS;
+    u64 best[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) best[b] = 0;
+
+    for (int first = 0; first < tiles; first += piece) {
+        const int last = min(first + piece, tiles);
+        Stream stream(weights, rows, tiles, row_bytes, first, last);
+        for (int i = 0; i < STAGES - 1; ++i) stream.fetch(ring + i * TILE);
+        if (first == 0) {
+            if (norm) {
+#pragma unroll 1
+                for (int k = threadIdx.x * 32; k < columns; k += THREADS * 32) prefetch(norm + k);
+            }
+            after_previous();
+            if (norm) inverse_norms(inverse, (float*)scratch, x, columns, eps);
+        }
+        fill(xs, x_sums, x, first * 4 * TILE_QUADS, (last - first) * TILE_QUADS, columns, norm, inverse);
+        __syncthreads();
+
+        int now = 0, free = (STAGES - 1) * TILE;
+        const int step = gridDim.x * WARPS;
+        for (int group = threadIdx.x / 32 * gridDim.x + blockIdx.x; group * GROUP < rows; group += step) {
+            float sums[BATCH][4] = {};
+            const float4* from = xs + across;
+            const float* from_sums = x_sums + across;
+            for (int tile = first; tile < last; ++tile) {
+                copy_wait<STAGES - 2>();
+                __syncwarp();  // all lanes' copies are here, and all have done with `free`
+                stream.fetch(ring + free);
+                if (PACKED || tile * 512 + across * 16 < row_bytes) multiply(sums, ring + now, from, from_sums);
+                from += BATCH * TILE_QUADS;
+                from_sums += BATCH * 16;
+                free = now;
+                now = now + TILE == RING ? 0 : now + TILE;
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+#pragma unroll
+                    for (int apart = ACROSS / 2; apart; apart /= 2)
+                        sums[b][r] += __shfl_xor_sync(ALL_LANES, sums[b][r], apart);
+            const int row = group * GROUP + threadIdx.x % 32 / ACROSS * 4 + across;
+            if (across < 4 && row < rows) {
+#pragma unroll
+                for (int b = 0; b < BATCH; ++b) {
+                    float* const to = y + (u64)rows * b + row;
+                    float sum = across < 2 ? (across == 0 ? sums[b][0] : sums[b][1])
+                                           : (across == 2 ? sums[b][2] : sums[b][3]);
+                    if (first) sum += *to;
+                    *to = sum;
+                    if (last == tiles) best[b] = max(best[b], candidate(sum, row));
+                }
+            }
+        }
+        __syncthreads();  // x and the rings may be overwritten
+    }
+
+    if (candidates) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            for (int apart = 16; apart; apart /= 2)
+                best[b] = max(best[b], __shfl_xor_sync(ALL_LANES, best[b], apart));
+            if (threadIdx.x % 32 == 0) scratch[b * WARPS + threadIdx.x / 32] = best[b];
+        }
+        __syncthreads();
+        if (threadIdx.x < BATCH) {
+            u64 top = 0;
+            for (int w = 0; w < WARPS; ++w) top = max(top, scratch[threadIdx.x * WARPS + w]);
+            candidates[threadIdx.x * gridDim.x + blockIdx.x] = top;
+        }
+    }
+}
+
+#else  // ---- Single rows --------------------------------------------------------------------------------------------
+
+// Four columns of a row from 4 * quad on, rounded as formats/q4_k.py and q6_k.py round.
+__device__ __forceinline__ void decode(
+    float (&w)[4], const u8* weights, int row, int quad, int columns, int row_bytes) {
+    const int tiles = (columns + 4 * TILE_QUADS - 1) / (4 * TILE_QUADS);
+    const u8* tile = weights + ((u64)tiles * (row / GROUP) + quad / TILE_QUADS) * TILE;
+    const int r = row % 4, i = quad % QUADS;
+    const int lane = row % GROUP / 4 * ACROSS + quad % TILE_QUADS / QUADS;
+    if (TYPE == Q6_K) {
+        const u32* words = (const u32*)tile + lane * 4 + r;
+        const u32 word = i < 3 ? words[128 * i] : fourth(words[0], words[128], words[256]);
+        const float d = half_to_float(((const u16*)(tile + FACTORS))[row % GROUP]);
+        const float scale = d * (float)((int)tile[SCALES + lane * 4 + r] - 128);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = scale * (float)((int)(word >> FIELD * j & 63) - 32);
+    } else if (TYPE == Q4_K) {
+        const u32 word = ((const u32*)tile)[128 * (i / 2) + lane * 4 + r] >> 16 * (i % 2);
+        const u32 bytes = ((const u32*)(tile + SCALES))[lane / 2];
+        const u32 minima = mins(bytes, ((const u16*)(tile + MINS))[lane / 2]);
+        const u16* factors = (const u16*)(tile + FACTORS) + row % GROUP * 2;
+        const float scale = half_to_float(factors[0]) * (float)(bytes >> 8 * r & 63);
+        const float minimum = half_to_float(factors[1]) * (float)(minima >> 8 * r & 63);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = __fsub_rn(__fmul_rn(scale, (float)(word >> FIELD * j & 15)), minimum);
+    } else {
+        const u8* from = weights + (u64)row_bytes * row;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int column = quad * 4 + j;  // inside the padded row
+            if (TYPE == F32) w[j] = ((const float*)from)[column];
+            if (TYPE == F16) w[j] = half_to_float(((const u16*)from)[column]);
+            if (TYPE == BF16) w[j] = bfloat_to_float(((const u16*)from)[column]);
+        }
+    }
+}
+
+// Rows by their ids, or without ids the rows from `first` on: float32 [rows asked for, columns]. An id that is no row
+// gives NaN. Grid: (rows asked for, columns / 1024 rounded up), 256 threads of four columns each.
+extern "C" __global__ void __launch_bounds__(256) rows_decode(
+    const u8* __restrict__ weights, int rows, int columns, int row_bytes, const int* ids, int first, float* out) {
+    let_next_begin();
+    after_previous();
+    const int quad = blockIdx.y * 256 + threadIdx.x, row = ids ? fresh(ids + blockIdx.x) : first + (int)blockIdx.x;
+    if (quad * 4 >= columns) return;
+    float w[4];
+    if ((u32)row < (u32)rows) {
+        decode(w, weights, row, quad, columns, row_bytes);
+    } else {
+        for (int j = 0; j < 4; ++j) w[j] = __uint_as_float(0x7fffffff);
+    }
+    float* const to = out + (u64)columns * blockIdx.x + quad * 4;
+    if (columns % 4 == 0) {
+        *(float4*)to = make_float4(w[0], w[1], w[2], w[3]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (quad * 4 + j < columns) to[j] = w[j];
+    }
+}
+
+#endif

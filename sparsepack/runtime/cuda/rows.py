@@ -1,0 +1,278 @@
+"""Matrices stored by rows on the GPU, the output matrix and the embedding: loading, products, and single rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.matrices import ZIGZAG
+from sparsepack.formats.packed import PackedMatrix
+from sparsepack.formats.superblock import BLOCK
+from sparsepack.runtime.cuda.kernel import kernel, launch
+
+TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
+"""As `kernels/rows.cu` numbers them."""
+MOST_VECTORS = 8
+"""Of one launch."""
+
+TILE_ROWS = {"F32": 4, "F16": 4, "BF16": 4, "Q4_K": 8, "Q6_K": 8}
+TILE_COLUMNS = {"F32": 128, "F16": 256, "BF16": 256, "Q4_K": 256, "Q6_K": 256}
+TILE_BYTES = {"F32": 2048, "F16": 2048, "BF16": 2048, "Q4_K": 1152, "Q6_K": 1680}
+WARPS = 16
+MOST_STAGES = 4
+CHUNK_BYTES = 1 << 23
+"""Of a matrix repacked at a time; temporaries take about fifteen times as much."""
+SCRATCH_WEIGHTS = 1 << 24
+"""Decoded at a time for products with many vectors."""
+FEW_VECTORS = 16
+"""Up to so many, `matmul` reads the matrix once for every eight."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowsMatrix:
+    """A matrix as `kernels/rows.cu` draws it.
+
+    data      -- uint8; tiles of 8 rows (missing ones are zeros), or rows of floats padded to 16 bytes
+    type      -- "Q6_K", "Q4_K", "F16", "BF16" or "F32"
+    row_bytes -- of a row of floats, padding included; 0 for the other types
+    """
+
+    data: Tensor
+    type: str
+    rows: int
+    columns: int
+    row_bytes: int
+
+
+def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> RowsMatrix:
+    """Repack a stored matrix on a device, chunk by chunk. Takes its stored size there; waits until it is done.
+
+    Raises `ValueError` for a zigzag matrix.
+    """
+    if matrix.type == ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
+    rows, row_bytes = matrix.blocks.shape
+    step = max(CHUNK_BYTES // max(row_bytes, 1) // 8, 1) * 8  # whole tiles
+    parts = [matrix.blocks[start : start + step] for start in range(0, rows, step)]
+    if matrix.type in ("Q4_K", "Q6_K"):
+        padded_bytes = 0
+        across = matrix.columns // BLOCK
+        data = torch.empty(-(-rows // 8), across * TILE_BYTES[matrix.type], dtype=torch.uint8, device=device)
+        repack = _tiles_of_q6_k if matrix.type == "Q6_K" else _tiles_of_q4_k
+        for number, part in enumerate(parts):
+            part = part.to(device)
+            if missing := -len(part) % 8:
+                part = torch.cat([part, part.new_zeros(missing, row_bytes)])
+            tiles = repack(part.view(len(part), across, -1))
+            data[number * step // 8 :][: len(tiles)] = tiles.view(len(tiles), -1)
+    else:
+        padded_bytes = -(-row_bytes // 16) * 16
+        data = torch.empty(rows, padded_bytes, dtype=torch.uint8, device=device)
+        data[:, row_bytes:] = 0
+        for number, part in enumerate(parts):
+            data[number * step :][: len(part), :row_bytes] = part.to(device)
+    if data.is_cuda:
+        torch.cuda.current_stream(data.device).synchronize()  # kernels read weights before they wait for what is ahead
+    return RowsMatrix(data.view(-1), matrix.type, matrix.rows, matrix.columns, padded_bytes)
+
+
+def _tiles_of_q6_k(blocks: Tensor) -> Tensor:
+    """uint8 [8 n, superblocks, 210] -> [n, superblocks, 1680]."""
+    rows, across, _ = blocks.shape
+    low = blocks[..., :128].view(rows, across, 2, 1, 64)
+    high = blocks[..., 128:192].view(rows, across, 2, 1, 32)
+    q = torch.cat([low & 15, low >> 4], dim=3).view(rows, across, BLOCK)
+    q |= torch.cat([high << 4, high << 2, high, high >> 2], dim=3).view(rows, across, BLOCK) & 48
+    fields = q.view(rows, across, 16, 4, 4).int()
+    words = fields[..., 0] | fields[..., 1] << 6 | fields[..., 2] << 12 | fields[..., 3] << 18
+    parts = words.view(torch.uint8).view(rows, across, 16, 4, 4)
+    parts[..., :3, 3] = parts[..., 3, :3]  # the fourth word into the free bytes of the others
+    planes = _by_tile(parts[..., :3, :]).permute(0, 3, 5, 1, 4, 2, 6)  # [n, superblocks, 3, halves, 16, rows, 4]
+    scales = _by_tile(blocks[..., 192:208] ^ 128).permute(0, 3, 1, 4, 2)  # [n, superblocks, halves, 16, rows]
+    factors = _by_tile(blocks[..., 208:210]).permute(0, 3, 1, 2, 4)  # [n, superblocks, halves, rows, 2]
+    return torch.cat([part.flatten(2) for part in (planes, scales, factors)], dim=2)
+
+
+def _tiles_of_q4_k(blocks: Tensor) -> Tensor:
+    """uint8 [8 n, superblocks, 144] -> [n, superblocks, 1152]."""
+    rows, across, _ = blocks.shape
+    first, second, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=2)  # [rows, superblocks, 8]
+    minimum = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=2)
+    pairs = blocks[..., 16:].view(rows, across, 4, 1, 32)
+    q = torch.cat([pairs & 15, pairs >> 4], dim=3).view(rows, across, 16, 2, 4, 2)
+    parts = q[..., 0] | q[..., 1] << 4  # [rows, superblocks, 16, words, 4]
+    planes = _by_tile(parts).permute(0, 3, 5, 1, 4, 2, 6)  # [n, superblocks, words, halves, 16, rows, 4]
+    numbers = _by_tile(scale | minimum >> 4 << 6).permute(0, 3, 1, 4, 2)  # [n, superblocks, halves, 8, rows]
+    low = _by_tile(minimum & 15).permute(0, 3, 1, 4, 2)
+    low = low[..., :2] | low[..., 2:] << 4
+    factors = _by_tile(blocks[..., :4]).permute(0, 3, 1, 2, 4)  # [n, superblocks, halves, rows, 4]
+    return torch.cat([part.flatten(2) for part in (planes, numbers, low, factors)], dim=2)
+
+
+def _by_tile(x: Tensor) -> Tensor:
+    """[8 n, ...] -> [n, halves, 4 rows, ...]."""
+    return x.reshape(-1, 2, 4, *x.shape[1:])
+
+
+def product(
+    matrix: RowsMatrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    candidates: Tensor | None = None,
+) -> None:
+    """Put y = W xn on the current stream, for one to eight vectors; xn = x, or RMSNorm(x) with a `norm`.
+
+    x          -- float32 [vectors, columns], contiguous
+    y          -- float32 [vectors, rows], contiguous
+    norm, eps  -- weight of the RMSNorm, float32 [columns], and what it adds to the mean square
+    candidates -- what `choose.advance` chooses from, as `new_candidates` makes it
+
+    The same bits every run; and where x fits in shared memory (on an H100 4096 columns of eight vectors), whatever the
+    number of vectors. For Q4_K and Q6_K, terms fade to 0 below 2^-64 and xn is infinite from 2^64 on.
+
+    Raises `ValueError` for shapes that do not fit.
+    """
+    _check("x", x, (len(x), matrix.columns))
+    _check("y", y, (len(x), matrix.rows))
+    if norm is not None:
+        _check("norm", norm, (matrix.columns,))
+    if not 1 <= len(x) <= MOST_VECTORS:
+        raise ValueError(f"{len(x)} vectors, expected 1 to {MOST_VECTORS}")
+    device = matrix.data.device
+    grid = blocks(matrix)
+    if candidates is not None and candidates.shape != (len(x), grid):
+        raise ValueError(f"candidates {list(candidates.shape)}, expected {[len(x), grid]}; make them by new_candidates")
+    plan = _plan(matrix.type, matrix.columns, len(x), shared_limit(device))
+    defines = (f"TYPE={TYPES[matrix.type]}", f"BATCH={len(x)}", f"STAGES={plan.stages}")
+    launch(
+        kernel("rows", "rows_product", defines, device.index or 0),
+        (grid,),
+        WARPS * 32,
+        *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes),
+        *(x, norm, float(eps), plan.piece, y, candidates),
+        shared=plan.shared,
+    )
+
+
+def blocks(matrix: RowsMatrix) -> int:
+    """How many blocks `product` runs: one for each multiprocessor, if there are as many tiles in a column."""
+    return min(multiprocessors(matrix.data.device), -(-matrix.rows // TILE_ROWS[matrix.type]))
+
+
+def new_candidates(matrix: RowsMatrix, vectors: int) -> Tensor:
+    """Room for the best row of every block and vector: int64 [vectors, blocks], for `product` and `choose.advance`."""
+    return torch.zeros(vectors, blocks(matrix), dtype=torch.int64, device=matrix.data.device)
+
+
+def matmul(matrix: RowsMatrix, x: Tensor) -> Tensor:
+    """Y = X W^T for any number of vectors: float32 [S, columns] -> float32 [S, rows].
+
+    From 17 on the weights are decoded, a part of the rows at a time, and multiplied in float32 by cuBLAS.
+    """
+    x = x.contiguous()
+    y = torch.empty(len(x), matrix.rows, device=x.device)
+    if len(x) <= FEW_VECTORS:
+        for first in range(0, len(x), MOST_VECTORS):
+            product(matrix, x[first : first + MOST_VECTORS], y[first : first + MOST_VECTORS])
+        return y
+    step = max(SCRATCH_WEIGHTS // matrix.columns, 1)
+    scratch = torch.empty(min(step, matrix.rows), matrix.columns, device=x.device)
+    with _exact_float32():
+        for first in range(0, matrix.rows, step):
+            rows = scratch[: matrix.rows - first]
+            _decode(matrix, None, first, rows)
+            y[:, first : first + len(rows)] = torch.mm(x, rows.t())
+    return y
+
+
+def embed(matrix: RowsMatrix, ids: Tensor, out: Tensor) -> None:
+    """Put rows of a matrix on the current stream: ids int32 [S] on the device -> out float32 [S, columns].
+
+    The bits are those of `formats.matrices.decode_rows`. An id that is no row gives NaN.
+    """
+    if ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(f"ids of {ids.dtype}, stride {ids.stride()}: expected contiguous torch.int32")
+    _check("out", out, (len(ids), matrix.columns))
+    _decode(matrix, ids, 0, out)
+
+
+def _decode(matrix: RowsMatrix, ids: Tensor | None, first: int, out: Tensor) -> None:
+    if not out.numel():
+        return
+    launch(
+        kernel("rows", "rows_decode", (f"TYPE={TYPES[matrix.type]}",), matrix.data.device.index or 0),
+        (len(out), -(-matrix.columns // 1024)),
+        256,
+        *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes, ids, first, out),
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """stages -- tiles of a warp's ring
+    piece  -- tiles of a row whose part of x lies in shared memory at once
+    shared -- bytes
+    """
+
+    stages: int
+    piece: int
+    shared: int
+
+
+@cache
+def _plan(type: str, columns: int, vectors: int, limit: int) -> _Plan:
+    """The deepest rings that leave room for the whole of x in `limit` bytes; else the shallowest, and x in pieces."""
+    tiles = -(-columns // TILE_COLUMNS[type])
+    # float32 x of a tile; sums of 16 columns for the types that have sub-blocks; norms or candidates of the warps
+    x = 4 * vectors * (TILE_COLUMNS[type] + (16 if type in ("Q4_K", "Q6_K") else 0))
+    few = 8 * vectors * WARPS
+    for stages in range(MOST_STAGES, 1, -1):
+        rest = limit - few - WARPS * stages * TILE_BYTES[type]
+        if stages == 2 or rest >= tiles * x:
+            break
+    piece = min(tiles, rest // x)
+    return _Plan(stages, piece, limit - rest + piece * x)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if x.shape != shape or x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(
+            f"{name}: {x.dtype} {list(x.shape)}, stride {x.stride()}; expected contiguous float32 {list(shape)}"
+        )
+    if shape[-1] % 4 == 0 and x.data_ptr() % 16:
+        raise ValueError(f"{name}: begins at address {x.data_ptr():#x}, expected a multiple of 16; copy it")
+
+
+@contextmanager
+def _exact_float32() -> Iterator[None]:
+    """No TF32 in products of float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may ask for."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    error, limit = driver.cuDeviceGetAttribute(attribute, device.index or 0)
+    if int(error):
+        raise RuntimeError(f"CUDA: {error.name} asking for the shared memory of {device}")
+    return int(limit)

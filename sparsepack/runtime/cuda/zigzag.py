@@ -1,0 +1,341 @@
+"""Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.matrices import ZIGZAG
+from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
+from sparsepack.runtime.cuda.geometry import geometry as measured
+from sparsepack.runtime.cuda.kernel import Kernel, clusters_at_once, kernel, launch
+
+BAND_ROWS = 256
+BLOCK_BYTES = 144
+COLUMNS = 16  # that are multiplied together
+LARGEST_FACTOR = 63  # of d: scales have 6 bits
+MOST_SPLITS = 16
+AHEAD_BYTES = 6 << 20
+"""Of a matrix that come into the L2 cache while the input is not there yet; a part of them in vain."""
+MOST_INPUTS = 8
+PARTIALS = 1 << 22
+"""Sums that blocks leave for each other: splits * rows * inputs of a product."""
+SCRATCH_BYTES = 1 << 28
+"""Of a matrix dequantised at a time."""
+
+
+@dataclass(frozen=True)
+class ZigzagMatrix:
+    """A zigzag matrix in the order in which `kernels/zigzag_gemv.cu` reads it.
+
+    blocks        -- uint8 [groups, columns, group, 144]
+    geometry      -- what it is laid out for
+    half          -- bands of gate, where each group has as many bands of gate as of up; 0: bands in their order
+    largest_scale -- largest |d| of a superblock times 63: bounds what a nibble is multiplied by
+    largest_d     -- largest |d| or |dmin| of a superblock
+    half_scale    -- power of two that brings the largest weight near the largest float16
+    """
+
+    blocks: Tensor
+    rows: int
+    columns: int
+    geometry: Geometry
+    half: int
+    largest_scale: float
+    largest_d: float
+    half_scale: float
+
+
+def load_zigzag(
+    matrix: PackedMatrix,
+    device: torch.device | str = "cuda",
+    geometry: Geometry | None = None,
+    *,
+    gate: bool = False,
+) -> ZigzagMatrix:
+    """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to a multiple of the group.
+
+    gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
+    """
+    if matrix.type != ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    if gate and matrix.rows % (2 * BAND_ROWS):
+        raise ValueError(f"{matrix.rows} rows of gate and up, expected a multiple of {2 * BAND_ROWS}")
+    if gate and geometry and geometry.group % 2:
+        raise ValueError(f"{geometry}: gate and up need an even group")
+    blocks = matrix.blocks.to(device)
+    geometry = geometry or measured((matrix.rows, matrix.columns), blocks.device, gate)
+    geometry = geometry or default_geometry(blocks.shape[0], matrix.columns, blocks.device, gate)
+    # d and dmin of every superblock; NaN and infinity count as nothing here, and show in the products.
+    ends = blocks[..., :4].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
+    d, dmin = (float(x) for x in ends.flatten(0, 1).amax(0)) if ends.numel() else (0.0, 0.0)
+    largest = LARGEST_FACTOR * max(15 * d, dmin)
+    half_scale = 2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30))))
+    half = blocks.shape[0] // 2 if gate else 0
+    grouped = _grouped(_headers_in_order(blocks), geometry.group, gate)
+    return ZigzagMatrix(
+        grouped, matrix.rows, matrix.columns, geometry, half, LARGEST_FACTOR * d, max(d, dmin), half_scale
+    )
+
+
+def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
+    """Where nothing was measured: longer pieces for larger matrices, up to a block for each multiprocessor, and no more
+    blocks to a group than clusters may have, unless it is long or small."""
+    long, small = columns > 8192, bands <= 8
+    group = 4 if bands >= 64 and not gate else 2 if bands > 16 or gate or (long and not small) else 1
+    groups = -(-bands // group)
+    splits = min(16 if long or small else 8, max(1, multiprocessors(device) // groups))
+    return Geometry(group, warps=8, stages={1: 24, 2: 16, 4: 8}[group], splits=splits)
+
+
+def _grouped(blocks: Tensor, group: int, gate: bool) -> Tensor:
+    """uint8 [bands, columns, 144] -> [groups, columns, group, 144], filled up with bands of zeros."""
+    parts = blocks.chunk(2) if gate else (blocks,)
+    each = group // len(parts)
+    grouped = [_padded(part, each).unflatten(0, (-1, each)).transpose(1, 2) for part in parts]
+    return torch.cat(grouped, dim=2).contiguous()
+
+
+def _headers_in_order(blocks: Tensor) -> Tensor:
+    """Superblocks with the six bits of each scale and each minimum side by side, as the kernels take them apart."""
+    sub_blocks = blocks[..., 4:16].short()
+    first, second, third = sub_blocks.split(4, dim=-1)
+    scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=-1)
+    minima = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=-1)
+    even, odd = (scales | minima << 6).unflatten(-1, (4, 2)).unbind(-1)  # twelve bits each; two are three bytes
+    packed = torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], dim=-1).flatten(-2)
+    return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
+
+
+def _padded(blocks: Tensor, multiple: int) -> Tensor:
+    missing = -blocks.shape[0] % multiple
+    return torch.cat([blocks, blocks.new_zeros(missing, *blocks.shape[1:])]) if missing else blocks
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a product takes and which columns it reads. Fields not given have no effect.
+
+    x               -- float32 [columns]
+    norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
+    threshold       -- float32 [1] or [columns]; None: every column is active
+    offset          -- float32 [columns], taken from x before it is compared and multiplied
+    counts          -- int32 [columns / 256, rounded up]: active columns of each chunk, counted before
+    indices, count  -- the active columns themselves, and how many: int32 [columns], int32 []
+    """
+
+    x: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
+    threshold: Tensor | None = None
+    offset: Tensor | None = None
+    counts: Tensor | None = None
+    indices: Tensor | None = None
+    count: Tensor | None = None
+
+    @property
+    def dense(self) -> bool:
+        return self.threshold is None and self.indices is None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What becomes of gate and up: y = activation(gate) * up, and the columns of it that lie beyond the next site's
+    threshold are counted.
+
+    activation -- number of the function, see `kernels/activations.cuh`
+    counts     -- int32 [rows / 512], written where there is a threshold
+    """
+
+    activation: int
+    threshold: Tensor | None = None
+    offset: Tensor | None = None
+    counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the blocks of a product meet. Products on one stream may share it.
+
+    partials -- float32 [PARTIALS]
+    tickets  -- int32 zeros, one for each group
+    """
+
+    partials: Tensor
+    tickets: Tensor
+
+
+@cache
+def workspace(device: torch.device) -> Workspace:
+    """One for any product on a device."""
+    return Workspace(
+        torch.empty(PARTIALS, device=device),
+        torch.zeros(4096, dtype=torch.int32, device=device),
+    )
+
+
+def gemv(
+    matrix: ZigzagMatrix,
+    input: Input,
+    y: Tensor,
+    *,
+    constant: Tensor | None = None,
+    added: Tensor | None = None,
+    gate: Gate | None = None,
+    active: Tensor | None = None,
+    clusters: bool = True,
+) -> None:
+    """Put y = W[:, active] x[active] + constant + added on the current stream.
+
+    y        -- float32 [rows]; [rows / 2] with a gate
+    constant -- float32 [rows]
+    added    -- float32 [rows], may be y itself
+    active   -- int64 []: the number of active columns is added to it
+    clusters -- whether blocks may meet in clusters, where the GPU has room for all of them at once
+    """
+    device, geometry = matrix.blocks.device, matrix.geometry
+    groups, threads = matrix.blocks.shape[0], (geometry.warps + PRODUCERS) * 32
+    defines = _defines(geometry, input, gate is not None)
+    shared = shared_bytes(matrix.columns, geometry, True)
+    function = _kernel(defines, True, device)
+    together = clusters and geometry.splits > 1
+    together = together and _clusters_at_once(function, geometry.splits, threads, shared) >= groups
+    if not together:
+        function, shared = _kernel(defines, False, device), shared_bytes(matrix.columns, geometry, False)
+    meet = workspace(device)
+    after = gate or Gate(0)
+    launch(
+        function,
+        (geometry.splits, groups),
+        threads,
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale, _ahead(matrix)),
+        *(input.x, input.norm, input.eps, input.threshold, _per_channel(input.threshold), input.offset),
+        *(input.counts, input.indices, input.count),
+        *(y, constant, added),
+        *(after.activation, after.threshold, _per_channel(after.threshold), after.offset, after.counts),
+        *(active, meet.partials, meet.tickets),
+        shared=shared,
+        cluster=geometry.splits if together else 1,
+    )
+
+
+def batch(
+    matrix: ZigzagMatrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    threshold: Tensor | None = None,
+    offset: Tensor | None = None,
+    counts: Tensor | None = None,
+    constant: Tensor | None = None,
+    added: Tensor | None = None,
+    active: Tensor | None = None,
+) -> None:
+    """Put y = W[:, active] x[active] + constant + added for several inputs on the current stream; W is read once.
+
+    x         -- float32 [B, columns], B at most `MOST_INPUTS`
+    y         -- float32 [B, rows]
+    threshold -- float32 [1] or [columns]: a column is active where it is in any of the inputs; None: all are
+    offset    -- float32 [columns], taken from every x before
+    counts    -- int32 [columns / 256, rounded up], needed with a threshold: active columns of each chunk
+    constant  -- float32 [rows]
+    added     -- float32 [B, rows], may be y itself
+    active    -- int64 []: the number of active columns is added to it
+    """
+    device, geometry, inputs = matrix.blocks.device, matrix.geometry, len(x)
+    if not 1 <= inputs <= MOST_INPUTS:
+        raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
+    if threshold is not None and counts is None:
+        raise ValueError("a threshold without the counts of active columns")
+    if inputs * geometry.splits * matrix.blocks.shape[0] * geometry.group * BAND_ROWS > PARTIALS:
+        raise ValueError(f"{inputs} inputs of {matrix.rows} rows: too many for the workspace; take fewer at once")
+    values = {
+        "WARPS": geometry.warps,
+        "STAGES": geometry.stages,
+        "PRODUCERS": PRODUCERS,
+        "GROUP": geometry.group,
+        "DENSE": int(threshold is None),
+        "BATCH": inputs,
+        "CLUSTERS": 0,
+    }
+    defines = tuple(f"{name}={value}" for name, value in values.items())
+    units = math.ceil(math.ceil(matrix.columns / COLUMNS) / geometry.splits)
+    first = max(_ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
+    meet = workspace(device)
+    launch(
+        kernel("zigzag_batch", "zigzag_batch", defines, device.index or 0),
+        (geometry.splits, matrix.blocks.shape[0]),
+        (geometry.warps + PRODUCERS) * 32,
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.half, matrix.largest_d),
+        *(x, threshold, _per_channel(threshold), offset, counts),
+        *(y, constant, added),
+        *(active, meet.partials, meet.tickets),
+        shared=first + 4 * COLUMNS * units * (inputs + 1),
+    )
+
+
+def _ahead(matrix: ZigzagMatrix) -> int:
+    """Columns of a block that come into the L2 cache before it is known which are active."""
+    blocks = matrix.geometry.splits * matrix.blocks.shape[0]
+    fair = AHEAD_BYTES // (blocks * matrix.geometry.group * BLOCK_BYTES)
+    return min(fair, matrix.columns // matrix.geometry.splits)
+
+
+_clusters_at_once = cache(clusters_at_once)
+
+
+def _kernel(defines: tuple[str, ...], clusters: bool, device: torch.device) -> Kernel:
+    return kernel("zigzag_gemv", "zigzag_gemv", (*defines, f"CLUSTERS={int(clusters)}"), device.index or 0)
+
+
+def shared_bytes(columns: int, geometry: Geometry, clusters: bool) -> int:
+    """Dynamic shared memory of a block: the ring, the warps' sums, what the blocks of a cluster send, and the columns
+    and values of the block's units."""
+    units = math.ceil(math.ceil(columns / COLUMNS) / geometry.splits)
+    received = geometry.splits * geometry.group * BAND_ROWS if clusters and geometry.splits > 1 else 0
+    return _ring_bytes(geometry) + 4 * (geometry.warps * BAND_ROWS + received) + 8 * COLUMNS * units
+
+
+def _ring_bytes(geometry: Geometry) -> int:
+    column = geometry.group * BLOCK_BYTES // 16 // 2 * 32 + 16  # an odd number of 16 bytes
+    return geometry.stages * COLUMNS * column
+
+
+def _defines(geometry: Geometry, input: Input, gate: bool) -> tuple[str, ...]:
+    source = 2 if input.indices is not None else int(input.counts is not None or (input.dense and input.norm is None))
+    values = {
+        "WARPS": geometry.warps,
+        "STAGES": geometry.stages,
+        "PRODUCERS": PRODUCERS,
+        "GROUP": geometry.group,
+        "RESIDENT": 1,
+        "GATE": int(gate),
+        "DENSE": int(input.dense),
+        "SOURCE": source,
+        "ROUNDS": 1 if source else -(-input.x.numel() // (128 * geometry.warps)),
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _per_channel(threshold: Tensor | None) -> int:
+    return int(threshold is not None and threshold.numel() > 1)
+
+
+def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> None:
+    """Bands of a matrix, transposed, times `half_scale`: out float16 [columns, 256 * bands]."""
+    device = matrix.blocks.device
+    launch(
+        kernel("dequantise", "zigzag_dequantise", (), device.index or 0),
+        (multiprocessors(device) * 8,),
+        256,
+        *(matrix.blocks, matrix.columns, matrix.geometry.group, matrix.half),
+        *(first, bands, matrix.half_scale, out, out.stride(0)),
+    )
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,111 @@
+"""What `sparsepack profile` finds out about a machine, shape by shape, and where that is kept (SpQt, section 3.2:
+hardware profiling)."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.errors import OutputError
+from sparsepack.files.atomic import write_json
+from sparsepack.progress import progress
+
+Shape = tuple[int, int]
+"""Rows and columns of a zigzag matrix."""
+
+SHAPES: tuple[Shape, ...] = (
+    *((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+)
+"""What is measured where no model is given: the sites of Llamas of 1 and 8 billion parameters."""
+GATES: tuple[Shape, ...] = ((16384, 2048), (28672, 4096))
+"""Of those, what holds gate and up."""
+
+ROTATION = 1 << 28
+"""Bytes of copies that take turns, so that no cache serves weights."""
+COPIES = 4096
+"""At most: matrices so small that this many fit into a cache are served by one when a model runs, too."""
+ACTIVE = 0.5
+BYTES_PER_WEIGHT = 9 / 16
+
+
+def profile_path(kind: str, *machine: Any) -> Path:
+    """Where the profile of a kind of machine is kept: below $XDG_CACHE_HOME, or ~/.cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
+    return base / "sparsepack" / f"{kind}-{key}.json"
+
+
+def read_rows(path: Path, schema: int, geometry: Callable[[Mapping[str, Any]], object]) -> dict[Shape, dict[str, Any]]:
+    """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing.
+
+    geometry -- makes of a row what it says; raises `ValueError`, `KeyError` or `TypeError` where that is impossible
+    """
+    try:
+        content = json.loads(path.read_text())
+        rows = content["shapes"] if content["schema"] == schema else []
+        return {(int(row["rows"]), int(row["columns"])): row for row in rows if geometry(row)}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return {}
+
+
+def measure_shapes(
+    shapes: Iterable[Shape],
+    path: Path,
+    head: Mapping[str, Any],
+    known: Mapping[Shape, dict[str, Any]],
+    best: Callable[[Shape], dict[str, Any]],
+) -> dict[str, Any]:
+    """Measure every shape once, keep what was found beside what is `known`, and return it as JSON-able values.
+
+    Raises `OutputError` where the profile cannot be kept, before anything is measured.
+    """
+    wanted = list(dict.fromkeys(shapes))
+    rows = dict(known)
+    _make_folder(path.parent)
+    with progress("profile", len(wanted)) as advance:
+        for shape in wanted:
+            rows[shape] = best(shape)
+            advance()
+    write_json(path, {**head, "shapes": list(rows.values())})
+    return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
+
+
+def row_of(shape: Shape, geometry: Mapping[str, int], nanoseconds: Iterable[float], best: float) -> dict[str, Any]:
+    """What is kept of a shape: the geometry that took the least time, of all that were measured."""
+    rows, columns = shape
+    return {
+        "rows": rows,
+        "columns": columns,
+        **geometry,
+        "microseconds": best / 1e3,
+        "slowest_microseconds": max(nanoseconds) / 1e3,
+        "bytes_per_second": rows * columns * BYTES_PER_WEIGHT * ACTIVE / best * 1e9,
+    }
+
+
+def random_blocks(shape: Shape) -> torch.Tensor:
+    """Superblocks of a matrix that has this shape: uint8 [bands, columns, 144]."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (-(-rows // 256), columns, 144), dtype=torch.uint8, generator=generator)
+    blocks[..., :4] = torch.tensor([0x66, 0x1E, 0x66, 0x1E])  # fp16 d and dmin, 0.00625
+    return blocks
+
+
+def copies_of(blocks: torch.Tensor, rotation: int, most: int) -> int:
+    """How many of a matrix take turns."""
+    return min(max(2, -(-rotation // blocks.numel())), most)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder where a profile can be kept"
+        ) from error

@@ -1,0 +1,342 @@
+"""Attention of a decoding step against the reference in float64, on the keys and values as they are cached."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsepack.runtime import reference
+from sparsepack.runtime.cuda.attention import MOST_SPLITS, attend, splits_for
+from sparsepack.runtime.cuda.zigzag import Workspace
+
+EPS = 1e-6
+KV_HEADS = 2
+LONGEST = 4097
+LAST = [0, 4, 62, 63, 64, 299, LONGEST - 1]
+WINDOWS = [0, 5, 300]
+SPLITS = [1, 2, 8, 16]
+
+
+@dataclass(frozen=True)
+class Shape:
+    head_dim: int
+    group: int
+    dtype: torch.dtype
+    norms: bool = False
+
+    @property
+    def heads(self) -> int:
+        return KV_HEADS * self.group
+
+
+SHAPES = [
+    Shape(8, 1, torch.float32),
+    Shape(8, 7, torch.bfloat16, norms=True),
+    Shape(24, 2, torch.float16),
+    Shape(24, 4, torch.float32, norms=True),
+    Shape(64, 2, torch.bfloat16),
+    Shape(64, 4, torch.float32),
+    Shape(64, 7, torch.bfloat16, norms=True),
+    Shape(128, 1, torch.bfloat16),
+    Shape(128, 4, torch.bfloat16, norms=True),
+    Shape(128, 7, torch.float16),
+]
+UNUSUAL = [
+    Shape(2, 1, torch.float16),
+    Shape(10, 3, torch.bfloat16, norms=True),  # rows that are no multiple of 16 bytes
+    Shape(80, 5, torch.bfloat16),
+    Shape(250, 2, torch.float32, norms=True),
+    Shape(256, 16, torch.bfloat16),
+]
+
+
+def name(shape: Shape) -> str:
+    return f"{shape.head_dim}x{shape.group}-{str(shape.dtype).removeprefix('torch.')}"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `attend` reads and writes, of sequences whose new positions are `last`."""
+
+    shape: Shape
+    last: list[int]
+    window: int
+    qkv: Tensor
+    keys: Tensor
+    values: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    def run(self, splits: int | None = None, positions: Tensor | None = None, **options: Any) -> Tensor:
+        """The result; the keys and values of the new positions are cached."""
+        if positions is None:
+            positions = torch.tensor(self.last, dtype=torch.int32, device=self.qkv.device)
+        out = torch.full((len(self.last), self.shape.heads * self.shape.head_dim), torch.nan, device=self.qkv.device)
+        attend(
+            self.qkv,
+            self.keys,
+            self.values,
+            positions,
+            self.cos,
+            self.sin,
+            out,
+            heads=self.shape.heads,
+            kv_heads=KV_HEADS,
+            window=self.window,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=EPS,
+            splits=splits,
+            **options,
+        )
+        return out
+
+    def turned(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a sequence's new position, normed and rotated: float64 [heads, 1, head_dim]."""
+        sizes = [heads * self.shape.head_dim for heads in (self.shape.heads, KV_HEADS, KV_HEADS)]
+        q, k, v = (row.view(-1, 1, self.shape.head_dim) for row in self.qkv[b].double().split(sizes))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = reference.rms_norm(q, self.q_norm.double(), EPS)
+            k = reference.rms_norm(k, self.k_norm.double(), EPS)
+        here = slice(self.last[b], self.last[b] + 1)
+        cos, sin = self.cos[here].double(), self.sin[here].double()
+        return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v
+
+    def expected(self) -> Tensor:
+        """The result by the reference, from what is cached after `run`: float64 [B, heads * head_dim]."""
+        rows = []
+        for b, last in enumerate(self.last):
+            oldest = max(0, last + 1 - self.window) if self.window else 0
+            keys, values = (cached[b, :, oldest : last + 1].double() for cached in (self.keys, self.values))
+            seen = reference.visible(last, 1, oldest, self.window, self.qkv.device)
+            rows.append(reference.attention(self.turned(b)[0], keys, values, seen))
+        return torch.cat(rows)
+
+
+@cache
+def random_cache(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    bits = torch.Generator(device).manual_seed(1)
+    keys, values = torch.randn(2, 3, KV_HEADS, LONGEST, shape.head_dim, generator=bits, device=device)
+    return keys.to(shape.dtype), values.to(shape.dtype)
+
+
+def step(shape: Shape, last: Sequence[int], device: torch.device, window: int = 0, size: float = 2) -> Step:
+    """A step of random numbers. What no query sees is NaN, the cached rows of the new positions too."""
+    bits = torch.Generator(device).manual_seed(max(last))
+    context = max(last) + 1 + max(last) % 3
+    width = (shape.heads + 2 * KV_HEADS) * shape.head_dim
+    qkv = size * torch.randn(len(last), width, generator=bits, device=device)
+    keys, values = (cached[: len(last), :, :context].clone() for cached in random_cache(shape, device))
+    for b, p in enumerate(last):
+        oldest = max(0, p + 1 - window) if window else 0
+        for cached in (keys, values):
+            cached[b, :, :oldest] = torch.nan
+            cached[b, :, p:] = torch.nan
+    inv_freq = 1e4 ** (-torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim)
+    cos, sin = reference.rotary_table(inv_freq, 1.0, context)
+    q_norm, k_norm = 0.5 + torch.rand(2, shape.head_dim, generator=bits, device=device)
+    norms = (q_norm, k_norm) if shape.norms else (None, None)
+    return Step(shape, list(last), window, qkv, keys, values, cos, sin, *norms)
+
+
+def assert_close_to_reference(step: Step, out: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(out.double(), step.expected(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_a_step_is_attention_over_the_rounded_cache(shape: Shape, splits: int, device: torch.device) -> None:
+    for last in LAST:
+        for window in WINDOWS:
+            case = step(shape, [last], device, window)
+            assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("shape", UNUSUAL, ids=name)
+def test_head_dimensions_and_groups_of_any_size(shape: Shape, splits: int, device: torch.device) -> None:
+    for last in LAST:
+        case = step(shape, [last], device, window=last % 2 * 100)
+        assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_sequences_of_a_batch_have_positions_of_their_own(shape: Shape, device: torch.device) -> None:
+    for last in ([0, 1, 70], [300, 0, 64], [5, 2000, 129]):
+        for splits in (None, 1, 4):
+            case = step(shape, last, device, window=100)
+            assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[6], SHAPES[8]], ids=name)
+def test_blocks_that_form_no_cluster_compute_the_same(shape: Shape, device: torch.device) -> None:
+    for last in ([4], [64, 0, 299], [LONGEST - 1]):
+        for splits in SPLITS:
+            case = step(shape, last, device, window=0)
+            out = case.run(splits, clusters=False)
+            assert_close_to_reference(case, out)
+            torch.testing.assert_close(out, case.run(splits), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clusters", [True, False])
+def test_the_same_bits_come_every_run(clusters: bool, device: torch.device) -> None:
+    for splits in SPLITS:
+        case = step(SHAPES[8], [3000, 77, 500], device, window=0)
+        first = case.run(splits, clusters=clusters)
+        assert all(torch.equal(case.run(splits, clusters=clusters), first) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [20, 0.01])
+def test_scores_that_keep_growing_or_hardly_differ(size: float, device: torch.device) -> None:
+    """With keys in the order of their scores, the largest score grows from row to row."""
+    shape = replace(SHAPES[8], norms=False)
+    case = step(shape, [3000], device, size=size)
+    q = case.turned(0)[0].view(KV_HEADS, shape.group, shape.head_dim).sum(1)
+    old = case.keys[0, :, :3000]
+    order = torch.einsum("hd,htd->ht", q, old.double()).argsort(-1)
+    old.copy_(torch.stack([old[h, order[h]] for h in range(KV_HEADS)]))
+    for splits in SPLITS:
+        assert_close_to_reference(case, case.run(splits), 5e-5 if size > 1 else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_exactly_the_new_position_is_cached(shape: Shape, splits: int, device: torch.device) -> None:
+    case = step(shape, [64, 0, 17], device)
+    before = [cached.nan_to_num(-7) for cached in (case.keys, case.values)]
+    case.run(splits)
+    for b, last in enumerate(case.last):
+        _, k, v = case.turned(b)
+        precision = torch.finfo(shape.dtype).eps
+        torch.testing.assert_close(case.keys[b, :, last].double(), k[:, 0], rtol=precision, atol=1e-5)
+        assert torch.equal(case.values[b, :, last], v[:, 0].to(shape.dtype))
+    for cached, old in zip((case.keys, case.values), before, strict=True):
+        cached = cached.nan_to_num(-7)
+        for b, last in enumerate(case.last):
+            cached[b, :, last] = old[b, :, last]
+        assert torch.equal(cached, old)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_graph_replays_with_growing_positions(window: int, device: torch.device) -> None:
+    shape, length = SHAPES[8], 100
+    case = step(shape, [length - 1], device)
+    positions = torch.zeros(1, dtype=torch.int32, device=device)
+    replace(case, window=window).run(8, positions)  # compiled before it is recorded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = replace(case, window=window).run(8, positions)
+        positions.add_(1)
+    positions.zero_()
+    case.keys.fill_(torch.nan)
+    case.values.fill_(torch.nan)
+    bits = torch.Generator(device).manual_seed(3)
+    for last in range(length):
+        case.qkv.copy_(torch.randn(case.qkv.shape, generator=bits, device=device))
+        graph.replay()
+        assert_close_to_reference(replace(case, last=[last], window=window), out)
+    assert int(positions) == length
+
+
+@pytest.mark.gpu
+def test_positions_written_just_before_are_not_mistaken(device: torch.device) -> None:
+    """The kernel reads them before the kernel ahead has ended, and once more after it."""
+    case = step(SHAPES[4], [LONGEST - 1], device)
+    case.run(16)
+    ends = torch.randint(0, LONGEST, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    positions = torch.zeros(1, dtype=torch.int32, device=device)
+    before = case.keys.clone(), case.values.clone()
+    outs, rows = [], []
+    for last in ends:
+        positions.fill_(last)
+        outs.append(case.run(16, positions))
+        rows.append((case.keys[:, :, last].clone(), case.values[:, :, last].clone()))
+    case.keys.copy_(before[0])
+    case.values.copy_(before[1])
+    for last, out, (key, value) in zip(ends, outs, rows, strict=True):
+        case.keys[:, :, last], case.values[:, :, last] = key, value
+        assert_close_to_reference(replace(case, last=[last]), out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "expected"),
+    [(8, 4096, 16), (8, 512, 8), (8, 127, 1), (32, 65536, 4), (40, 65536, 4), (64, 65536, 2), (200, 65536, 1)],
+)
+def test_splits_fill_the_processors_but_leave_none_idle(rows: int, context: int, expected: int) -> None:
+    assert splits_for(rows, context, processors=132) == expected
+    assert splits_for(rows, context, processors=132, most=8) == min(expected, 8)
+
+
+def on_cpu() -> dict[str, Any]:
+    cached = torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16)
+    table = torch.zeros(64, 8)
+    return {
+        "qkv": torch.zeros(1, 8 * 16),
+        "keys": cached,
+        "values": cached.clone(),
+        "positions": torch.zeros(1, dtype=torch.int32),
+        "cos": table,
+        "sin": table,
+        "out": torch.zeros(1, 4 * 16),
+        "heads": 4,
+        "kv_heads": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, "qkv: on cpu, expected a CUDA device"),
+        ({"heads": 3}, "heads: 3 with 2 key heads"),
+        ({"heads": 34}, "heads: 34 with 2 key heads"),
+        ({"qkv": torch.zeros(1, 9)}, r"qkv: float32 \[1, 9\], expected contiguous float32 \[1, 128\]"),
+        ({"keys": torch.zeros(1, 2, 64, 16, dtype=torch.float64)}, "keys: float64"),
+        ({"keys": torch.zeros(1, 2, 64, 15, dtype=torch.float16)}, "keys: head dimension 15"),
+        ({"values": torch.zeros(1, 2, 64, 16)}, "values: float32"),
+        ({"values": torch.zeros(1, 64, 2, 16, dtype=torch.bfloat16).transpose(1, 2)}, "values: .*not contiguous"),
+        ({"positions": torch.zeros(1, dtype=torch.int64)}, "positions: int64"),
+        ({"cos": torch.zeros(63, 8)}, "cos: 63 positions, expected 64 or more"),
+        ({"sin": torch.zeros(64, 9)}, "sin: "),
+        ({"out": torch.zeros(2, 64)}, "out: "),
+        ({"q_norm": torch.zeros(8)}, "q_norm: "),
+        ({"window": -1}, "window: -1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(**{**on_cpu(), **changed})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, MOST_SPLITS + 1])
+def test_splits_out_of_range_are_an_error(splits: int, device: torch.device) -> None:
+    with pytest.raises(ValueError, match=f"splits: {splits}"):
+        step(SHAPES[0], [5], device).run(splits)
+
+
+@pytest.mark.gpu
+def test_a_workspace_that_is_too_small_is_an_error(device: torch.device) -> None:
+    small = Workspace(torch.zeros(100, device=device), torch.zeros(8, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="workspace: 100 partials and 8 tickets, expected 320 and 2"):
+        step(SHAPES[0], [5], device).run(16, workspace=small, clusters=False)

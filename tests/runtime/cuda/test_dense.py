@@ -1,0 +1,183 @@
+"""What prefill is made of: rows in float16 with a factor each, products, heads, and attention to a cache."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsepack.formats import zigzag as codec
+from sparsepack.formats.matrices import ZIGZAG, decode_matrix
+from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime import reference
+from sparsepack.runtime.cuda import zigzag
+from sparsepack.runtime.cuda.dense import Halves, Product, add, gated, halved, multiply, new_scratch, split_heads
+from sparsepack.runtime.cuda.prefill import attention
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+anywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
+EPS = 1e-5
+WIDTHS = [1, 63, 64, 172, 513, 2048, 4095, 14336]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product_of(rows: int, width: int, bias: bool, device: str) -> Product:
+    factor = 2.0 ** torch.arange(rows).sub(rows // 2)
+    return Product(
+        normal(rows, width, seed=1).to(device),
+        factor.to(device),
+        0.25,
+        normal(width, seed=2).to(device) if bias else None,
+    )
+
+
+def put_together(product: Product) -> Tensor:
+    y = product.sums.cpu().double() * product.factor.cpu()[:, None] * product.inverse
+    return y if product.bias is None else y + product.bias.cpu()
+
+
+def assert_is(halves: Halves, expected: Tensor) -> None:
+    """Every row to the rounding of float16, and scaled as promised."""
+    values, factor = halves.values.cpu(), halves.factor.cpu()
+    found, expected = values.double() * factor[:, None].double(), expected.double()
+    assert ((found - expected).norm(dim=1) <= 6e-4 * expected.norm(dim=1)).all()
+    largest = values.float().abs().amax(1)
+    assert ((largest >= 2**14 * 0.999) & (largest <= 2**15)).all()
+    assert (torch.frexp(factor).mantissa == 0.5).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_are_halved_as_they_are(device: str, width: int) -> None:
+    x = normal(5, width) * torch.tensor([1e-20, 1e-3, 1, 1e4, 1e20])[:, None]
+    assert_is(halved(x.to(device)), x)
+
+
+@on_gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_added_comes_before_the_norm_and_stays(device: str, width: int, norm: bool, bias: bool) -> None:
+    x, weight, added = normal(7, width), 1 + 0.1 * normal(width, seed=3), product_of(7, width, bias, device)
+    expected, on_device = x + put_together(added).float(), x.clone().to(device)
+    halves = halved(on_device, added, weight.to(device) if norm else None, EPS)
+    assert torch.allclose(on_device.cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert_is(halves, reference.rms_norm(expected, weight, EPS) if norm else expected)
+    on_device = x.clone().to(device)
+    add(on_device, added)
+    assert torch.allclose(on_device.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("width", [1, 172, 513, 14336])
+def test_gate_and_up_become_one(device: str, width: int, activation: int, bias: bool) -> None:
+    stacked = product_of(6, 2 * width, bias, device)
+    gate, up = put_together(stacked).chunk(2, dim=1)
+    expected = ACTIVATIONS[activation](gate) * up
+    expected[expected.abs() < 1e-30] = 0
+    halves = gated(stacked, activation)
+    rows = expected.abs().amax(1) > 0
+    assert_is(Halves(halves.values[rows.to(device)], halves.factor[rows.to(device)]), expected[rows])
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(device: str, bad: float) -> None:
+    x = normal(3, 172)
+    x[1, 5] = bad
+    for norm in (None, torch.ones(172, device=device)):
+        values = halved(x.to(device), norm=norm, eps=EPS).values.cpu()
+        assert torch.isfinite(values).all(1).tolist() == [True, False, True]
+    assert not halved(torch.zeros(2, 172, device=device)).values.any()
+
+
+@on_gpu
+def test_rows_that_begin_anywhere(device: str) -> None:
+    storage = normal(1 + 3 * 64).to(device)
+    x = storage[1:].view(3, 64)
+    assert_is(halved(x), x.cpu())
+
+
+@on_gpu
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("shape", [(512, 64), (2560, 1280), (3072, 97)])
+def test_products_come_within_the_rounding_of_float16(
+    device: str, shape: tuple[int, int], gate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
+    x, bias = normal(50, shape[1], seed=1), normal(shape[0], seed=2)
+    expected = x.double() @ decode_matrix(packed).double().T + bias
+    matrix = zigzag.load_zigzag(packed, device, gate=gate)
+    torch.cuda.synchronize()
+    for room in (1 << 28, 3 * 512 * shape[1]):
+        monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
+        scratch = new_scratch([matrix], matrix.blocks.device)
+        assert scratch.nbytes <= room
+        y = multiply(matrix, halved(x.to(device)), scratch, bias.to(device)).rows()
+        assert (y.cpu() - expected).norm() < 4e-4 * expected.norm()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 3, 24), (7, 1, 8), (2, 1, 256), (1, 1, 2)])
+def test_heads_are_rotated_and_appended(
+    device: str, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
+) -> None:
+    first, context, rows = 4, 19, 9
+    qkv = product_of(rows, (heads + 2 * kv_heads) * head_dim, normed, device)
+    keys, values = (torch.full((1, kv_heads, context, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
+    cos, sin = reference.rotary_table(normal(head_dim // 2, seed=3), 1.3, context)
+    norms = [1 + 0.1 * normal(head_dim, seed=n) for n in (4, 5)] if normed else [None, None]
+    on_device = [None if norm is None else norm.to(device) for norm in norms]
+    q = split_heads(
+        qkv,
+        *(keys, values, cos.to(device), sin.to(device), first),
+        heads=heads,
+        q_norm=on_device[0],
+        k_norm=on_device[1],
+        eps=EPS,
+    )
+    here = slice(first, first + rows)
+    parts = put_together(qkv).float().view(rows, -1, head_dim).transpose(0, 1).split([heads, kv_heads, kv_heads])
+    turned = []
+    for part, norm in zip(parts, norms, strict=False):
+        x = part if norm is None else reference.rms_norm(part, norm, EPS)
+        turned.append(reference.rotate(x, cos[here], sin[here]))
+    expected = [turned[0].transpose(0, 1), turned[1], parts[2]]
+    for found, wanted in zip((q, keys[0, :, here], values[0, :, here]), expected, strict=True):
+        bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
+        assert ((found.cpu().float() - wanted).abs() <= bound * wanted.abs() + 1e-5 * wanted.abs().max()).all()
+    for cached in (keys, values):
+        assert (cached[0, :, :first] == 7).all()
+        assert (cached[0, :, here.stop :] == 7).all()
+
+
+@anywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [0, 1, 6, 30])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(("first", "length"), [(0, 1), (0, 20), (13, 1), (13, 11)])
+def test_attention_sees_what_its_positions_may_see(
+    device: str, first: int, length: int, heads: int, kv_heads: int, window: int, dtype: torch.dtype
+) -> None:
+    q = normal(length, heads, 32).to(dtype)
+    keys, values = (normal(kv_heads, 40, 32, seed=n).to(dtype) for n in (1, 2))
+    # What is beyond the last position must not matter.
+    for cached in (keys, values):
+        cached[:, first + length :] = 1e4
+    oldest = max(0, first + 1 - window) if window else 0
+    expected = reference.attention(
+        q.float().transpose(0, 1),
+        *(cached[:, oldest : first + length].float() for cached in (keys, values)),
+        reference.visible(first, length, oldest, window),
+    )
+    found = attention(q.to(device), keys.to(device), values.to(device), first, window)
+    assert found.dtype == torch.float32
+    bound = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
+    assert (found.cpu() - expected).abs().max() < bound

@@ -1,0 +1,88 @@
+"""Where the cuda backend runs, and what is said where it cannot; without a GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packed_models import random_model
+
+from sparsepack.errors import UserError
+from sparsepack.runtime import engine
+from sparsepack.runtime.cuda import device
+from sparsepack.runtime.cuda.compiler import nvrtc_version
+from sparsepack.runtime.cuda.device import usable
+from sparsepack.runtime.engine import Engine
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of compute capability 9.0, a driver for CUDA 13.0, and NVRTC 13.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(device, "nvrtc_version", lambda: "13.0")
+    driver_of(monkeypatch, 13000)
+
+
+def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, version))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+
+
+def chosen() -> tuple[str, tuple[str, ...]]:
+    return engine._chosen(None, torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_gpu_runs_the_cuda_backend() -> None:
+    assert chosen() == ("cuda", ())
+    assert usable("cuda") == torch.device("cuda:1")
+    assert usable("cuda:0") == torch.device("cuda:0")
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_without_cuda_core_the_reference_runs_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "nvrtc_version", nvrtc_version)
+    nvrtc_version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    backend, (note,) = chosen()
+    assert backend == "reference"
+    assert note.startswith("note: the reference backend runs: the cuda backend needs cuda.core")
+    assert "pip install 'sparsepack[cuda]'" in note
+    with pytest.raises(UserError, match=r"needs cuda\.core"):
+        Engine(random_model("llama"), "cuda", backend="cuda")
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_an_older_gpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    assert "a GPU of compute capability 7.5" in chosen()[1][0]
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_driver_older_than_the_compiler_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver_of(monkeypatch, 12080)
+    backend, (note,) = chosen()
+    assert backend == "reference"
+    assert "driver knows CUDA 12.8, and NVRTC is 13.0: update the driver" in note
+    monkeypatch.setattr(device, "nvrtc_version", lambda: "12.9")
+    assert chosen() == ("cuda", ())
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(UserError, match="this machine has 2 CUDA devices; expected at most cuda:1"):
+        usable("cuda:2")
+
+
+def test_the_cuda_backend_runs_on_gpus_only() -> None:
+    with pytest.raises(UserError, match=r"device cpu: the cuda backend runs on NVIDIA GPUs; use device cuda"):
+        Engine(random_model("llama"), backend="cuda")
+    assert engine._chosen("cuda", torch.device("cpu")) == ("cuda", ())
+
+
+def test_other_backends_have_one_type_of_cache() -> None:
+    with pytest.raises(UserError, match="cache type f16: the reference backend has one of its own"):
+        Engine(random_model("llama"), backend="reference", cache_type="f16")

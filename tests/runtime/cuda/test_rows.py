@@ -1,0 +1,180 @@
+"""Products with matrices stored by rows and look-ups in them on the GPU, against float64 and the codecs."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsepack.formats import zigzag
+from sparsepack.formats.matrices import ZIGZAG, decode_matrix, encode_rows
+from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime.cuda import rows
+from sparsepack.runtime.cuda.rows import blocks, embed, load_rows, matmul, new_candidates, product
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+FLOATS = ["F32", "F16", "BF16"]
+TYPES = [*FLOATS, "Q4_K", "Q6_K"]
+SHAPES = [(77, 512), (1, 256), (2000, 1024)]
+FLOAT_SHAPES = [(300, 64), (33, 513), (5, 3)]
+CASES = [(type, shape) for type in TYPES for shape in SHAPES + FLOAT_SHAPES * (type in FLOATS)]
+EPS = 1e-5
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def packed(type: str, shape: tuple[int, int]) -> PackedMatrix:
+    return PackedMatrix(encode_rows(normal(*shape, seed=shape[0]), type), type, *shape)
+
+
+@cache
+def weights(type: str, shape: tuple[int, int]) -> Tensor:
+    """What the codec decodes: float32."""
+    return decode_matrix(packed(type, shape))
+
+
+@cache
+def loaded(type: str, shape: tuple[int, int]) -> rows.RowsMatrix:
+    return load_rows(packed(type, shape), "cuda")
+
+
+def multiplied(type: str, shape: tuple[int, int], x: Tensor, norm: Tensor | None = None) -> Tensor:
+    y = torch.full((len(x), shape[0]), float("nan"), device="cuda")
+    product(loaded(type, shape), x.cuda(), y, norm=None if norm is None else norm.cuda(), eps=EPS)
+    return y.cpu()
+
+
+def assert_is_product(y: Tensor, weight: Tensor, x: Tensor) -> None:
+    """Every vector within 1e-6 of what the terms amount to where their signs are random."""
+    w, x = weight.double(), x.double()
+    assert y.shape == (len(x), len(w))
+    error, size = y.double() - x @ w.T, (x.square() @ w.square().T).sqrt()
+    assert (error.norm(dim=1) <= 1e-6 * size.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("vectors", [1, 2, 5, 8])
+@pytest.mark.parametrize(("type", "shape"), CASES, ids=str)
+def test_product_is_that_of_the_decoded_weights(type: str, shape: tuple[int, int], vectors: int, norm: bool) -> None:
+    x = normal(vectors, shape[1], seed=vectors) * torch.logspace(-3, 3, vectors)[:, None]
+    weight = normal(shape[1], seed=4)
+    y = multiplied(type, shape, x, weight if norm else None)
+    x = x.double()
+    if norm:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+    assert_is_product(y, weights(type, shape), x)
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q6_K"])
+def test_every_pattern_of_bits_counts(type: str) -> None:
+    blocks = torch.randint(0, 256, (40, 2, 144 if type == "Q4_K" else 210), generator=torch.Generator().manual_seed(9))
+    blocks = blocks.to(torch.uint8)
+    factors = slice(0, 4) if type == "Q4_K" else slice(208, 210)
+    fresh = normal(40, 2, 2 if type == "Q4_K" else 1, seed=8).half()
+    blocks[..., factors] = fresh.view(torch.uint8).view(40, 2, -1)
+    matrix = PackedMatrix(blocks.view(40, -1), type, 40, 512)
+    x, on_device = normal(3, 512), load_rows(matrix, "cuda")
+    y = torch.empty(3, 40, device="cuda")
+    product(on_device, x.cuda(), y)
+    assert_is_product(y.cpu(), decode_matrix(matrix), x)
+    out = torch.empty(40, 512, device="cuda")
+    embed(on_device, torch.arange(40, dtype=torch.int32, device="cuda"), out)
+    assert torch.equal(out.cpu(), decode_matrix(matrix))
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("vectors", [1, 8])
+def test_rows_wider_than_shared_memory_take_several_pieces(type: str, vectors: int) -> None:
+    shape = (40, 16384)
+    x = normal(vectors, shape[1])
+    y = multiplied(type, shape, x, torch.ones(shape[1]))
+    assert_is_product(y, weights(type, shape), x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS))
+    assert torch.equal(y, multiplied(type, shape, x, torch.ones(shape[1])))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e6, 1e12])
+def test_the_size_of_the_input_does_not_matter(size: float) -> None:
+    x = normal(1, 1024) * size
+    x[0, 100] *= 1000
+    assert_is_product(multiplied("Q6_K", (2000, 1024), x), weights("Q6_K", (2000, 1024)), x)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_a_vector_has_the_same_bits_every_time_and_in_any_company(type: str) -> None:
+    x = normal(8, 1024, seed=5)
+    together = multiplied(type, (2000, 1024), x)
+    assert torch.equal(together, multiplied(type, (2000, 1024), x))
+    for i in range(8):
+        assert torch.equal(together[i], multiplied(type, (2000, 1024), x[i : i + 1])[0])
+
+
+@pytest.mark.parametrize("vectors", [0, 1, 8, 9, 16, 17, 50])
+@pytest.mark.parametrize(("type", "shape"), [("Q6_K", (2000, 1024)), ("Q4_K", (77, 512)), ("F16", (33, 513))], ids=str)
+def test_matmul_takes_any_number_of_vectors(type: str, shape: tuple[int, int], vectors: int) -> None:
+    x = normal(vectors, shape[1])
+    y = matmul(loaded(type, shape), x.cuda()).cpu()
+    assert_is_product(y, weights(type, shape), x)
+
+
+def test_matmul_decodes_a_part_of_the_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "SCRATCH_WEIGHTS", 300 * 1024)
+    x = normal(20, 1024)
+    assert_is_product(matmul(loaded("Q6_K", (2000, 1024)), x.cuda()).cpu(), weights("Q6_K", (2000, 1024)), x)
+
+
+@pytest.mark.parametrize(("type", "shape"), CASES, ids=str)
+def test_embed_has_the_bits_of_the_codec(type: str, shape: tuple[int, int]) -> None:
+    ids = torch.randint(0, shape[0], (70,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    out = torch.full((70, shape[1]), float("nan"), device="cuda")
+    embed(loaded(type, shape), ids.cuda(), out)
+    assert torch.equal(out.cpu(), weights(type, shape)[ids.long()])
+
+
+def test_an_id_that_is_no_row_gives_nan() -> None:
+    out = torch.zeros(3, 512, device="cuda")
+    embed(loaded("Q6_K", (77, 512)), torch.tensor([-1, 77, 76], dtype=torch.int32, device="cuda"), out)
+    assert out.isnan().all(dim=1).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(("type", "shape"), [("Q6_K", (77, 512)), ("Q4_K", (77, 512)), ("BF16", (33, 513))], ids=str)
+def test_loading_in_chunks_gives_the_same(type: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CHUNK_BYTES", 20 * packed(type, shape).blocks.shape[1])
+    assert torch.equal(load_rows(packed(type, shape), "cuda").data, loaded(type, shape).data)
+
+
+@pytest.mark.parametrize(("type", "stored"), [("Q6_K", 210), ("Q4_K", 144), ("F16", 512)])
+def test_a_loaded_matrix_takes_its_stored_size(type: str, stored: int) -> None:
+    assert loaded(type, (2000, 1024)).data.numel() == 2000 * 4 * stored
+
+
+def test_products_and_look_ups_do_not_wait() -> None:
+    matrix = loaded("Q6_K", (2000, 1024))
+    x, y = torch.zeros(1, 1024, device="cuda"), torch.empty(1, 2000, device="cuda")
+    ids, candidates = torch.zeros(1, dtype=torch.int32, device="cuda"), new_candidates(matrix, 1)
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)  # the first time compiles
+        try:
+            embed(matrix, ids, x)
+            product(matrix, x, y, candidates=candidates)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert candidates.shape == (1, blocks(matrix))
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    matrix, x = loaded("Q6_K", (77, 512)), torch.zeros(1, 512, device="cuda")
+    y = torch.zeros(1, 77, device="cuda")
+    with pytest.raises(ValueError, match=r"x: .*expected contiguous float32 \[1, 512\]"):
+        product(matrix, x[:, :256], y)
+    with pytest.raises(ValueError, match="9 vectors, expected 1 to 8"):
+        product(matrix, x.new_zeros(9, 512), y.new_zeros(9, 77))
+    with pytest.raises(ValueError, match="expected a multiple of 16"):
+        product(matrix, x.new_zeros(513)[1:].view(1, 512), y)
+    with pytest.raises(ValueError, match="candidates"):
+        product(matrix, x, y, candidates=torch.zeros(1, 999, dtype=torch.int64, device="cuda"))
+    with pytest.raises(ValueError, match="expected one stored by rows"):
+        load_rows(PackedMatrix(zigzag.pack(normal(256, 4)), ZIGZAG, 256, 4), "cuda")
