@@ -14,7 +14,7 @@ NATIVE := CMakeLists.txt $(wildcard sparsepack/runtime/cpu/native/*)
 CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo build test test-sanitize test-neon lint format test-gpu clean
+.PHONY: demo build test test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -58,6 +58,13 @@ format: $(VENV)/.installed-test
 # On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend" tests --include="test_*.py") $(PYTEST_ARGS)
+
+# Out-of-bounds accesses and races of the CUDA kernels: every kernel that a model needs, on small ones.
+SANITIZED := tests/runtime/test_engine.py tests/runtime/cuda/test_zigzag_gemv.py \
+	-k "cuda and prefill_and_steps or gate_and_up and 768 and clusters or several_inputs and 3-False"
+test-gpu-sanitize:
+	for tool in memcheck racecheck; do \
+		compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 $(PYTHON) -m pytest -q -m gpu $(SANITIZED) || exit 1; done
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e

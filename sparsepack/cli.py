@@ -275,6 +275,13 @@ def evaluate(
 @click.option("-r", "--repetitions", default=5, show_default=True)
 @click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
 @click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--batch",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="Decode so many sequences together, skipping what is inactive in all of them; with --device cuda.",
+)
 @device_option
 @backend_option
 @thread_count
@@ -333,7 +340,13 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
 
 @main.command()
 @click.argument("path", type=PATH)
-@click.option("--prompt", required=True, help="Text to continue.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    required=True,
+    help="Text to continue. Repeats, up to 8 times with --device cuda: all are continued together.",
+)
 @click.option("-n", "--tokens", default=64, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=click.IntRange(1))
@@ -346,7 +359,7 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
 @thread_count
 def generate(
     path: Path,
-    prompt: str,
+    prompts: tuple[str, ...],
     tokens: int,
     dense: bool,
     context: int | None,
@@ -356,10 +369,15 @@ def generate(
     **asked: Any,
 ) -> None:
     """Continue a prompt with a zigzag artifact. Text goes to standard output, what ran and how fast to stderr."""
-    from sparsepack.show import stream_generation
+    from sparsepack.show import print_generations, stream_generation
 
     set_threads(threads)
-    stream_generation(path, prompt, tokens, dense, context, device, backend, asked)
+    if len(prompts) == 1:
+        stream_generation(path, prompts[0], tokens, dense, context, device, backend, asked)
+        return
+    if backend not in (None, "cuda"):
+        raise click.UsageError("only the cuda backend continues several prompts together; give one, or --device cuda")
+    print_generations(path, prompts, tokens, dense, context, device, asked)
 
 
 @main.command()

@@ -224,3 +224,35 @@ def stream_generation(
         f"{engine.position} tokens in the context, decoded in {spent:.2f} s after the prefill; "
         f"{skipped:.1%} of the columns skipped, on average over sites\n"
     )
+
+
+def print_generations(
+    path: Path,
+    prompts: Sequence[str],
+    tokens: int,
+    dense: bool,
+    context: int | None,
+    device: str,
+    sampling: Mapping[str, Any],
+) -> None:
+    """Write the continuations of several prompts to stdout when all are made, then one line on stderr about the run."""
+    from sparsepack.formats.zigzag_gguf import read_zigzag
+    from sparsepack.progress import say
+    from sparsepack.runtime.batch import BatchEngine
+    from sparsepack.runtime.generate import generate_together
+
+    packed = read_zigzag(path)
+    engine = BatchEngine(packed, device, context, sequences=len(prompts), dense=dense)
+    say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
+    began = time.perf_counter()
+    texts = generate_together(engine, packed.tokenizer_json, prompts, tokens, **sampling)
+    spent = time.perf_counter() - began
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        sys.stdout.write(f"--- prompt {number}: {' '.join(prompt.split())}\n{text}\n")
+    sys.stdout.flush()
+    activity = engine.activity()
+    skipped = 1 - sum(activity.values()) / len(activity) if activity else 0.0
+    sys.stderr.write(
+        f"{len(prompts)} texts in {spent:.2f} s, prefill included; "
+        f"{skipped:.1%} of the columns skipped in all of them, on average over sites\n"
+    )

@@ -15,6 +15,7 @@ from sparsepack.bench.machine import ARRAY_BYTES, gpu_info, read_bandwidth, sync
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.progress import progress, say
+from sparsepack.runtime.batch import MOST_SEQUENCES, BatchEngine
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.operations_decoder import torch_threads
@@ -42,6 +43,7 @@ class BenchSettings:
     threads         -- of the engine and of torch; None: torch's number
     seed            -- of the random token ids
     device, backend -- as the engine's
+    batch           -- sequences that are decoded together, on the cuda backend alone; prefill is left out then
 
     Raises `UserError` for a value out of range.
     """
@@ -53,12 +55,19 @@ class BenchSettings:
     seed: int = 0
     device: str = "cpu"
     backend: str | None = None
+    batch: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("n_prompt", 0), ("n_gen", 0), ("repetitions", 1), ("threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} {value}: expected at least {least}")
+        if not 1 <= self.batch <= MOST_SEQUENCES:
+            raise UserError(f"batch {self.batch}: expected 1 to {MOST_SEQUENCES}")
+        if self.batch > 1 and not self.n_gen:
+            raise UserError(f"batch {self.batch}: nothing to decode; give n_gen tokens")
+        if self.batch > 1 and (not self.device.startswith("cuda") or self.backend not in (None, "cuda")):
+            raise UserError(f"batch {self.batch}: only the cuda backend decodes sequences together; use device cuda")
         if not self.n_prompt and not self.n_gen:
             raise UserError("nothing to measure: n_prompt and n_gen are both 0; give one of them tokens")
 
@@ -80,21 +89,37 @@ def bench_decode(
     ids -- tokens to run instead of random ones. How much is skipped depends on them: random ids are no text
 
     Prefill is dense by definition. Dense and sparse decoding take turns on the same engine, after a check that steps
-    give the logits of the same text at once; its result is in `check`. Rows of decoding tests also have
+    give the logits of the same text at once; its result is in `check`. Sequences of a batch have texts of their own,
+    pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
     `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the site
     matrices skipped) and `bandwidth_share` (bytes_per_token * avg_ts over the memory's measured bandwidth).
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
     tests, notes = _tests(packed, settings)
-    longest = max(settings.n_prompt, settings.n_gen)
-    tokens = _tokens(packed, settings.seed, longest) if ids is None else list(ids)
-    if len(tokens) < longest:
-        raise UserError(f"text of {len(tokens)} tokens: the tests take {longest}; give a longer text or fewer tokens")
+    longest = max(max(test.n_prompt, test.n_gen) for test in tests)
+    wanted = longest * settings.batch
+    if ids is not None and len(ids) < wanted:
+        raise UserError(f"text of {len(ids)} tokens: the tests take {wanted}; give a longer text or fewer tokens")
+    texts = [
+        _tokens(packed, settings.seed + n, longest) if ids is None else list(ids[n * longest : (n + 1) * longest])
+        for n in range(settings.batch)
+    ]
+    modes = list(dict.fromkeys(test.mode for test in tests))
+    tokens: Sequence[Any]
+    engine: Engine | BatchEngine
     with torch_threads(settings.threads):
-        engine = Engine(packed, settings.device, longest, backend=settings.backend, threads=settings.threads)
-        say(f"runtime: {engine.description}", *engine.notes)
-        check = {mode: _difference(engine, mode, tokens) for mode in dict.fromkeys(test.mode for test in tests)}
+        if settings.batch == 1:
+            tokens = texts[0]
+            engine = Engine(packed, settings.device, longest, backend=settings.backend, threads=settings.threads)
+            say(f"runtime: {engine.description}", *engine.notes)
+            check = {mode: _difference(engine, mode, tokens) for mode in modes}
+        else:
+            tokens = list(zip(*texts, strict=True))
+            expected = _expected_of_batch(packed, settings, modes, texts[0])
+            engine = BatchEngine(packed, settings.device, longest, sequences=settings.batch)
+            say(f"runtime: {engine.description}", *engine.notes)
+            check = {mode: _difference_of_batch(engine, mode, texts[0], expected[mode]) for mode in modes}
         samples, activities = _measured(engine, tests, tokens, settings.repetitions)
         bandwidth = read_bandwidth(engine.device)
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
@@ -115,12 +140,13 @@ def bench_decode(
 
 def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], list[str]]:
     tests, notes = [], []
-    if settings.n_prompt:
+    if settings.batch == 1 and settings.n_prompt:
         tests.append(_Test(f"pp{settings.n_prompt}", "dense", settings.n_prompt, 0))
     if settings.n_gen:
-        tests.append(_Test(f"tg{settings.n_gen}", "dense", 0, settings.n_gen))
+        name = f"tg{settings.n_gen}" + (f" x {settings.batch}" if settings.batch > 1 else "")
+        tests.append(_Test(name, "dense", 0, settings.n_gen))
         if any(site.policy for layer in packed.layers for site in layer.sites.values()):
-            tests.append(_Test(f"tg{settings.n_gen}", "sparse", 0, settings.n_gen))
+            tests.append(_Test(name, "sparse", 0, settings.n_gen))
         else:
             notes.append("no site of this artifact has thresholds: there is no sparse decoding to measure")
     return tests, notes
@@ -149,17 +175,50 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int]) -> float:
             engine.prefill(tokens[:length])
         found = engine.step(tokens[length])
         differences.append(float((found - expected).norm() / expected.norm()))
+    return _small(differences, engine.backend, mode)
+
+
+def _expected_of_batch(
+    packed: PackedModel, settings: BenchSettings, modes: Sequence[str], tokens: Sequence[int]
+) -> dict[str, list[torch.Tensor]]:
+    """Logits after prompts of several lengths and a step, by an engine for one text, which does not outlive this."""
+    lengths = range(min(CHECKED_TOKENS, len(tokens)))
+    engine = Engine(packed, settings.device, len(lengths), backend="cuda")
+    found: dict[str, list[torch.Tensor]] = {}
+    for mode in modes:
+        engine.dense = mode == "dense"
+        found[mode] = [engine.forced(tokens[: n + 1], n + engine.dense)[-1] for n in lengths]
+    return found
+
+
+def _difference_of_batch(
+    engine: BatchEngine, mode: str, tokens: Sequence[int], expected: Sequence[torch.Tensor]
+) -> float:
+    """As `_difference`, with one text in all sequences: what is active in any of them is active in that text."""
+    engine.dense = mode == "dense"
+    differences = []
+    for length, logits in enumerate(expected):
+        engine.reset()
+        for sequence in range(len(engine.positions) if length else 0):
+            engine.prefill(sequence, tokens[:length])
+        found = engine.step([tokens[length]] * len(engine.positions))
+        differences += [float(x) for x in (found - logits).norm(dim=1) / logits.norm()]
+    return _small(differences, engine.backend, mode)
+
+
+def _small(differences: Sequence[float], backend: str, mode: str) -> float:
+    """Their median; raises RuntimeError where it is too large."""
     difference = statistics.median(differences)
     if not difference <= LARGEST_DIFFERENCE:
         raise RuntimeError(
-            f"backend {engine.backend}, {mode}: steps differ from the whole text at once by {difference:.3g} of the "
+            f"backend {backend}, {mode}: steps differ from the whole text at once by {difference:.3g} of the "
             f"logits, expected at most {LARGEST_DIFFERENCE}; not measured"
         )
     return difference
 
 
 def _measured(
-    engine: Engine, tests: Sequence[_Test], tokens: Sequence[int], repetitions: int
+    engine: Engine | BatchEngine, tests: Sequence[_Test], tokens: Sequence[Any], repetitions: int
 ) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity]]:
     """Nanoseconds of every repetition, and the activity (the same in all of them)."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
@@ -176,12 +235,13 @@ def _measured(
     return samples, activities
 
 
-def _timed(engine: Engine, test: _Test, tokens: Sequence[int]) -> int:
+def _timed(engine: Engine | BatchEngine, test: _Test, tokens: Sequence[Any]) -> int:
+    """Nanoseconds of a test. tokens: of a batch, one for each sequence at a time."""
     engine.reset()
     engine.dense = test.mode == "dense"
     synchronise(engine.device)
     start = time.perf_counter_ns()
-    if test.n_prompt:
+    if test.n_prompt and isinstance(engine, Engine):
         engine.prefill(tokens[: test.n_prompt])
     for id in tokens[: test.n_gen]:
         engine.step(id)
@@ -191,7 +251,7 @@ def _timed(engine: Engine, test: _Test, tokens: Sequence[int]) -> int:
 
 def _row(
     packed: PackedModel,
-    engine: Engine,
+    engine: Engine | BatchEngine,
     settings: BenchSettings,
     filename: str,
     test: _Test,
@@ -199,7 +259,7 @@ def _row(
     activity: traffic.Activity,
     bandwidth: float,
 ) -> dict[str, Any]:
-    samples_ts = [(test.n_prompt + test.n_gen) * 1e9 / ns for ns in samples_ns]
+    samples_ts = [settings.batch * (test.n_prompt + test.n_gen) * 1e9 / ns for ns in samples_ns]
     avg_ts = statistics.mean(samples_ts)
     row: dict[str, Any] = {
         "sparsepack_version": __version__,
@@ -215,6 +275,7 @@ def _row(
         "type_v": engine.cache_type,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
+        "n_batch": settings.batch,
         "n_depth": 0,
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(statistics.mean(samples_ns)),
@@ -233,7 +294,7 @@ def _row(
         "bandwidth_share": None,
     }
     if test.n_gen:
-        needed = traffic.bytes_per_token(packed, activity)
+        needed = traffic.bytes_per_token(packed, activity) / settings.batch  # that tokens of a step share
         row["bytes_per_token"] = needed
         row["realised_sparsity"] = traffic.realised_sparsity(packed, activity)
         row["bandwidth_share"] = needed * avg_ts / bandwidth

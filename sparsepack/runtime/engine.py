@@ -52,7 +52,7 @@ class Engine:
         self.packed = packed
         self.architecture = packed.architecture
         self.device = _usable(device)
-        self.context = _context(context, packed.architecture.context)
+        self.context = checked_context(context, packed.architecture.context)
         self.dense = dense
         self.backend, self.notes = _chosen(backend, self.device)
         self._decoder = _decoder(self.backend, packed, self.device, self.context, threads, cache_type)
@@ -141,16 +141,24 @@ class Engine:
         return torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
 
     def _check(self, count: int, lowest: int, highest: int) -> None:
-        for id in (lowest, highest):
-            if not 0 <= id < self.architecture.vocabulary:
-                raise UserError(
-                    f"token id {id}: expected 0 to {self.architecture.vocabulary - 1}; is the tokenizer this model's?"
-                )
-        if self.position + count > self.context:
-            raise UserError(
-                f"context of {self.context} tokens: {self.position} are in it and {count} more do not fit; "
-                "shorten the text or give a larger context"
-            )
+        check_ids(self.architecture.vocabulary, lowest, highest)
+        check_room(self.context, self.position, count)
+
+
+def check_ids(vocabulary: int, lowest: int, highest: int) -> None:
+    """Raise `UserError` where an id, of which these are two, is not the model's."""
+    for id in (lowest, highest):
+        if not 0 <= id < vocabulary:
+            raise UserError(f"token id {id}: expected 0 to {vocabulary - 1}; is the tokenizer this model's?")
+
+
+def check_room(context: int, position: int, count: int) -> None:
+    """Raise `UserError` where so many more tokens do not fit."""
+    if position + count > context:
+        raise UserError(
+            f"context of {context} tokens: {position} are in it and {count} more do not fit; "
+            "shorten the text or give a larger context"
+        )
 
 
 def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ...]]:
@@ -203,7 +211,8 @@ def _usable(device: torch.device | str) -> torch.device:
     return device
 
 
-def _context(asked: int | None, made_for: int) -> int:
+def checked_context(asked: int | None, made_for: int) -> int:
+    """The context to make room for; raises `UserError` for one that the model was not made for."""
     context = min(made_for, DEFAULT_CONTEXT) if asked is None else asked
     if not 1 <= context <= made_for:
         raise UserError(f"context {context}: the model was made for {made_for} positions; give 1 to {made_for}")

@@ -1,10 +1,11 @@
 """Talk to a packed model: a prompt in, text out as it is made."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
+from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -34,16 +35,52 @@ def generate(
     Raises `UserError`, before anything runs, for a prompt that is empty without a BOS, longer than the context or not
     text, and for options out of range; `ArtifactError` for a tokenizer that cannot be read.
     """
-    if max_tokens < 0:
-        raise UserError(f"{max_tokens} tokens to generate: expected 0 or more")
+    _check_count(max_tokens)
     sampler = Sampler(Sampling(temperature, top_k, top_p, seed))
     tokenizer = open_tokenizer(tokenizer_json)
-    ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos)
-    if len(ids) > engine.context:
-        raise UserError(
-            f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it or give a larger context"
-        )
+    ids = _fitting_prompt(engine, tokenizer, prompt)
     return _stream(engine, TextStream(tokenizer, ids), sampler, ids, max_tokens)
+
+
+def generate_together(
+    engine: BatchEngine,
+    tokenizer_json: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> list[str]:
+    """Continue a prompt in each of an engine's sequences, as `generate` does; returns the continuations.
+
+    Prompt n draws by `seed` + n. A text that has ended costs the others little: what its sequence still computes, from
+    an empty cache, is not looked at. Raises as `generate`, before anything runs.
+    """
+    _check_count(max_tokens)
+    samplers = [Sampler(Sampling(temperature, top_k, top_p, seed + n)) for n in range(len(prompts))]
+    tokenizer = open_tokenizer(tokenizer_json)
+    ids = [_fitting_prompt(engine, tokenizer, prompt) for prompt in prompts]
+    texts = [TextStream(tokenizer, prompt) for prompt in ids]
+    made = ["" for _ in prompts]
+    engine.reset()
+    going = set(range(len(prompts))) if max_tokens else set()
+    chosen = [samplers[n].choose(engine.prefill(n, ids[n])) for n in sorted(going)]
+    for count in range(1, max_tokens + 1):
+        for n in sorted(going):
+            if chosen[n] in engine.architecture.eos:
+                going.remove(n)
+                continue
+            made[n] += texts[n].push(chosen[n])
+            if count == max_tokens or engine.positions[n] == engine.context:
+                going.remove(n)
+        if not going:
+            break
+        for n in set(range(len(prompts))) - going:
+            engine.truncate(n, 0)
+        chosen = engine.choose(chosen, samplers)
+    return [piece + text.finish() for piece, text in zip(made, texts, strict=True)]
 
 
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
@@ -68,6 +105,20 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[in
         ids = [bos, *ids]
     if not ids:
         raise UserError("empty prompt: this model has no token that begins a text (BOS); give at least one word")
+    return ids
+
+
+def _check_count(max_tokens: int) -> None:
+    if max_tokens < 0:
+        raise UserError(f"{max_tokens} tokens to generate: expected 0 or more")
+
+
+def _fitting_prompt(engine: Engine | BatchEngine, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos)
+    if len(ids) > engine.context:
+        raise UserError(
+            f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it or give a larger context"
+        )
     return ids
 
 

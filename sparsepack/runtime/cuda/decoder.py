@@ -48,7 +48,7 @@ class CudaDecoder:
         self, packed: PackedModel, device: torch.device, context: int, cache_type: str = DEFAULT_CACHE_TYPE
     ) -> None:
         self._device = usable(device)
-        _check(packed.architecture)
+        check_heads(packed.architecture)
         self.cache_type = cache_type
         with torch.cuda.device(self._device):
             cache = new_cache(packed.architecture, context, cache_type, self._device)
@@ -181,7 +181,8 @@ def host_memory() -> Tensor:
     return torch.empty(2, dtype=torch.int32, pin_memory=True)
 
 
-def _check(architecture: Architecture) -> None:
+def check_heads(architecture: Architecture) -> None:
+    """Raise `UserError` for attention that the kernels do not know."""
     group = architecture.heads / architecture.kv_heads
     if group > MOST_GROUP or architecture.head_dim > MOST_HEAD_DIM or architecture.head_dim % 2:
         raise UserError(

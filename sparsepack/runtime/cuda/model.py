@@ -72,7 +72,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of every layer: [1, kv_heads, context, head_dim]."""
+    """Keys and values of every layer: [sequences, kv_heads, context, head_dim]."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -102,11 +102,11 @@ def load_model(packed: PackedModel, device: torch.device, context: int) -> Model
     return model
 
 
-def new_cache(architecture: Architecture, context: int, type: str, device: torch.device) -> Cache:
-    """Room for `context` positions. Raises `UserError` for an unknown type."""
+def new_cache(architecture: Architecture, context: int, type: str, device: torch.device, sequences: int = 1) -> Cache:
+    """Room for `context` positions of every sequence. Raises `UserError` for an unknown type."""
     if type not in CACHE_NAMES:
         raise UserError(f"cache type {type!r}: expected one of {', '.join(CACHE_NAMES)}")
-    shape = (1, architecture.kv_heads, context, architecture.head_dim)
+    shape = (sequences, architecture.kv_heads, context, architecture.head_dim)
     # Each a tensor of its own, which begins at a multiple of 16 bytes whatever the context.
     keys, values = (
         tuple(torch.zeros(shape, dtype=CACHE_NAMES[type], device=device) for _ in range(architecture.layers))

@@ -24,28 +24,29 @@ class Prefill:
         matrices = [site.matrix for layer in model.layers for site in layer.sites.values()]
         self._scratch = new_scratch(matrices, model.device)
 
-    def run(self, ids: Tensor, first: int) -> Tensor:
-        """Append tokens int32 [S], on the GPU, as positions first .. first + S - 1. Returns what the last block leaves,
-        before the output norm: float32 [S, hidden]."""
+    def run(self, ids: Tensor, first: int, sequence: int = 0) -> Tensor:
+        """Append tokens int32 [S], on the GPU, as positions first .. first + S - 1 of one of the cache's sequences.
+        Returns what the last block leaves, before the output norm: float32 [S, hidden]."""
         model, eps = self._model, self._model.architecture.norm_eps
         x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
         embed(model.embedding, ids, x)
         more: Product | None = None  # that x still lacks
         with sdpa_kernel(_ATTENTION):
             for number, layer in enumerate(model.layers):
-                mixed = self._attention(number, layer, halved(x, more, layer.norms["attn_norm"], eps), first)
+                mixed = self._attention(number, layer, halved(x, more, layer.norms["attn_norm"], eps), first, sequence)
                 more = self._product(layer, "attn_out", halved(mixed))
                 more = self._mlp(layer, halved(x, more, layer.norms["mlp_norm"], eps))
         if more is not None:
             add(x, more)
         return x
 
-    def _attention(self, number: int, layer: Layer, x: Halves, first: int) -> Tensor:
+    def _attention(self, number: int, layer: Layer, x: Halves, first: int, sequence: int) -> Tensor:
         """float32 [S, heads * head_dim]"""
+        keys, values = (cached[number][sequence, None] for cached in (self._cache.keys, self._cache.values))
         q = split_heads(
             self._product(layer, "attn_in", x),
-            self._cache.keys[number],
-            self._cache.values[number],
+            keys,
+            values,
             self._model.cos,
             self._model.sin,
             first,
@@ -54,7 +55,7 @@ class Prefill:
             k_norm=layer.norms.get("k_norm"),
             eps=self._model.architecture.norm_eps,
         )
-        return attention(q, self._cache.keys[number][0], self._cache.values[number][0], first, layer.window)
+        return attention(q, keys[0], values[0], first, layer.window)
 
     def _mlp(self, layer: Layer, x: Halves) -> Product:
         mid = gated(self._product(layer, "mlp_in", x), self._model.activation)

@@ -95,22 +95,24 @@ def _grouped(blocks: Tensor, group: int, gate: bool) -> Tensor:
     """uint8 [bands, columns, 144] -> [groups, columns, group, 144], filled up with bands of zeros."""
     parts = blocks.chunk(2) if gate else (blocks,)
     each = group // len(parts)
-    grouped = [_padded(part, each).unflatten(0, (-1, each)).transpose(1, 2) for part in parts]
+    grouped = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
     return torch.cat(grouped, dim=2).contiguous()
 
 
 def _headers_in_order(blocks: Tensor) -> Tensor:
     """Superblocks with the six bits of each scale and each minimum side by side, as the kernels take them apart."""
     sub_blocks = blocks[..., 4:16].short()
-    first, second, third = sub_blocks.split(4, dim=-1)
+    first, second, third = sub_blocks[..., :4], sub_blocks[..., 4:8], sub_blocks[..., 8:]
     scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=-1)
     minima = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=-1)
-    even, odd = (scales | minima << 6).unflatten(-1, (4, 2)).unbind(-1)  # twelve bits each; two are three bytes
+    both = scales | minima << 6
+    even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
     packed = torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], dim=-1).flatten(-2)
     return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
 
 
 def _padded(blocks: Tensor, multiple: int) -> Tensor:
+    blocks = blocks.contiguous()
     missing = -blocks.shape[0] % multiple
     return torch.cat([blocks, blocks.new_zeros(missing, *blocks.shape[1:])]) if missing else blocks
 
@@ -205,6 +207,8 @@ def gemv(
     together = together and _clusters_at_once(function, geometry.splits, threads, shared) >= groups
     if not together:
         function, shared = _kernel(defines, False, device), shared_bytes(matrix.columns, geometry, False)
+        if geometry.splits * groups * geometry.group * BAND_ROWS > PARTIALS:
+            raise ValueError(f"{geometry}: too many splits of {matrix.rows} rows for the workspace")
     meet = workspace(device)
     after = gate or Gate(0)
     launch(
@@ -260,6 +264,9 @@ def batch(
         "DENSE": int(threshold is None),
         "BATCH": inputs,
         "CLUSTERS": 0,
+        "ALIGNED": int(matrix.columns % 4 == 0 and _aligned(x, offset)),
+        "OFFSET": int(offset is not None),
+        "PER_CHANNEL": _per_channel(threshold),
     }
     defines = tuple(f"{name}={value}" for name, value in values.items())
     units = math.ceil(math.ceil(matrix.columns / COLUMNS) / geometry.splits)
@@ -317,7 +324,16 @@ def _defines(geometry: Geometry, input: Input, gate: bool) -> tuple[str, ...]:
         "SOURCE": source,
         "ROUNDS": 1 if source else -(-input.x.numel() // (128 * geometry.warps)),
     }
+    values |= {
+        "ALIGNED": int(input.x.numel() % 4 == 0 and _aligned(input.x, input.norm, input.offset)),
+        "OFFSET": int(input.offset is not None),
+        "PER_CHANNEL": _per_channel(input.threshold),
+    }
     return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _per_channel(threshold: Tensor | None) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sparsepack.formats.matrices import decode_matrix
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime import reference
+from sparsepack.runtime.cuda import batch as batches
 from sparsepack.runtime.cuda import decoder, dense, elementwise, model, prefill, rows, step
 from sparsepack.runtime.cuda.zigzag import Gate, Input
 
@@ -73,6 +74,30 @@ def gemv(
         active += on.sum()
 
 
+def batch(
+    matrix: Matrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    threshold: Tensor | None = None,
+    offset: Tensor | None = None,
+    counts: Tensor | None = None,
+    constant: Tensor | None = None,
+    added: Tensor | None = None,
+    active: Tensor | None = None,
+) -> None:
+    x = x if offset is None else x - offset
+    on = torch.ones(x.shape[1], dtype=torch.bool) if threshold is None else (x.abs() > threshold).any(0)
+    if threshold is not None:
+        assert counts is not None
+        assert counts.tolist() == [int(chunk.sum()) for chunk in on.split(256)]
+    product = torch.where(on, x, 0) @ matrix.weight.t()
+    product = product if constant is None else product + constant
+    y.copy_(product if added is None else product + added)
+    if active is not None:
+        active += on.sum()
+
+
 def dequantise(matrix: Matrix, out: Tensor, first: int, bands: int) -> None:
     part = matrix.weight[256 * first : 256 * (first + bands)]
     out.zero_()
@@ -95,13 +120,14 @@ def attend(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    here = int(positions[0])
-    q, k, v = qkv.view(1, -1, keys.shape[-1]).split([heads, kv_heads, kv_heads], dim=1)
-    q, k = (_turned(x, norm, eps, cos[here], sin[here]) for x, norm in ((q, q_norm), (k, k_norm)))
-    keys[0, :, here], values[0, :, here] = k[0], v[0]
-    oldest = max(0, here + 1 - window) if window else 0
-    cached = (x[0, :, oldest : here + 1].float() for x in (keys, values))
-    out.copy_(reference.attention(q.transpose(0, 1), *cached, torch.ones(1, here + 1 - oldest, dtype=torch.bool)))
+    for n, here in enumerate(positions.tolist()):
+        q, k, v = qkv[n].view(1, -1, keys.shape[-1]).split([heads, kv_heads, kv_heads], dim=1)
+        q, k = (_turned(x, norm, eps, cos[here], sin[here]) for x, norm in ((q, q_norm), (k, k_norm)))
+        keys[n, :, here], values[n, :, here] = k[0], v[0]
+        oldest = max(0, here + 1 - window) if window else 0
+        cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
+        seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
+        out[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
 
 
 def _turned(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,15 +210,21 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
 
 
 def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int, out: Tensor) -> None:
-    assert grid == (-(-width // 256), 1)
-    out.copy_(ACTIVATIONS[activation](stacked[:width]) * stacked[width:])
+    assert grid == (-(-width // 256), stacked.numel() // (2 * width))
+    first, second = stacked.chunk(2, dim=-1)
+    out.copy_(ACTIVATIONS[activation](first) * second)
 
 
 def _count_active(defines: Any, grid: Any, x: Tensor, batch: int, columns: int, *rest: Any) -> None:
     threshold, per_channel, offset, counts = rest
-    assert (batch, columns, per_channel, grid) == (1, len(x), int(len(threshold) > 1), (len(counts),))
-    beyond = (x - (0 if offset is None else offset)).abs() > threshold
+    assert (batch * columns, per_channel, grid) == (x.numel(), int(len(threshold) > 1), (len(counts),))
+    beyond = ((x.view(batch, columns) - (0 if offset is None else offset)).abs() > threshold).any(0)
     counts.copy_(torch.stack([chunk.sum() for chunk in beyond.split(256)]))
+
+
+def _norm_rows(defines: Any, grid: Any, x: Tensor, columns: int, weight: Tensor, eps: float, out: Tensor) -> None:
+    assert (*grid, columns) == x.shape == out.shape
+    out.copy_(reference.rms_norm(x, weight, eps))
 
 
 LAUNCHED = {
@@ -201,6 +233,7 @@ LAUNCHED = {
     "split_heads": _split_heads,
     "gate": _gate,
     "count_active": _count_active,
+    "norm_rows": _norm_rows,
 }
 
 
@@ -225,7 +258,7 @@ def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
-    """Let `CudaDecoder` run on the CPU, by the functions above."""
+    """Let `CudaDecoder` and `CudaBatch` run on the CPU, by the functions above."""
     cpu = torch.device("cpu")
     for name, stand_in in {
         "device": lambda device: nullcontext(),
@@ -239,9 +272,13 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decoder, "usable", lambda device: cpu)
     patch.setattr(decoder, "captured", captured)
     patch.setattr(decoder, "host_memory", lambda: torch.empty(2, dtype=torch.int32))
+    patch.setattr(batches, "usable", lambda device: cpu)
+    patch.setattr(batches, "captured", captured)
+    patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))
     for module, names in {
         model: (load_zigzag, load_rows, gemv),
         step: (gemv, attend, embed, product, new_candidates, advance),
+        batches: (batch, attend, embed, product, new_candidates, advance),
         prefill: (embed,),
         dense: (dequantise,),
         rows: (product, matmul),

@@ -1,4 +1,4 @@
-// The gate's function, by its number in decoder.py.
+// The gate's function, by its number in model.py.
 
 #pragma once
 

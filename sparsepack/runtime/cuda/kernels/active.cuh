@@ -10,6 +10,18 @@
 
 #include "common.cuh"
 
+// Macros, so that kernels stay small (a cold one waits for its instructions): ALIGNED 1: inputs, norms and offsets begin at
+// multiples of 16 bytes, and 4 divides the columns; OFFSET 0, PER_CHANNEL 0: there is none
+#ifndef ALIGNED
+#define ALIGNED 0
+#endif
+#ifndef OFFSET
+#define OFFSET 1
+#endif
+#ifndef PER_CHANNEL
+#define PER_CHANNEL 1
+#endif
+
 static constexpr int CHUNK = 256;    // columns that are counted together
 static constexpr int COLUMNS = 16;   // columns that are multiplied together
 
@@ -65,15 +77,16 @@ struct Part {
 __device__ __forceinline__ int before(u32 mask) { return __popc(mask & ((1u << (threadIdx.x % 32)) - 1)); }
 
 // Four neighbouring inputs, 0 beyond the last.
-template <bool FRESH> __device__ __forceinline__ float4 four(const float* x, int k, int columns, bool aligned) {
-    if (aligned) {
-        if (k >= columns) return make_float4(0, 0, 0, 0);
-        return FRESH ? __ldcg((const float4*)(x + k)) : __ldg((const float4*)(x + k));
-    }
+template <bool FRESH> __device__ __forceinline__ float4 four(const float* x, int k, int columns) {
+#if ALIGNED
+    if (k >= columns) return make_float4(0, 0, 0, 0);
+    return FRESH ? __ldcg((const float4*)(x + k)) : __ldg((const float4*)(x + k));
+#else
     float v[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) v[j] = k + j < columns ? (FRESH ? __ldcg(x + k + j) : __ldg(x + k + j)) : 0;
     return make_float4(v[0], v[1], v[2], v[3]);
+#endif
 }
 
 // The whole input in the registers of a block: round r of a thread has columns 4 (r THREADS + thread) ..+ 3.
@@ -89,21 +102,19 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
     // What may be loaded before the input is there.
     __device__ __forceinline__ void prepare(const Site& site) {
         if (site.norm) {
-            const bool aligned = ((u64)site.norm | site.columns * 4) % 16 == 0;
 #pragma unroll
-            for (int r = 0; r < BLOCK_ROUNDS; ++r) norm[r] = four<false>(site.norm, column(r), site.columns, aligned);
+            for (int r = 0; r < BLOCK_ROUNDS; ++r) norm[r] = four<false>(site.norm, column(r), site.columns);
         }
         for (int k = threadIdx.x * 32; k < site.columns; k += THREADS * 32) {
-            if (site.offset) prefetch(site.offset + k);
-            if (site.threshold && site.per_channel) prefetch(site.threshold + k);
+            if (OFFSET && site.offset) prefetch(site.offset + k);
+            if (PER_CHANNEL && site.threshold && site.per_channel) prefetch(site.threshold + k);
         }
     }
 
     // sums: a float of shared memory for each warp.
     __device__ __forceinline__ void load(const Site& site, float* sums) {
-        const bool aligned = ((u64)site.x | site.columns * 4) % 16 == 0;
 #pragma unroll
-        for (int r = 0; r < BLOCK_ROUNDS; ++r) v[r] = four<true>(site.x, column(r), site.columns, aligned);
+        for (int r = 0; r < BLOCK_ROUNDS; ++r) v[r] = four<true>(site.x, column(r), site.columns);
         if (site.norm) {
             float sum = 0;
 #pragma unroll
@@ -123,11 +134,10 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
                 v[r].w *= scale * norm[r].w;
             }
         }
-        if (site.offset) {
-            const bool aligned = ((u64)site.offset | site.columns * 4) % 16 == 0;
+        if (OFFSET && site.offset) {
 #pragma unroll
             for (int r = 0; r < BLOCK_ROUNDS; ++r) {
-                const float4 o = four<false>(site.offset, column(r), site.columns, aligned);
+                const float4 o = four<false>(site.offset, column(r), site.columns);
                 v[r].x -= o.x;
                 v[r].y -= o.y;
                 v[r].z -= o.z;
@@ -172,7 +182,7 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int k = column(r) + j;
-                const bool is = k < site.columns && fabsf(at(r, j)) > (site.per_channel ? site.threshold[k] : limit);
+                const bool is = k < site.columns && fabsf(at(r, j)) > (PER_CHANNEL && site.per_channel ? site.threshold[k] : limit);
                 masks[r][j] = __ballot_sync(ALL_LANES, is);
                 sum += __popc(masks[r][j]);
             }
@@ -242,7 +252,6 @@ template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float coun
 #pragma unroll
     for (int step = 16; step; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
     part.divide(total);
-    const bool aligned = ((u64)site.x | site.columns * 4) % 16 == 0;
     int start = 0, mine = 0;
     float peak = 0;
     for (int from = 0; from < chunks; from += 32) {
@@ -266,7 +275,7 @@ template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float coun
                 float w[INPUTS][4];
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) {
-                    const float4 v = four<true>(site.x + (u64)b * site.columns, k, site.columns, aligned);
+                    const float4 v = four<true>(site.x + (u64)b * site.columns, k, site.columns);
                     w[b][0] = v.x, w[b][1] = v.y, w[b][2] = v.z, w[b][3] = v.w;
                 }
                 u32 masks[4];
@@ -275,10 +284,10 @@ template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float coun
                 for (int j = 0; j < 4; ++j) {
                     bool is = false;
                     if (k + j < site.columns) {
-                        const float least = site.per_channel ? site.threshold[k + j] : limit;
+                        const float least = PER_CHANNEL && site.per_channel ? site.threshold[k + j] : limit;
 #pragma unroll
                         for (int b = 0; b < INPUTS; ++b) {
-                            if (site.offset) w[b][j] -= site.offset[k + j];
+                            if (OFFSET && site.offset) w[b][j] -= site.offset[k + j];
                             peak = fmaxf(peak, fabsf(w[b][j]));
                             is |= fabsf(w[b][j]) > least;
                         }

@@ -16,7 +16,7 @@
 //
 // Macros: those of zigzag.cuh; RESIDENT: blocks to fit on a multiprocessor
 //         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
-//         SOURCE: where the active columns come from; ROUNDS: see Whole in active.cuh
+//         SOURCE: where the active columns come from; ROUNDS, ALIGNED, OFFSET, PER_CHANNEL: see active.cuh
 
 #include "activations.cuh"
 

@@ -1,0 +1,247 @@
+"""A decoder of several sequences on an NVIDIA GPU, which read every weight once for all of them.
+
+A step appends a token to each sequence. A column is skipped where it is inactive in all of them: what is read, and
+multiplied for every sequence, is the union of the columns that are active in any.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.families import SITES
+from sparsepack.runtime.cuda import decoder
+from sparsepack.runtime.cuda.attention import attend
+from sparsepack.runtime.cuda.choose import advance
+from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
+from sparsepack.runtime.cuda.device import usable
+from sparsepack.runtime.cuda.elementwise import CHUNK, count_active, gate, norm_rows
+from sparsepack.runtime.cuda.graph import captured
+from sparsepack.runtime.cuda.model import Cache, Layer, Model, load_model, new_cache
+from sparsepack.runtime.cuda.prefill import Prefill
+from sparsepack.runtime.cuda.rows import embed, new_candidates, product
+from sparsepack.runtime.cuda.zigzag import batch
+from sparsepack.runtime.sampling import Sampler, not_finite
+
+
+class BatchStep:
+    """The kernels of a token of each of B sequences, with the memory that they share.
+
+    ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
+    best      -- float32 [B]: their logits
+    result    -- int32 [2 * B]: the bits of these two together
+    positions -- int32 [B]: how many positions are cached of each; a step adds one
+    logits    -- float32 [B, vocabulary]
+    active    -- int64 [layers, sites]: columns that were active in any sequence, summed over steps
+    """
+
+    def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
+        a, device = model.architecture, model.device
+        self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
+        self.result = torch.zeros(2 * sequences, dtype=torch.int32, device=device)
+        self.ids, self.best = self.result[:sequences], self.result[sequences:].view(torch.float32)
+        self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self.logits = torch.empty(sequences, a.vocabulary, device=device)
+        self.active = torch.zeros(a.layers, len(SITES), dtype=torch.int64, device=device)
+        self._candidates = new_candidates(model.output, sequences)
+        self._hidden = torch.empty(sequences, a.hidden, device=device)
+        self._normed = torch.empty(sequences, a.hidden, device=device)
+        self._qkv = torch.empty(sequences, (a.heads + 2 * a.kv_heads) * a.head_dim, device=device)
+        self._mixed = torch.empty(sequences, a.heads * a.head_dim, device=device)
+        self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
+        self._mid = torch.empty(sequences, a.intermediate, device=device)
+        widest = max(a.hidden, a.heads * a.head_dim, a.intermediate)
+        self._counts = torch.empty(-(-widest // CHUNK), dtype=torch.int32, device=device)
+
+    def run(self, sparse: bool) -> None:
+        """Put the kernels of a step on the current stream. Sites without a policy are dense in sparse steps, too."""
+        model = self._model
+        embed(model.embedding, self.ids, self._hidden)
+        for number, layer in enumerate(model.layers):
+            self._attention(number, layer, sparse)
+            self._mlp(number, layer, sparse)
+        product(
+            model.output,
+            self._hidden,
+            self.logits,
+            norm=model.output_norm,
+            eps=self._eps,
+            candidates=self._candidates,
+        )
+        advance(self._candidates, self.ids, self.best, self.positions)
+
+    def _attention(self, number: int, layer: Layer, sparse: bool) -> None:
+        a = self._model.architecture
+        norm_rows(self._hidden, layer.norms["attn_norm"], self._eps, self._normed)
+        self._product(number, "attn_in", self._normed, self._qkv, sparse)
+        attend(
+            self._qkv,
+            self._cache.keys[number],
+            self._cache.values[number],
+            self.positions,
+            self._model.cos,
+            self._model.sin,
+            self._mixed,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            window=layer.window,
+            q_norm=layer.norms.get("q_norm"),
+            k_norm=layer.norms.get("k_norm"),
+            eps=self._eps,
+        )
+        self._product(number, "attn_out", self._mixed, self._hidden, sparse, added=self._hidden)
+
+    def _mlp(self, number: int, layer: Layer, sparse: bool) -> None:
+        norm_rows(self._hidden, layer.norms["mlp_norm"], self._eps, self._normed)
+        self._product(number, "mlp_in", self._normed, self._stacked, sparse)
+        gate(self._stacked, self._model.activation, self._mid)
+        self._product(number, "mlp_mid", self._mid, self._hidden, sparse, added=self._hidden)
+
+    def _product(
+        self, number: int, name: str, x: Tensor, y: Tensor, sparse: bool, *, added: Tensor | None = None
+    ) -> None:
+        """A site's output rows of all sequences; its active columns are counted."""
+        site = self._model.layers[number].sites[name]
+        active = self.active[number, SITES.index(name)]
+        if not sparse or site.threshold is None:
+            batch(site.matrix, x, y, constant=site.bias, added=added, active=active)
+            return
+        counts = self._counts[: -(-x.shape[1] // CHUNK)]
+        count_active(x, site.threshold, site.offset, counts)
+        batch(
+            site.matrix,
+            x,
+            y,
+            threshold=site.threshold,
+            offset=site.offset,
+            counts=counts,
+            constant=site.constant,
+            added=added,
+            active=active,
+        )
+
+
+class CudaBatch:
+    """A packed model with the caches of B sequences, 1 to 8. Its caller checks ids and room.
+
+    As `CudaDecoder`: matrices keep the size that they have in the file, a step is a CUDA graph, the same texts give the
+    same bits every run. The cache takes B times as much. The sequences may have different lengths, and their logits are
+    those of sequences alone but for the order of sums and, in sparse steps, for the columns of the others.
+
+    Raises `UserError` as `CudaDecoder` does.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        sequences: int,
+        cache_type: str = DEFAULT_CACHE_TYPE,
+    ) -> None:
+        self._device = usable(device)
+        check_heads(packed.architecture)
+        self.cache_type = cache_type
+        with torch.cuda.device(self._device):
+            cache = new_cache(packed.architecture, context, cache_type, self._device, sequences)
+            self._model = load_model(packed, self._device, context)
+            self._step = BatchStep(self._model, cache, sequences)
+            self._prefill = Prefill(self._model, cache)
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._steps: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._positions = [0] * sequences
+        self._stepped = 0
+        # What the GPU has as the ids to append and as their positions, where that is known here.
+        self._ids_there: list[int] | None = None
+        self._positions_there: list[int] | None = None
+
+    @property
+    def description(self) -> str:
+        return torch.cuda.get_device_name(self._device)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """How many tokens the cache holds of each sequence."""
+        return tuple(self._positions)
+
+    @property
+    def stepped(self) -> int:
+        """How many steps since the reset."""
+        return self._stepped
+
+    def active(self) -> dict[tuple[int, str], int]:
+        """Columns that were active in any sequence, per (layer, site), summed over those steps."""
+        counts = enumerate(self._step.active.flatten().tolist())
+        return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
+
+    def reset(self) -> None:
+        """Forget the texts and what was counted."""
+        self._positions = [0] * len(self._positions)
+        self._stepped = 0
+        self._step.active.zero_()
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget what a sequence has beyond its first tokens."""
+        self._positions[sequence] = length
+
+    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
+        """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
+        with torch.cuda.device(self._device):
+            for chunk in torch.split(ids.to(self._device, torch.int32), decoder.CHUNK):
+                hidden = self._prefill.run(chunk, self._positions[sequence], sequence)
+                self._positions[sequence] += len(chunk)
+            logits = torch.empty_like(self._step.logits[:1])
+            norm, eps = self._model.output_norm, self._model.architecture.norm_eps
+            # A copy begins at a multiple of 16 bytes.
+            product(self._model.output, hidden[-1:].clone(), logits, norm=norm, eps=eps)
+        return logits[0]
+
+    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+        """Append a token to each sequence. Returns the logits after them: float32 [B, vocabulary]."""
+        with torch.cuda.device(self._device):
+            self._append(ids, sparse)
+            return self._step.logits.clone()
+
+    def choose(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
+        """What each sampler chooses from the logits of `step`; the likeliest tokens are found on the device."""
+        with torch.cuda.device(self._device):
+            self._append(ids, sparse)
+            result = self._step.result.cpu()
+        chosen = result[: len(ids)].tolist()
+        self._ids_there = list(chosen)
+        for n, best in enumerate(result[len(ids) :].view(torch.float32).tolist()):
+            if not math.isfinite(best):
+                raise not_finite(best)
+            if samplers[n].sampling.temperature:
+                chosen[n] = samplers[n].choose(self._step.logits[n])
+        return chosen
+
+    def _append(self, ids: Sequence[int], sparse: bool) -> None:
+        """A step, on the current stream."""
+        graph = self._steps.get(sparse) or self._captured(sparse)
+        if self._ids_there != list(ids):
+            self._step.ids.copy_(host_memory(ids), non_blocking=True)
+        if self._positions_there != self._positions:
+            self._step.positions.copy_(host_memory(self._positions), non_blocking=True)
+        self._ids_there = self._positions_there = None  # should what follows be interrupted
+        graph.replay()
+        self._positions = [position + 1 for position in self._positions]
+        self._stepped += 1
+        self._positions_there = list(self._positions)
+
+    def _captured(self, sparse: bool) -> torch.cuda.CUDAGraph:
+        counted = self._step.active.clone()
+        self._ids_there = self._positions_there = None
+        self._step.ids.zero_()
+        # What is cached at these positions now is written again by the step itself.
+        self._step.positions.copy_(host_memory(self._positions), non_blocking=True)
+        self._steps[sparse] = captured(lambda: self._step.run(sparse), self._stream)
+        self._step.active.copy_(counted)
+        return self._steps[sparse]
+
+
+def host_memory(values: Sequence[int]) -> Tensor:
+    """int32 that a GPU copies without the host waiting; torch keeps the memory until that is done."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=True)

@@ -1,0 +1,284 @@
+"""Several sequences at once, by kernels in plain torch on the CPU and, marked gpu, on a GPU."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import simulated
+import tokenizers
+import torch
+from backends import SHARE, TOLERANCE
+from packed_models import random_model, stock_model, with_policies
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from union import Union, union_logits
+
+from sparsepack.bench import decode, traffic
+from sparsepack.bench.decode import BenchSettings, bench_decode
+from sparsepack.errors import ArtifactError, UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.batch import BatchEngine
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generate import generate, generate_together
+from sparsepack.runtime.sampling import Sampler, Sampling
+
+TEXTS = torch.randint(300, (8, 13), generator=torch.Generator().manual_seed(3))
+LENGTHS = (1, 5, 8)
+INTERLEAVED = "gate and up in one matrix"
+LARGE = "several bands and groups"
+CHANGES: dict[str, dict[str, Any]] = {
+    INTERLEAVED: {"hidden_size": 128, "intermediate_size": 768, "attention_bias": True, "mlp_bias": True},
+    LARGE: {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 4100},
+}
+every_variant = pytest.mark.parametrize(
+    "variant",
+    [
+        "llama",
+        "llama tied, biases, llama3 rotary",
+        "mistral, sliding window",
+        "qwen2, every second layer slides",
+        "qwen3, tied",
+        INTERLEAVED,
+        LARGE,
+    ],
+)
+
+
+@pytest.fixture(
+    params=[
+        "simulated",
+        pytest.param(
+            "gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+        ),
+    ],
+    autouse=True,
+)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if request.param == "simulated":
+            simulated.use(patch)
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+        yield
+
+
+@cache
+def model(variant: str) -> PackedModel:
+    packed = random_model("llama", **CHANGES[variant]) if variant in CHANGES else random_model(variant)
+    return with_policies(packed, stock_model(packed), TEXTS[0].tolist(), [0, 6, 12])
+
+
+@cache
+def oracle(variant: str, sequences: int) -> tuple[Tensor, Tensor, Union]:
+    return union_logits(model(variant), sequences, 6)
+
+
+def batch_of(packed: PackedModel, sequences: int, **options: Any) -> BatchEngine:
+    """Float32 keys and values: random models are sharp."""
+    return BatchEngine(packed, "cuda", sequences=sequences, **{"cache_type": "f32", **options})
+
+
+def alone(packed: PackedModel, **options: Any) -> Engine:
+    return Engine(packed, "cuda", backend="cuda", cache_type="f32", **options)
+
+
+def steps(engine: BatchEngine, ids: Tensor) -> Tensor:
+    """Logits of steps over columns of ids [B, S]: [B, S, V], on the CPU."""
+    return torch.stack([engine.step(column) for column in ids.t().tolist()], dim=1).cpu()
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a.cpu() - b.cpu()).abs().max())
+
+
+@every_variant
+def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant: str) -> None:
+    engine = batch_of(model(variant), 3, dense=True)
+    found = [engine.prefill(n, TEXTS[n, :length].tolist()) for n, length in enumerate(LENGTHS)]
+    assert engine.positions == LENGTHS
+    ids = torch.stack([TEXTS[n, length : length + 5] for n, length in enumerate(LENGTHS)])
+    together = steps(engine, ids)
+    assert engine.positions == (6, 10, 13)
+    assert set(engine.activity().values()) == {1.0}
+    for n, length in enumerate(LENGTHS):
+        single = alone(model(variant), dense=True)
+        assert largest(found[n], single.prefill(TEXTS[n, :length].tolist())) < TOLERANCE["cuda"]
+        expected = torch.stack([single.step(id) for id in ids[n].tolist()])
+        assert largest(together[n], expected) < TOLERANCE["cuda"]
+
+
+@every_variant
+@pytest.mark.parametrize("sequences", [2, 5, 8])
+def test_steps_keep_what_is_active_in_any_sequence(variant: str, sequences: int) -> None:
+    texts, expected, watch = oracle(variant, sequences)
+    engine = batch_of(model(variant), sequences)
+    assert largest(steps(engine, texts), expected) < TOLERANCE["cuda"]
+    shares = {
+        (layer, site): count / (6 * model(variant).layers[layer].sites[site].matrix.columns)
+        for (layer, site), count in watch.counts.items()
+    }
+    assert engine.activity() == pytest.approx(shares, abs=SHARE["cuda"])
+
+
+@every_variant
+@pytest.mark.parametrize("prompt", [0, 6])
+def test_the_same_text_everywhere_is_the_text_alone(variant: str, prompt: int) -> None:
+    engine, single = batch_of(model(variant), 3), alone(model(variant))
+    for n in range(3 if prompt else 0):
+        engine.prefill(n, TEXTS[0, :prompt].tolist())
+    if prompt:
+        single.prefill(TEXTS[0, :prompt].tolist())
+    found = steps(engine, TEXTS[:1, prompt:].expand(3, -1))
+    expected = torch.stack([single.step(id) for id in TEXTS[0, prompt:].tolist()]).cpu()
+    assert largest(found, expected.expand(3, -1, -1)) < TOLERANCE["cuda"]
+    assert engine.activity() == pytest.approx(single.activity(), abs=SHARE["cuda"])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_more_columns_are_active_in_a_batch_than_in_the_first_layer_of_any_sequence_alone() -> None:
+    packed = model("llama")
+    engine = batch_of(packed, 4)
+    steps(engine, TEXTS[:4])
+    union = engine.activity()
+    for text in TEXTS[:4].tolist():
+        single = alone(packed)
+        for id in text:
+            single.step(id)
+        # What attn_in of the first layer gets does not depend on what was skipped.
+        assert union[0, "attn_in"] > single.activity()[0, "attn_in"]
+    assert 0.5 < union[0, "attn_in"] < 1
+
+
+def test_every_run_gives_the_same_bits() -> None:
+    engine = batch_of(model(LARGE), 5)
+    runs = []
+    for _ in range(3):
+        engine.reset()
+        engine.prefill(1, TEXTS[1, :4].tolist())
+        runs.append((steps(engine, TEXTS[:5]), engine.activity()))
+    assert all(torch.equal(run[0], runs[0][0]) and run[1] == runs[0][1] for run in runs)
+    other = batch_of(model(LARGE), 5)
+    other.prefill(1, TEXTS[1, :4].tolist())
+    assert torch.equal(steps(other, TEXTS[:5]), runs[0][0])
+
+
+def test_making_a_graph_changes_nothing() -> None:
+    """Sparse and dense steps in turns, each kind for the first time amid the texts."""
+    engine, runs = batch_of(model("llama"), 2), []
+    for _ in range(2):
+        engine.reset()
+        found = []
+        for n, column in enumerate(TEXTS[:2].t().tolist()):
+            engine.dense = n % 2 == 0
+            found.append(engine.step(column))
+        runs.append((torch.stack(found), engine.activity()))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+
+
+def test_choose_is_step_and_samplers() -> None:
+    engine, runs = batch_of(model("qwen3, tied"), 3), []
+    for chosen in (True, False):
+        engine.reset()
+        samplers = [Sampler(Sampling()), Sampler(Sampling(0.9, top_p=0.9, seed=4)), Sampler(Sampling())]
+        ids, rows = [5, 6, 7], []
+        for n in range(20):
+            if n == 10:
+                ids = [8, 9, 10]  # not what was chosen last
+            if chosen:
+                ids = engine.choose(ids, samplers)
+            else:
+                ids = [sampler.choose(row) for sampler, row in zip(samplers, engine.step(ids), strict=True)]
+            rows.append(ids)
+        runs.append((rows, engine.activity()))
+    assert runs[0] == runs[1]
+
+
+def test_a_truncated_sequence_goes_on_from_there() -> None:
+    engine = batch_of(model("llama"), 2, dense=True)
+    expected = steps(engine, TEXTS[:2, :6])
+    engine.truncate(1, 2)
+    assert engine.positions == (6, 2)
+    found = steps(engine, torch.stack([TEXTS[0, 6:9], TEXTS[1, 2:5]]))
+    assert largest(found[1], expected[1, 2:5]) < TOLERANCE["cuda"]
+    with pytest.raises(UserError, match="length 6 of sequence 1: expected 0 to 5"):
+        engine.truncate(1, 6)
+
+
+def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e9)
+    packed, ids = model("llama"), TEXTS[0].repeat(3).tolist()
+    found = bench_decode(packed, BenchSettings(n_gen=13, repetitions=2, device="cuda", batch=3), ids=ids)
+    dense, sparse = found["tests"]
+    assert [(row["test"], row["mode"], row["n_batch"]) for row in found["tests"]] == [
+        ("tg13 x 3", "dense", 3),
+        ("tg13 x 3", "sparse", 3),
+    ]
+    assert dense["samples_ts"] == pytest.approx([3 * 13 * 1e9 / ns for ns in dense["samples_ns"]])
+    assert dense["bytes_per_token"] == traffic.bytes_per_token(packed, {}) / 3
+    assert dense["realised_sparsity"] == 0 < sparse["realised_sparsity"] < 0.7
+    with pytest.raises(UserError, match="text of 39 tokens: the tests take 42"):
+        bench_decode(packed, BenchSettings(n_gen=14, device="cuda", batch=3), ids=ids)
+    for wrong in ({"batch": 9, "device": "cuda"}, {"batch": 2}, {"batch": 2, "device": "cuda", "n_gen": 0}):
+        with pytest.raises(UserError, match="batch"):
+            BenchSettings(**wrong)
+
+
+@pytest.mark.parametrize("context", [9, 32])
+def test_prompts_are_continued_together_as_alone(context: int) -> None:
+    packed, words = model("llama"), {f"w{n}": n for n in range(300)}
+    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    prompts = ["w5", "w7 w8 w9 w10 w11", "w250 w3"]
+    together = generate_together(
+        batch_of(packed, 3, context=context, dense=True), tokenizer.to_str(), prompts, 12, temperature=0.5, seed=7
+    )
+    single = alone(packed, context=context, dense=True)
+    for n, prompt in enumerate(prompts):
+        assert together[n] == "".join(generate(single, tokenizer.to_str(), prompt, 12, 0.5, 7 + n))
+        assert together[n]
+    engine = batch_of(packed, 3, context=context)
+    assert generate_together(engine, tokenizer.to_str(), prompts, 0) == [""] * 3
+    with pytest.raises(UserError, match=f"the context holds {context}"):
+        generate_together(engine, tokenizer.to_str(), ["w5 " * 40, "w3", "w4"], 3)
+
+
+def test_damaged_weights_are_an_error_of_the_artifact() -> None:
+    packed = random_model("llama")
+    packed.output_norm.fill_(float("nan"))
+    with pytest.raises(ArtifactError, match="largest logit is nan"):
+        batch_of(packed, 2).choose([3, 4], [Sampler(Sampling())] * 2)
+
+
+def test_mistakes_are_errors_that_say_what_to_do() -> None:
+    packed = model("llama")
+    for sequences in (1, 9):
+        with pytest.raises(UserError, match=f"{sequences} sequences: expected 2 to 8"):
+            batch_of(packed, sequences)
+    with pytest.raises(UserError, match="device cpu: several sequences run together on NVIDIA GPUs alone"):
+        BatchEngine(packed, "cpu", sequences=2)
+    with pytest.raises(UserError, match="context 65: the model was made for 64 positions"):
+        batch_of(packed, 2, context=65)
+    with pytest.raises(UserError, match="cache type 'f8'"):
+        batch_of(packed, 2, cache_type="f8")
+    engine = batch_of(packed, 2, context=4)
+    with pytest.raises(UserError, match="sequence 2: expected 0 to 1"):
+        engine.prefill(2, [3])
+    with pytest.raises(UserError, match="prefill of 0 tokens"):
+        engine.prefill(0, [])
+    with pytest.raises(UserError, match="token id 300: expected 0 to 299"):
+        engine.prefill(0, [300])
+    with pytest.raises(UserError, match="token id -1"):
+        engine.step([0, -1])
+    with pytest.raises(UserError, match="1 tokens for 2 sequences"):
+        engine.step([0])
+    with pytest.raises(UserError, match="0 are in it and 5 more do not fit"):
+        engine.prefill(1, [3] * 5)
+    engine.prefill(1, [3] * 4)
+    with pytest.raises(UserError, match="4 are in it and 1 more do not fit"):
+        engine.step([3, 3])
+    assert engine.positions == (0, 4)
+    assert engine.activity() == {}

@@ -1,0 +1,54 @@
+"""What several sequences compute together, by the stock model: the oracle of batches."""
+
+import torch
+from packed_models import stock_model
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.hooks import site_hooks
+from sparsepack.models.policy import active_channels
+
+CLEAR = 1e-4
+"""Relative, of an input and its threshold: several times what rounding makes of it."""
+
+
+class Union:
+    """A site function that keeps, at every position, what is active in any of the sequences.
+
+    counts  -- columns kept per (layer, site), summed over positions
+    nearest -- how near the largest input of a column came to its threshold, relative to it: whether rounding may decide
+    """
+
+    def __init__(self, packed: PackedModel) -> None:
+        self.packed = packed
+        self.counts: dict[tuple[int, str], int] = {}
+        self.nearest = float("inf")
+
+    def __call__(self, layer: int, site: str, x: Tensor) -> Tensor:  # x: [B, S, columns]
+        policy = self.packed.layers[layer].sites[site].policy
+        if policy is None:
+            self.counts[layer, site] = x.shape[1] * x.shape[2]
+            return x
+        active = active_channels(x, policy).any(0)
+        self.counts[layer, site] = int(active.sum())
+        rest = torch.zeros(()) if policy.offset is None else policy.offset
+        distance = ((x - rest).abs().amax(0) - policy.threshold).abs() / policy.threshold
+        self.nearest = min(self.nearest, float(distance.min()))
+        return torch.where(active, x, rest)
+
+
+@torch.no_grad()
+def union_logits(packed: PackedModel, sequences: int, length: int) -> tuple[Tensor, Tensor, Union]:
+    """Random texts [B, S] for which rounding decides about no column; their teacher-forced logits [B, S, V], all
+    positions sparse; and what was kept."""
+    model = stock_model(packed)
+    for seed in range(200):
+        bits = torch.Generator().manual_seed(seed)
+        texts = torch.randint(packed.architecture.vocabulary, (sequences, length), generator=bits)
+        watch = Union(packed)
+        with site_hooks(list(enumerate(model.model.layers)), FAMILIES[packed.architecture.model_type], watch):
+            logits = model(texts).logits
+        if watch.nearest > CLEAR:
+            return texts, logits, watch
+    raise AssertionError("no texts whose inputs are clear of the thresholds")
