@@ -318,7 +318,6 @@ def _defines(geometry: Geometry, input: Input, gate: bool) -> tuple[str, ...]:
         "STAGES": geometry.stages,
         "PRODUCERS": PRODUCERS,
         "GROUP": geometry.group,
-        "RESIDENT": 1,
         "GATE": int(gate),
         "DENSE": int(input.dense),
         "SOURCE": source,

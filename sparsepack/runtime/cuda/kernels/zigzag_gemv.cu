@@ -14,7 +14,7 @@
 // order: the same bits every run. From sm_90 on these blocks are a cluster and send their sums to its first one; before,
 // or where CLUSTERS is 0, they leave them in `partials`, and the last to come adds them up.
 //
-// Macros: those of zigzag.cuh; RESIDENT: blocks to fit on a multiprocessor
+// Macros: those of zigzag.cuh
 //         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
 //         SOURCE: where the active columns come from; ROUNDS, ALIGNED, OFFSET, PER_CHANNEL: see active.cuh
 
@@ -28,7 +28,6 @@
 #define WARPS 8
 #define STAGES 4
 #define GROUP 4
-#define RESIDENT 1
 #define GATE 0
 #define DENSE 0
 #define SOURCE WHOLE
@@ -140,7 +139,7 @@ __device__ __forceinline__ void deposit(const Sums& sums, float inverse, float* 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, RESIDENT) zigzag_gemv(
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale, int ahead,
     // what comes in
     const float* x, const float* norm, float eps, const float* threshold, int per_channel, const float* offset,
