@@ -302,33 +302,13 @@ __device__ __forceinline__ void bring(u8* to, const Stored* keys, const Stored* 
 }
 
 #if __CUDA_ARCH__ >= 900
-// A mailbox counts the bytes that the blocks of the cluster send. They wait for each other once, so that all have
-// opened theirs; a barrier at the end would need a fence of the whole GPU's memory, which takes longer than the bytes.
-__device__ __forceinline__ void open_mailbox(u64* mailbox, u32 bytes) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(mailbox)) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mailbox)), "r"(bytes)
-                 : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
+// A mailbox is a barrier that counts the bytes that the blocks of the cluster send. They wait for each other once, so that
+// all have opened theirs; a barrier at the end would need a fence of the whole GPU's memory, which takes longer than the
+// bytes.
 __device__ __forceinline__ void send(u32 address, float first, float second, u32 mailbox) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                  "f"(first), "f"(second), "r"(mailbox)
                  : "memory");
-}
-__device__ __forceinline__ void await_mail(u64* mailbox) {
-    u32 complete = 0;
-    while (!complete) {
-        asm volatile(
-            "{ .reg .pred p;"
-            "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
-            "  selp.u32 %0, 1, 0, p; }"
-            : "=r"(complete)
-            : "r"(shared_address(mailbox))
-            : "memory");
-    }
 }
 #endif
 
@@ -392,9 +372,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Pair* block_sums = (Pair*)(block_peaks + splits * GROUP);  // [splits][slice], likewise
     if (splits > 1) {
         const int own_slice = max(0, min(slice, PAIRS - split * slice));
-        if (threadIdx.x == 0) open_mailbox(mailbox, splits * (GROUP * sizeof(Peak) + own_slice * sizeof(Pair)));
+        if (threadIdx.x == 0) barrier_expect(mailbox, splits * (GROUP * sizeof(Peak) + own_slice * sizeof(Pair)));
         __syncwarp();
-        cluster_arrive_relaxed();
+        cluster_begun();
     }
 #endif
     const Divisor by_slice(slice);
@@ -693,7 +673,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 #if CLUSTERS
     if (warp > 0 && warp * 32 >= slice) return;
-    await_mail(mailbox);
+    barrier_received(mailbox);
     for (int i = threadIdx.x; i < slice; i += THREADS) {
         const int pair = split * slice + i;
         if (pair >= PAIRS) break;
