@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.engine import check_ids, check_room, checked_context
+from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares
 from sparsepack.runtime.sampling import Sampler
 
 MOST_SEQUENCES = 8
@@ -85,13 +85,7 @@ class BatchEngine:
 
         As `Engine.activity` otherwise.
         """
-        stepped = self._decoder.stepped
-        if not stepped:
-            return {}
-        return {
-            (layer, name): count / (stepped * self.packed.layers[layer].sites[name].matrix.columns)
-            for (layer, name), count in self._decoder.active().items()
-        }
+        return shares(self.packed, self._decoder.active(), self._decoder.stepped)
 
     @torch.no_grad()
     def prefill(self, sequence: int, ids: Sequence[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """The decoder: a packed model, run token by token, skipping the columns that its policies call inactive."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,13 +86,7 @@ class Engine:
 
         Positions of `prefill` do not count; dense sites are wholly active. Empty before the first step.
         """
-        stepped = self._decoder.stepped
-        if not stepped:
-            return {}
-        return {
-            (layer, name): count / (stepped * self.packed.layers[layer].sites[name].matrix.columns)
-            for (layer, name), count in self._decoder.active().items()
-        }
+        return shares(self.packed, self._decoder.active(), self._decoder.stepped)
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[int]) -> Tensor:
@@ -159,6 +153,16 @@ def check_room(context: int, position: int, count: int) -> None:
             f"context of {context} tokens: {position} are in it and {count} more do not fit; "
             "shorten the text or give a larger context"
         )
+
+
+def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: int) -> dict[tuple[int, str], float]:
+    """Share of active columns per (layer, site), from their sum over so many positions; empty for none."""
+    if not stepped:
+        return {}
+    return {
+        (layer, name): count / (stepped * packed.layers[layer].sites[name].matrix.columns)
+        for (layer, name), count in active.items()
+    }
 
 
 def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ...]]:

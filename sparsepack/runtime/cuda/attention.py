@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.kernel import architecture, kernel, launch
-from sparsepack.runtime.cuda.zigzag import Workspace, multiprocessors
+from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.zigzag import Workspace
 from sparsepack.runtime.cuda.zigzag import workspace as shared_workspace
 
 CACHE_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}

@@ -13,93 +13,38 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda import decoder
-from sparsepack.runtime.cuda.attention import attend
-from sparsepack.runtime.cuda.choose import advance
 from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.elementwise import CHUNK, count_active, gate, norm_rows
 from sparsepack.runtime.cuda.graph import captured
 from sparsepack.runtime.cuda.model import Cache, Layer, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
-from sparsepack.runtime.cuda.rows import embed, new_candidates, product
+from sparsepack.runtime.cuda.rows import product
+from sparsepack.runtime.cuda.step import Step
 from sparsepack.runtime.cuda.zigzag import batch
 from sparsepack.runtime.sampling import Sampler, not_finite
 
 
-class BatchStep:
-    """The kernels of a token of each of B sequences, with the memory that they share.
-
-    ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
-    best      -- float32 [B]: their logits
-    result    -- int32 [2 * B]: the bits of these two together
-    positions -- int32 [B]: how many positions are cached of each; a step adds one
-    logits    -- float32 [B, vocabulary]
-    active    -- int64 [layers, sites]: columns that were active in any sequence, summed over steps
-    """
+class BatchStep(Step):
+    """The kernels of a token of each of several sequences: as `Step`'s, with norms, gates and counts of their own."""
 
     def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
-        a, device = model.architecture, model.device
-        self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
-        self.result = torch.zeros(2 * sequences, dtype=torch.int32, device=device)
-        self.ids, self.best = self.result[:sequences], self.result[sequences:].view(torch.float32)
-        self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
-        self.logits = torch.empty(sequences, a.vocabulary, device=device)
-        self.active = torch.zeros(a.layers, len(SITES), dtype=torch.int64, device=device)
-        self._candidates = new_candidates(model.output, sequences)
-        self._hidden = torch.empty(sequences, a.hidden, device=device)
-        self._normed = torch.empty(sequences, a.hidden, device=device)
-        self._qkv = torch.empty(sequences, (a.heads + 2 * a.kv_heads) * a.head_dim, device=device)
-        self._mixed = torch.empty(sequences, a.heads * a.head_dim, device=device)
-        self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
-        self._mid = torch.empty(sequences, a.intermediate, device=device)
-        widest = max(a.hidden, a.heads * a.head_dim, a.intermediate)
-        self._counts = torch.empty(-(-widest // CHUNK), dtype=torch.int32, device=device)
-
-    def run(self, sparse: bool) -> None:
-        """Put the kernels of a step on the current stream. Sites without a policy are dense in sparse steps, too."""
-        model = self._model
-        embed(model.embedding, self.ids, self._hidden)
-        for number, layer in enumerate(model.layers):
-            self._attention(number, layer, sparse)
-            self._mlp(number, layer, sparse)
-        product(
-            model.output,
-            self._hidden,
-            self.logits,
-            norm=model.output_norm,
-            eps=self._eps,
-            candidates=self._candidates,
-        )
-        advance(self._candidates, self.ids, self.best, self.positions)
+        super().__init__(model, cache, sequences)
+        self._normed = torch.empty_like(self._hidden)
 
     def _attention(self, number: int, layer: Layer, sparse: bool) -> None:
-        a = self._model.architecture
         norm_rows(self._hidden, layer.norms["attn_norm"], self._eps, self._normed)
-        self._product(number, "attn_in", self._normed, self._qkv, sparse)
-        attend(
-            self._qkv,
-            self._cache.keys[number],
-            self._cache.values[number],
-            self.positions,
-            self._model.cos,
-            self._model.sin,
-            self._mixed,
-            heads=a.heads,
-            kv_heads=a.kv_heads,
-            window=layer.window,
-            q_norm=layer.norms.get("q_norm"),
-            k_norm=layer.norms.get("k_norm"),
-            eps=self._eps,
-        )
-        self._product(number, "attn_out", self._mixed, self._hidden, sparse, added=self._hidden)
+        self._products(number, "attn_in", self._normed, self._qkv, sparse)
+        self._attend(number, layer)
+        self._products(number, "attn_out", self._mixed, self._hidden, sparse, added=self._hidden)
 
     def _mlp(self, number: int, layer: Layer, sparse: bool) -> None:
         norm_rows(self._hidden, layer.norms["mlp_norm"], self._eps, self._normed)
-        self._product(number, "mlp_in", self._normed, self._stacked, sparse)
+        self._products(number, "mlp_in", self._normed, self._stacked, sparse)
         gate(self._stacked, self._model.activation, self._mid)
-        self._product(number, "mlp_mid", self._mid, self._hidden, sparse, added=self._hidden)
+        self._products(number, "mlp_mid", self._mid, self._hidden, sparse, added=self._hidden)
 
-    def _product(
+    def _products(
         self, number: int, name: str, x: Tensor, y: Tensor, sparse: bool, *, added: Tensor | None = None
     ) -> None:
         """A site's output rows of all sequences; its active columns are counted."""

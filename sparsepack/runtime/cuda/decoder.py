@@ -144,9 +144,9 @@ class CudaDecoder:
         """A step, on the current stream."""
         graph = self._steps.get(sparse) or self._captured_step(sparse)
         if self._id_there != id:
-            self._step.id.fill_(id)
+            self._step.ids.fill_(id)
         if self._position_there != self._position:
-            self._step.position.fill_(self._position)
+            self._step.positions.fill_(self._position)
         self._id_there = self._position_there = None  # should what follows be interrupted
         graph.replay()
         self._position += 1
@@ -156,8 +156,8 @@ class CudaDecoder:
     def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
         counted = self._step.active.clone()
         self._id_there = self._position_there = None
-        self._step.id.zero_()
-        self._step.position.fill_(self._position)  # what is cached there now is written again by the step itself
+        self._step.ids.zero_()
+        self._step.positions.fill_(self._position)  # what is cached there now is written again by the step itself
         self._steps[sparse] = captured(lambda: self._step.run(sparse), self._stream)
         self._step.active.copy_(counted)
         return self._steps[sparse]
@@ -168,7 +168,7 @@ class CudaDecoder:
         if key not in self._samplers:
 
             def choose() -> None:
-                self._step.id.copy_(sampled(self._step.logits[0], self._draw, *key))
+                self._step.ids.copy_(sampled(self._step.logits[0], self._draw, *key))
 
             if len(self._samplers) == MOST_SAMPLERS:
                 del self._samplers[next(iter(self._samplers))]

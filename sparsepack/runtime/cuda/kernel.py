@@ -55,6 +55,12 @@ def architecture(device: int) -> int:
     return major * 10 + minor
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def launch(
     kernel: Kernel,
     grid: Sequence[int],

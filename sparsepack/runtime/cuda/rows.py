@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.formats.superblock import BLOCK
-from sparsepack.runtime.cuda.kernel import kernel, launch
+from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
 """As `kernels/rows.cu` numbers them."""
@@ -259,11 +259,6 @@ def _exact_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

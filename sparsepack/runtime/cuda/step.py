@@ -13,36 +13,37 @@ from sparsepack.runtime.cuda.zigzag import Gate, Input, gemv
 
 
 class Step:
-    """The kernels of a decoded token, with the memory that they share.
+    """The kernels of a decoded token of each of B sequences, one here, with the memory that they share.
 
-    id       -- int32 [1]: the token to append; when a step has run, the likeliest next one
-    best     -- float32 [1]: the logit of that
-    result   -- int32 [2]: the bits of these two together
-    position -- int32 [1]: how many positions are cached; a step adds one
-    logits   -- float32 [1, vocabulary]
-    active   -- int64 [layers, sites]: active columns, summed over steps
+    ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
+    best      -- float32 [B]: their logits
+    result    -- int32 [2 * B]: the bits of these two together
+    positions -- int32 [B]: how many positions are cached of each; a step adds one
+    logits    -- float32 [B, vocabulary]
+    active    -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
     """
 
-    def __init__(self, model: Model, cache: Cache) -> None:
+    def __init__(self, model: Model, cache: Cache, sequences: int = 1) -> None:
         a, device = model.architecture, model.device
         self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
-        self.result = torch.zeros(2, dtype=torch.int32, device=device)
-        self.id, self.best = self.result[:1], self.result[1:].view(torch.float32)
-        self.position = torch.zeros(1, dtype=torch.int32, device=device)
-        self.logits = torch.empty(1, a.vocabulary, device=device)
+        self.result = torch.zeros(2 * sequences, dtype=torch.int32, device=device)
+        self.ids, self.best = self.result[:sequences], self.result[sequences:].view(torch.float32)
+        self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self.logits = torch.empty(sequences, a.vocabulary, device=device)
         self.active = torch.zeros(a.layers, len(SITES), dtype=torch.int64, device=device)
-        self._candidates = new_candidates(model.output, 1)
-        self._hidden = torch.empty(1, a.hidden, device=device)
-        self._qkv = torch.empty(1, (a.heads + 2 * a.kv_heads) * a.head_dim, device=device)
-        self._mixed = torch.empty(1, a.heads * a.head_dim, device=device)
-        self._stacked = torch.empty(2 * a.intermediate, device=device)
-        self._mid = torch.empty(a.intermediate, device=device)
-        self._mid_counts = torch.empty(-(-a.intermediate // CHUNK), dtype=torch.int32, device=device)
+        self._candidates = new_candidates(model.output, sequences)
+        self._hidden = torch.empty(sequences, a.hidden, device=device)
+        self._qkv = torch.empty(sequences, (a.heads + 2 * a.kv_heads) * a.head_dim, device=device)
+        self._mixed = torch.empty(sequences, a.heads * a.head_dim, device=device)
+        self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
+        self._mid = torch.empty(sequences, a.intermediate, device=device)
+        widest = max(a.hidden, a.heads * a.head_dim, a.intermediate)
+        self._counts = torch.empty(-(-widest // CHUNK), dtype=torch.int32, device=device)
 
     def run(self, sparse: bool) -> None:
         """Put the kernels of a step on the current stream. Sites without a policy are dense in sparse steps, too."""
         model = self._model
-        embed(model.embedding, self.id, self._hidden)
+        embed(model.embedding, self.ids, self._hidden)
         for number, layer in enumerate(model.layers):
             self._attention(number, layer, sparse)
             self._mlp(number, layer, sparse)
@@ -54,17 +55,21 @@ class Step:
             eps=self._eps,
             candidates=self._candidates,
         )
-        advance(self._candidates, self.id, self.best, self.position)
+        advance(self._candidates, self.ids, self.best, self.positions)
 
     def _attention(self, number: int, layer: Layer, sparse: bool) -> None:
-        a = self._model.architecture
         hidden = self._hidden[0]
         self._product(number, "attn_in", hidden, self._qkv[0], sparse, norm=layer.norms["attn_norm"])
+        self._attend(number, layer)
+        self._product(number, "attn_out", self._mixed[0], hidden, sparse, added=hidden)
+
+    def _attend(self, number: int, layer: Layer) -> None:
+        a = self._model.architecture
         attend(
             self._qkv,
             self._cache.keys[number],
             self._cache.values[number],
-            self.position,
+            self.positions,
             self._model.cos,
             self._model.sin,
             self._mixed,
@@ -75,23 +80,22 @@ class Step:
             k_norm=layer.norms.get("k_norm"),
             eps=self._eps,
         )
-        self._product(number, "attn_out", self._mixed[0], hidden, sparse, added=hidden)
 
     def _mlp(self, number: int, layer: Layer, sparse: bool) -> None:
-        hidden, down = self._hidden[0], layer.sites["mlp_mid"]
-        counts = self._mid_counts if sparse and down.threshold is not None else None
+        hidden, stacked, mid, down = self._hidden[0], self._stacked[0], self._mid[0], layer.sites["mlp_mid"]
+        counts = self._counts[: -(-len(mid) // CHUNK)] if sparse and down.threshold is not None else None
         norm = layer.norms["mlp_norm"]
         if layer.sites["mlp_in"].matrix.half:
             after = Gate(self._model.activation)
             if counts is not None:
                 after = Gate(self._model.activation, down.threshold, down.offset, counts)
-            self._product(number, "mlp_in", hidden, self._mid, sparse, norm=norm, gate=after)
+            self._product(number, "mlp_in", hidden, mid, sparse, norm=norm, gate=after)
         else:
-            self._product(number, "mlp_in", hidden, self._stacked, sparse, norm=norm)
-            gate(self._stacked, self._model.activation, self._mid)
+            self._product(number, "mlp_in", hidden, stacked, sparse, norm=norm)
+            gate(stacked, self._model.activation, mid)
             if counts is not None and down.threshold is not None:
-                count_active(self._mid, down.threshold, down.offset, counts)
-        self._product(number, "mlp_mid", self._mid, hidden, sparse, added=hidden, counts=counts)
+                count_active(mid, down.threshold, down.offset, counts)
+        self._product(number, "mlp_mid", mid, hidden, sparse, added=hidden, counts=counts)
 
     def _product(
         self,

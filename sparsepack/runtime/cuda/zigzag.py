@@ -11,7 +11,7 @@ from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
 from sparsepack.runtime.cuda.geometry import geometry as measured
-from sparsepack.runtime.cuda.kernel import Kernel, clusters_at_once, kernel, launch
+from sparsepack.runtime.cuda.kernel import Kernel, architecture, clusters_at_once, kernel, launch, multiprocessors
 
 BAND_ROWS = 256
 BLOCK_BYTES = 144
@@ -201,10 +201,10 @@ def gemv(
     device, geometry = matrix.blocks.device, matrix.geometry
     groups, threads = matrix.blocks.shape[0], (geometry.warps + PRODUCERS) * 32
     defines = _defines(geometry, input, gate is not None)
-    shared = shared_bytes(matrix.columns, geometry, True)
-    function = _kernel(defines, True, device)
-    together = clusters and geometry.splits > 1
-    together = together and _clusters_at_once(function, geometry.splits, threads, shared) >= groups
+    together = clusters and geometry.splits > 1 and architecture(device.index or 0) >= 90
+    if together:
+        function, shared = _kernel(defines, True, device), shared_bytes(matrix.columns, geometry, True)
+        together = _clusters_at_once(function, geometry.splits, threads, shared) >= groups
     if not together:
         function, shared = _kernel(defines, False, device), shared_bytes(matrix.columns, geometry, False)
         if geometry.splits * groups * geometry.group * BAND_ROWS > PARTIALS:
@@ -349,8 +349,3 @@ def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> Non
         *(matrix.blocks, matrix.columns, matrix.geometry.group, matrix.half),
         *(first, bands, matrix.half_scale, out, out.stride(0)),
     )
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -278,7 +278,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     for module, names in {
         model: (load_zigzag, load_rows, gemv),
         step: (gemv, attend, embed, product, new_candidates, advance),
-        batches: (batch, attend, embed, product, new_candidates, advance),
+        batches: (batch, product),
         prefill: (embed,),
         dense: (dequantise,),
         rows: (product, matmul),
