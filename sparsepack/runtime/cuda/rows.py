@@ -14,7 +14,7 @@ from sparsepack.formats.superblock import BLOCK
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
-"""As `kernels/rows.cu` numbers them."""
+"""As `kernels/rows.cuh` numbers them."""
 MOST_VECTORS = 8
 """Of one launch."""
 
@@ -33,7 +33,7 @@ FEW_VECTORS = 16
 
 @dataclass(frozen=True, eq=False)
 class RowsMatrix:
-    """A matrix as `kernels/rows.cu` draws it.
+    """A matrix as `kernels/rows.cuh` draws it.
 
     data      -- uint8; tiles of 8 rows (missing ones are zeros), or rows of floats padded to 16 bytes
     type      -- "Q6_K", "Q4_K", "F16", "BF16" or "F32"
@@ -152,7 +152,7 @@ def product(
     plan = _plan(matrix.type, matrix.columns, len(x), shared_limit(device))
     defines = (f"TYPE={TYPES[matrix.type]}", f"BATCH={len(x)}", f"STAGES={plan.stages}")
     launch(
-        kernel("rows", "rows_product", defines, device.index or 0),
+        kernel("rows_product", "rows_product", defines, device.index or 0),
         (grid,),
         WARPS * 32,
         *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes),
@@ -207,7 +207,7 @@ def _decode(matrix: RowsMatrix, ids: Tensor | None, first: int, out: Tensor) -> 
     if not out.numel():
         return
     launch(
-        kernel("rows", "rows_decode", (f"TYPE={TYPES[matrix.type]}",), matrix.data.device.index or 0),
+        kernel("rows_decode", "rows_decode", (f"TYPE={TYPES[matrix.type]}",), matrix.data.device.index or 0),
         (len(out), -(-matrix.columns // 1024)),
         256,
         *(matrix.data, matrix.rows, matrix.columns, matrix.row_bytes, ids, first, out),

@@ -27,7 +27,8 @@ VARIANTS = {
         *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3") for rounds in (1, 5)),
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
     ],
-    "rows": [defines for type in range(5) for defines in ((f"TYPE={type}",), (f"TYPE={type}", "BATCH=2", "STAGES=3"))],
+    "rows_decode": [(f"TYPE={type}",) for type in range(5)],
+    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(5)],
 }
 """Macros of a file, where not those that it takes by itself."""
 

@@ -1,17 +1,17 @@
 // Which columns are active, and how each block of a product finds its part of them (SpQt, section 4.2.3).
 //
-// A product has a grid of (SPLITS, groups) blocks: SPLITS of them share the columns of the same rows. The active columns,
-// in ascending order, are counted in units of 16, and the units divided evenly among the SPLITS, whatever columns they
-// are. A block leaves the columns of its units in shared memory, with their input values; the last unit is filled up by
-// some column with value 0. Each block finds them itself: the input is a few kilobytes in the L2 cache, and a kernel that
-// only made a list would take as long as a whole small product.
+// A product has a grid of (SPLITS, groups) blocks: SPLITS of them share the columns of the same rows. The active
+// columns, in ascending order, are counted in units of 16, and the units divided evenly among the SPLITS, whatever
+// columns they are. A block leaves the columns of its units in shared memory, with their input values; the last unit is
+// filled up by some column with value 0. Each block finds them itself: the input is a few kilobytes in the L2 cache,
+// and a kernel that only made a list would take as long as a whole small product.
 
 #pragma once
 
 #include "common.cuh"
 
-// Macros, so that kernels stay small (a cold one waits for its instructions): ALIGNED 1: inputs, norms and offsets begin at
-// multiples of 16 bytes, and 4 divides the columns; OFFSET 0, PER_CHANNEL 0: there is none
+// Macros, so that kernels stay small (a cold one waits for its instructions): ALIGNED 1: inputs, norms and offsets
+// begin at multiples of 16 bytes, and 4 divides the columns; OFFSET 0, PER_CHANNEL 0: there is none
 #ifndef ALIGNED
 #define ALIGNED 0
 #endif
@@ -118,7 +118,8 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
         if (site.norm) {
             float sum = 0;
 #pragma unroll
-            for (int r = 0; r < BLOCK_ROUNDS; ++r) sum += v[r].x * v[r].x + v[r].y * v[r].y + v[r].z * v[r].z + v[r].w * v[r].w;
+            for (int r = 0; r < BLOCK_ROUNDS; ++r)
+                sum += v[r].x * v[r].x + v[r].y * v[r].y + v[r].z * v[r].z + v[r].w * v[r].w;
             sum = warp_sum(sum);
             if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
             sync_first<THREADS>();
@@ -172,7 +173,8 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
         }
     }
 
-    // The active ones. limit: the threshold of all columns, where they share one; found: an integer of shared memory for each group.
+    // The active ones. limit: the threshold of all columns, where they share one; found: an integer of shared memory
+    // for each group.
     __device__ __forceinline__ void active(const Site& site, float limit, Part& part, int* found) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         u32 masks[BLOCK_ROUNDS][4];
@@ -182,7 +184,8 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int k = column(r) + j;
-                const bool is = k < site.columns && fabsf(at(r, j)) > (PER_CHANNEL && site.per_channel ? site.threshold[k] : limit);
+                const bool is =
+                    k < site.columns && fabsf(at(r, j)) > (PER_CHANNEL && site.per_channel ? site.threshold[k] : limit);
                 masks[r][j] = __ballot_sync(ALL_LANES, is);
                 sum += __popc(masks[r][j]);
             }
@@ -232,9 +235,9 @@ template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
     }
 };
 
-// The active columns of inputs [INPUTS][columns] whose chunks of 256 the kernel before has counted: only the chunks that
-// matter are read. A column is active where it is in any of the inputs.
-// Returns the largest magnitude that the thread has seen, as the next ones do.
+// The active columns of inputs [INPUTS][columns] whose chunks of 256 the kernel before has counted: only the chunks
+// that matter are read. A column is active where it is in any of the inputs. Returns the largest magnitude that the
+// thread has seen, as the next ones do.
 template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float counted(
     const Site& site, float limit, const int* counts, Part& part) {
     static constexpr int EACH = 4;

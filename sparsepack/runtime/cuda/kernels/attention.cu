@@ -302,9 +302,9 @@ __device__ __forceinline__ void bring(u8* to, const Stored* keys, const Stored* 
 }
 
 #if __CUDA_ARCH__ >= 900
-// A mailbox is a barrier that counts the bytes that the blocks of the cluster send. They wait for each other once, so that
-// all have opened theirs; a barrier at the end would need a fence of the whole GPU's memory, which takes longer than the
-// bytes.
+// A mailbox is a barrier that counts the bytes that the blocks of the cluster send. They wait for each other once, so
+// that all have opened theirs; a barrier at the end would need a fence of the whole GPU's memory, which takes longer
+// than the bytes.
 __device__ __forceinline__ void send(u32 address, float first, float second, u32 mailbox) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                  "f"(first), "f"(second), "r"(mailbox)

@@ -1,4 +1,4 @@
-// The next token of every sequence: the best of the candidates that rows_product (rows.cu) left, one for each block.
+// The next token of every sequence: the best of the candidates that rows_product.cu left, one for each block.
 //
 //     bits 63 .. 32                                        31 .. 0
 //        | value: float32 whose order is that of integers | ~row     |     the largest is the first row of the largest

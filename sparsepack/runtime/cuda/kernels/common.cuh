@@ -96,7 +96,8 @@ __device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(u64* barrier) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+                 : "memory");
 }
 // Until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
@@ -116,8 +117,8 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
     } while (!done);
 }
 
-// Arrive at a counter of the whole GPU, after and before everything that the block wrote and will read: one thread does it
-// between two barriers of the block. Returns how many came before.
+// Arrive at a counter of the whole GPU, after and before everything that the block wrote and will read: one thread does
+// it between two barriers of the block. Returns how many came before.
 __device__ __forceinline__ u32 arrive_at(u32* counter) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -3,8 +3,8 @@
 //     in   [groups, columns, group, 144 bytes]      bands in groups, as in zigzag_gemv.cu
 //     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale
 //
-// Grid: any; a warp takes one superblock after the other, reads its 144 bytes and writes 512 in a row. A lane has 4 bytes
-// of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4.
+// Grid: any; a warp takes one superblock after the other, reads its 144 bytes and writes 512 in a row. A lane has 4
+// bytes of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4.
 
 #include "common.cuh"
 

@@ -6,7 +6,7 @@
 //     product  float32 [S, rows]         what comes out: W half; W x = product * factor[s] * inverse, `inverse` of what
 //                                        the weights were multiplied by
 //
-// Grid: add_rows, gate_rows: a block for each row; a thread has the columns VECTOR (r * THREADS + thread) .. of round r.
+// Grid: add_rows, gate_rows: a block a row; a thread has the columns VECTOR (r * THREADS + thread) .. of round r.
 //       split_heads: (S, heads / 8 rounded up), a warp for each head.
 //
 // Macros: VECTOR 4 where every row begins at a multiple of 16 bytes, 1 elsewhere; ROUNDS: width / (VECTOR * THREADS),

@@ -1,5 +1,5 @@
-// How products with zigzag matrices read them. Bands of 256 rows lie together in groups, column by column, so that what an
-// active column needs is read in longer pieces (SpQt, section 4.1.2):
+// How products with zigzag matrices read them. Bands of 256 rows lie together in groups, column by column, so that what
+// an active column needs is read in longer pieces (SpQt, section 4.1.2):
 //
 //                 column 0                         column 1                               column K - 1
 //     group 0   | band 0 | band 1 | .. GROUP - 1 | band 0 | band 1 | .. GROUP - 1 | ... |
@@ -18,8 +18,8 @@
 // PRODUCERS warps go on, while the other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage.
 // From sm_90 on the copy engine takes a column in one piece.
 //
-// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before the input
-//         is there; BULK 0, CLUSTERS 0: as before sm_90
+// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before
+//         the input is there; BULK 0, CLUSTERS 0: as before sm_90
 
 #pragma once
 
@@ -42,7 +42,7 @@
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
 static constexpr int SETS = WARPS / GROUP;
-static_assert(STAGES % SETS == 0 && STAGES % PRODUCERS == 0, "a stage has one producer, and warps that take it in turn");
+static_assert(STAGES % SETS == 0 && STAGES % PRODUCERS == 0, "a stage is always brought and taken by the same warps");
 static constexpr int BAND_ROWS = 256;
 static constexpr int ROWS = GROUP * BAND_ROWS;
 static constexpr int BLOCK_BYTES = 144;

@@ -1,14 +1,15 @@
-// Y = X[:, active] W[:, active]^T for BATCH inputs that share their active columns: those that are active in any of them.
-// The matrix lies as zigzag.cuh shows, and is read once for all.
+// Y = X[:, active] W[:, active]^T for BATCH inputs that share their active columns: those that are active in any of
+// them. The matrix lies as zigzag.cuh shows, and is read once for all.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; active.cuh says how they share the columns. On the tensor cores:
+// Grid: (SPLITS, groups), as many blocks as run at once; active.cuh says how they share the columns. On the tensor
+// cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = q * scale, exact: up to 15 * 63, times 2^-24
 //                    B [16 columns, 8]       = x d, n = input, as the sum of two float16
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns, which are rows of the sub-blocks 2 (g /
-// 2) and 2 (g / 2) + 1, and computes B for input g. Minima are a product of their own: A [sub-block, column] = min, B = x
-// dmin. Sums: over the columns of a warp, the warps of a block, the blocks of a group, each in order.
+// Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns, which are rows of the sub-blocks 2
+// (g / 2) and 2 (g / 2) + 1, and computes B for input g. Minima are a product of their own: A [sub-block, column] =
+// min, B = x dmin. Sums: over the columns of a warp, the warps of a block, the blocks of a group, each in order.
 //
 // Macros: those of zigzag.cuh; BATCH 1 to 8
 
@@ -106,7 +107,8 @@ __device__ __forceinline__ void deposit(const BatchSums& sums, const float* inve
         const int input = 2 * t + i;
         // minimum[i]: sub-block g. This lane's rows are of the two of its pair.
         const float mine = sums.minimum[i] * NIBBLE;
-        const float low = __shfl_sync(ALL_LANES, mine, (g & ~1) * 4 + t), high = __shfl_sync(ALL_LANES, mine, (g | 1) * 4 + t);
+        const float low = __shfl_sync(ALL_LANES, mine, (g & ~1) * 4 + t);
+        const float high = __shfl_sync(ALL_LANES, mine, (g | 1) * 4 + t);
         if (input >= BATCH) continue;
         float* at = rows + input * BAND_ROWS + 64 * (g / 2) + 16 * (g & 1);
         const float inverse = inverses[input];
@@ -121,7 +123,8 @@ __device__ __forceinline__ void deposit(const BatchSums& sums, const float* inve
     }
 }
 
-// The output row of a group's row, or -1 for padding. half: bands of gate, where each group has as many of gate as of up.
+// The output row of a group's row, or -1 for padding. half: bands of gate, where each group has as many of gate as of
+// up.
 __device__ __forceinline__ int row_of(int group, int r, int half, int rows) {
     if (!half) return group * ROWS + r < rows ? group * ROWS + r : -1;
     const int slot = r / BAND_ROWS, each = GROUP / 2, band = group * each + slot % each;
@@ -203,7 +206,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     if (warp < BATCH) {
         for (int b = warp; b < BATCH; b += WARPS) {
             float largest = 0;
-            for (int i = lane; i < part.units * COLUMNS; i += 32) largest = fmaxf(largest, fabsf(part.value[b * part.stride + i]));
+            for (int i = lane; i < part.units * COLUMNS; i += 32)
+                largest = fmaxf(largest, fabsf(part.value[b * part.stride + i]));
             const int exponent = exponent_for(warp_max(largest) * largest_d);
             if (lane == 0) {
                 scales[b] = power_of_two(exponent);

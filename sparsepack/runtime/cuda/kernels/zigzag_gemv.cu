@@ -1,18 +1,19 @@
 // y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; active.cuh says how they share the columns. On the tensor cores:
+// Grid: (SPLITS, groups), as many blocks as run at once; active.cuh says how they share the columns. On the tensor
+// cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = the nibbles, as float16 with nothing but their lowest bits: q 2^-24
 //                    B [16 columns, 8]       = x d scale[n], n = sub-block
 //
-// Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns; they belong to the sub-blocks 2 (g /
-// 2) and 2 (g / 2) + 1, and the result counts for these two n, that is, in the lanes with t = g / 2. B holds even
-// sub-blocks for low nibbles and odd ones for high nibbles, so that both add up in the same registers. x d scale is
-// the sum of two float16, so that the product is as exact as float32.
+// Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns; they belong to the sub-blocks 2 (g
+// / 2) and 2 (g / 2) + 1, and the result counts for these two n, that is, in the lanes with t = g / 2. B holds even
+// sub-blocks for low nibbles and odd ones for high nibbles, so that both add up in the same registers. x d scale is the
+// sum of two float16, so that the product is as exact as float32.
 //
 // Sums: over the columns of a warp, then over the warps of a block, then over the blocks that share a group, each in
-// order: the same bits every run. From sm_90 on these blocks are a cluster and send their sums to its first one; before,
-// or where CLUSTERS is 0, they leave them in `partials`, and the last to come adds them up.
+// order: the same bits every run. From sm_90 on these blocks are a cluster and send their sums to its first one;
+// before, or where CLUSTERS is 0, they leave them in `partials`, and the last to come adds them up.
 //
 // Macros: those of zigzag.cuh
 //         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
@@ -59,8 +60,8 @@ struct Bits {
     }
 };
 
-// Two words of each column's 16 bytes: four tiles of 16 rows, each in the low and in the high nibbles. Products into the
-// same sums stand four apart, since each waits for the one before.
+// Two words of each column's 16 bytes: four tiles of 16 rows, each in the low and in the high nibbles. Products into
+// the same sums stand four apart, since each waits for the one before.
 __device__ __forceinline__ void tiles(
     float (*c)[4], const u32 (&q)[2][4], const u32 (&even)[2][2], const u32 (&odd)[2][2]) {
     u32 low[4][4], high[4][4];
@@ -89,7 +90,8 @@ __device__ __forceinline__ void tiles(
 }
 
 // Add 16 columns. scale: a power of two that brings x d scale into the range of float16.
-__device__ __forceinline__ void multiply(Sums& sums, const u8* stage, const float* value, float scale, const Bits& bits) {
+__device__ __forceinline__ void multiply(
+    Sums& sums, const u8* stage, const float* value, float scale, const Bits& bits) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint4 q[4];
     float factor[4];

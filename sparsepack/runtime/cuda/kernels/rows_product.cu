@@ -1,65 +1,14 @@
-// A matrix stored by rows: its products y = W xn with one to eight vectors, and single rows of it (the embedding).
+// y = W xn for a matrix stored by rows (rows.cuh) and one to eight vectors; xn = x, or RMSNorm(x).
 //
-// rows.py repacks Q6_K and Q4_K into tiles of 8 rows x 256 columns, those of the same rows one after the other. Lane
-// (h, l) = (lane / 16, lane % 16) of a warp has rows 4 h .. 4 h + 3 and columns 16 l .. 16 l + 15 of a tile:
-//
-//     Q6_K  byte 0 .. 1535                      1536 .. 1663                1664 .. 1679
-//               | 3 x [32 lanes][4 rows] u32  | [32 lanes][4 rows] u8     | [8 rows] fp16 |
-//               | word p: columns 4 p .. + 3  | scale + 128               | d             |
-//
-//     Q4_K  byte 0 .. 1023                      1024 .. 1087                1088 .. 1119              1120 .. 1151
-//               | 2 x [32 lanes][4 rows] u32  | [16 lane / 2][4 rows] u8  | [16 lane / 2] u16       | [8 rows] 2 fp16 |
-//               | word p: columns 8 p .. + 7  | scale, 2 high bits of min | low bits of 4 mins      | d, dmin         |
-//
-//     A word of Q6_K: bits 0 .. 23 four columns, 6 bits each, q from 0 to 63; bits 24 .. 31 of the three words
-//     together: columns 12 .. 15. The u16 of Q4_K: byte i has the mins of row i (low nibble) and row i + 2 (high).
-//
-// F32, F16 and BF16 stay by rows, each padded with zeros to 16 bytes; 4 rows x 512 bytes count as a tile here, and lane
-// l has bytes 16 l .. 16 l + 15 of all four.
-//
-// A field of a word is a float as it is, once the rest is masked off: below 2^-126 floats are integers times 2^-149, so
-// bits s, s + 1, ... (up to bit 23) hold q 2^(s - 149), exactly. x takes 2^(64 - s) in turn, and the scale 2^85.
-//
-// Grid of rows_product: up to one block of 16 warps for each multiprocessor. A warp takes one group of 8 (floats: 4)
+// Grid: up to one block of 16 warps for each multiprocessor. A warp takes one group of 8 (floats: 4)
 // rows after the other; its tiles travel to its own ring in shared memory, STAGES - 1 ahead, the first ones while the
 // previous kernel still runs. A row's sum runs over its tiles in order, then over the lanes: the same bits every run,
 // whatever the grid. xn lies in shared memory; where all columns do not fit, it comes in pieces, and y holds the sum
 // so far.
 //
-// Macros: TYPE 0 .. 4 for F32, F16, BF16, Q4_K, Q6_K. With BATCH 1 .. 8 (vectors) and STAGES: rows_product; without:
-// rows_decode.
+// Macros: TYPE; BATCH 1 .. 8, vectors; STAGES
 
-#include "common.cuh"
-
-enum { F32, F16, BF16, Q4_K, Q6_K };
-
-static constexpr bool PACKED = TYPE == Q4_K || TYPE == Q6_K;
-static constexpr int ACROSS = PACKED ? 16 : 32;                 // lanes side by side along a row
-static constexpr int QUADS = PACKED ? 4 : TYPE == F32 ? 1 : 2;  // of four columns, that a lane has in a row of a tile
-static constexpr int GROUP = 4 * 32 / ACROSS;                   // rows of a tile
-static constexpr int TILE_QUADS = ACROSS * QUADS;               // in a row of a tile
-static constexpr int TILE = TYPE == Q6_K ? 1680 : TYPE == Q4_K ? 1152 : 2048;  // bytes
-static constexpr int TILE_STEP = PACKED ? TILE : 512;           // bytes to the next tile of the same rows
-static constexpr int FIELD = TYPE == Q6_K ? 6 : 4;              // bits
-
-static constexpr int SCALES = TYPE == Q6_K ? 1536 : 1024;  // bytes into a tile
-static constexpr int MINS = 1088;
-static constexpr int FACTORS = TYPE == Q6_K ? 1664 : 1120;
-
-// Column j of the four in a word, in place.
-__device__ __forceinline__ u32 field(u32 word, int j) { return word & ((1 << FIELD) - 1) << FIELD * j; }
-
-// Columns 12 .. 15 of Q6_K.
-__device__ __forceinline__ u32 fourth(u32 a, u32 b, u32 c) {
-    return __byte_perm(__byte_perm(a, b, 0x0073), c, 0x0710);
-}
-
-// Q4_K's mins of four rows, a byte each.
-__device__ __forceinline__ u32 mins(u32 scales, u32 low) {
-    return (scales >> 2 & 0x30303030) | (low & 0x0f0f) | (low & 0xf0f0) << 12;
-}
-
-#ifdef BATCH  // ---- Products ----------------------------------------------------------------------------------------
+#include "rows.cuh"
 
 static constexpr int WARPS = 16;
 static constexpr int THREADS = WARPS * 32;
@@ -369,66 +318,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
         }
     }
 }
-
-#else  // ---- Single rows --------------------------------------------------------------------------------------------
-
-// Four columns of a row from 4 * quad on, rounded as formats/q4_k.py and q6_k.py round.
-__device__ __forceinline__ void decode(
-    float (&w)[4], const u8* weights, int row, int quad, int columns, int row_bytes) {
-    const int tiles = (columns + 4 * TILE_QUADS - 1) / (4 * TILE_QUADS);
-    const u8* tile = weights + ((u64)tiles * (row / GROUP) + quad / TILE_QUADS) * TILE;
-    const int r = row % 4, i = quad % QUADS;
-    const int lane = row % GROUP / 4 * ACROSS + quad % TILE_QUADS / QUADS;
-    if (TYPE == Q6_K) {
-        const u32* words = (const u32*)tile + lane * 4 + r;
-        const u32 word = i < 3 ? words[128 * i] : fourth(words[0], words[128], words[256]);
-        const float d = half_to_float(((const u16*)(tile + FACTORS))[row % GROUP]);
-        const float scale = d * (float)((int)tile[SCALES + lane * 4 + r] - 128);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = scale * (float)((int)(word >> FIELD * j & 63) - 32);
-    } else if (TYPE == Q4_K) {
-        const u32 word = ((const u32*)tile)[128 * (i / 2) + lane * 4 + r] >> 16 * (i % 2);
-        const u32 bytes = ((const u32*)(tile + SCALES))[lane / 2];
-        const u32 minima = mins(bytes, ((const u16*)(tile + MINS))[lane / 2]);
-        const u16* factors = (const u16*)(tile + FACTORS) + row % GROUP * 2;
-        const float scale = half_to_float(factors[0]) * (float)(bytes >> 8 * r & 63);
-        const float minimum = half_to_float(factors[1]) * (float)(minima >> 8 * r & 63);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = __fsub_rn(__fmul_rn(scale, (float)(word >> FIELD * j & 15)), minimum);
-    } else {
-        const u8* from = weights + (u64)row_bytes * row;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int column = quad * 4 + j;  // inside the padded row
-            if (TYPE == F32) w[j] = ((const float*)from)[column];
-            if (TYPE == F16) w[j] = half_to_float(((const u16*)from)[column]);
-            if (TYPE == BF16) w[j] = bfloat_to_float(((const u16*)from)[column]);
-        }
-    }
-}
-
-// Rows by their ids, or without ids the rows from `first` on: float32 [rows asked for, columns]. An id that is no row
-// gives NaN. Grid: (rows asked for, columns / 1024 rounded up), 256 threads of four columns each.
-extern "C" __global__ void __launch_bounds__(256) rows_decode(
-    const u8* __restrict__ weights, int rows, int columns, int row_bytes, const int* ids, int first, float* out) {
-    let_next_begin();
-    after_previous();
-    const int quad = blockIdx.y * 256 + threadIdx.x, row = ids ? fresh(ids + blockIdx.x) : first + (int)blockIdx.x;
-    if (quad * 4 >= columns) return;
-    float w[4];
-    if ((u32)row < (u32)rows) {
-        decode(w, weights, row, quad, columns, row_bytes);
-    } else {
-        for (int j = 0; j < 4; ++j) w[j] = __uint_as_float(0x7fffffff);
-    }
-    float* const to = out + (u64)columns * blockIdx.x + quad * 4;
-    if (columns % 4 == 0) {
-        *(float4*)to = make_float4(w[0], w[1], w[2], w[3]);
-    } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (quad * 4 + j < columns) to[j] = w[j];
-    }
-}
-
-#endif
