@@ -5,7 +5,7 @@
 Weights rotate over more than 600 MB, so that no cache serves them; launches are replayed as CUDA graphs; dense and
 sparse take turns. llama.cpp's times are anchors: its own kernel for one vector and Q4_K, measured in November 2026 on
 an H100 in the same way (../shared/knowledge/gpu_anchors.md), q, k, v and gate, up added up where ours is one matrix.
-Collecting is part of the kernel up to 8192 columns; beyond, a kernel before it counts the active columns of each 256.
+Finding the active columns is part of the kernel.
 Every product is first compared with float64.
 """
 
@@ -21,7 +21,6 @@ from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
 from torch import Tensor
 
 from sparsepack.formats import zigzag
-from sparsepack.runtime.cuda.elementwise import count_active
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
 from sparsepack.show import table
 
@@ -38,7 +37,6 @@ ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
 }
 SUMMED = {(6144, 4096): "q, k, v", (28672, 4096): "gate, up"}
 ACTIVE = {"dense": 1.0, "50 %": 0.5}
-COMPARED = 8192  # columns up to which the product compares them itself
 BYTES = 600 << 20
 LIMIT = 1e-5
 ROUNDS = 9
@@ -54,17 +52,10 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
     x = torch.randn(copies, columns, device="cuda", generator=generator)
     threshold = x.abs().flatten().kthvalue(x.numel() // 2).values.reshape(1)
     y = torch.full((copies, rows), float("nan"), device="cuda")
-    counts = torch.empty(copies, -(-columns // 256), dtype=torch.int32, device="cuda")
 
     def run(share: float) -> Callable[[int], None]:
         def product(i: int) -> None:
-            if share == 1:
-                gemv(matrices[i], Input(x[i]), y[i])
-            elif columns <= COMPARED:
-                gemv(matrices[i], Input(x[i], threshold=threshold), y[i])
-            else:
-                count_active(x[i], threshold, None, counts[i])
-                gemv(matrices[i], Input(x[i], threshold=threshold, counts=counts[i]), y[i])
+            gemv(matrices[i], Input(x[i], threshold=None if share == 1 else threshold), y[i])
 
         return product
 

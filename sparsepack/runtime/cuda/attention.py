@@ -80,6 +80,7 @@ def attend(
     splits: int | None = None,
     workspace: Workspace | None = None,
     clusters: bool = True,
+    handed: bool = False,
 ) -> None:
     """Put the attention of one new position per sequence on the current stream: norm and rotate q and k, append k and v
     to the cache, and out = softmax(q k^T / sqrt(head_dim)) v over the positions that the new one sees.
@@ -96,6 +97,7 @@ def attend(
     splits         -- blocks that share a key head's positions, 1 to 16; None: as many as fill the GPU
     workspace      -- where blocks meet that form no cluster; None: the one that all products share
     clusters       -- False: as on GPUs before sm_90
+    handed         -- qkv is words (`words.py`), read as soon as they are written; and so is out for who reads it
 
     Raises `ValueError` naming the argument that does not fit.
     """
@@ -116,8 +118,9 @@ def attend(
     if splits > 1 and not in_clusters:
         meet = workspace or shared_workspace(device)
         _check_workspace(meet, batch * kv_heads, splits * variant.group * (variant.head_dim + 2))
+    switches = [f"HANDED={int(handed)}", *(() if clusters else ("CLUSTERS=0",))]
     launch(
-        kernel("attention", "attention", variant.defines + (() if clusters else ("CLUSTERS=0",)), device.index or 0),
+        kernel("attention", "attention", (*variant.defines, *switches), device.index or 0),
         (splits, kv_heads, batch),
         variant.warps * 32,
         *(qkv, keys, values, positions, cos, sin, q_norm, k_norm, out),

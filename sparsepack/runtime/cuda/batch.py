@@ -17,32 +17,39 @@ from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.elementwise import CHUNK, count_active, gate, norm_rows
 from sparsepack.runtime.cuda.graph import captured
-from sparsepack.runtime.cuda.model import Cache, Layer, Model, load_model, new_cache
+from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.rows import product
-from sparsepack.runtime.cuda.step import Step
+from sparsepack.runtime.cuda.step import Sequences
 from sparsepack.runtime.cuda.zigzag import batch
 from sparsepack.runtime.sampling import Sampler, not_finite
 
 
-class BatchStep(Step):
-    """The kernels of a token of each of several sequences: as `Step`'s, with norms, gates and counts of their own."""
+class BatchStep(Sequences):
+    """The kernels of a token of each of several sequences: norms, gates and counts are kernels of their own."""
 
     def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
         super().__init__(model, cache, sequences)
-        self._normed = torch.empty_like(self._hidden)
+        a, device = model.architecture, model.device
+        heads = a.heads * a.head_dim
+        self._normed = torch.empty_like(self._embedded)
+        self._qkv = torch.empty(sequences, heads + 2 * a.kv_heads * a.head_dim, device=device)
+        self._mixed = torch.empty(sequences, heads, device=device)
+        self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
+        self._mid = torch.empty(sequences, a.intermediate, device=device)
+        self._counts = torch.empty(-(-max(a.hidden, heads, a.intermediate) // CHUNK), dtype=torch.int32, device=device)
 
-    def _attention(self, number: int, layer: Layer, sparse: bool) -> None:
-        norm_rows(self._hidden, layer.norms["attn_norm"], self._eps, self._normed)
+    def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
+        norms = self._model.layers[number].norms
+        norm_rows(hidden, norms["attn_norm"], self._eps, self._normed)
         self._products(number, "attn_in", self._normed, self._qkv, sparse)
-        self._attend(number, layer)
-        self._products(number, "attn_out", self._mixed, self._hidden, sparse, added=self._hidden)
-
-    def _mlp(self, number: int, layer: Layer, sparse: bool) -> None:
-        norm_rows(self._hidden, layer.norms["mlp_norm"], self._eps, self._normed)
+        self._attend(number, self._qkv, self._mixed)
+        self._products(number, "attn_out", self._mixed, hidden, sparse, added=hidden)
+        norm_rows(hidden, norms["mlp_norm"], self._eps, self._normed)
         self._products(number, "mlp_in", self._normed, self._stacked, sparse)
         gate(self._stacked, self._model.activation, self._mid)
-        self._products(number, "mlp_mid", self._mid, self._hidden, sparse, added=self._hidden)
+        self._products(number, "mlp_mid", self._mid, hidden, sparse, added=hidden)
+        return hidden
 
     def _products(
         self, number: int, name: str, x: Tensor, y: Tensor, sparse: bool, *, added: Tensor | None = None

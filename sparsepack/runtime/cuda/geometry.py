@@ -15,7 +15,7 @@ import torch
 from sparsepack.runtime import profiles
 from sparsepack.runtime.profiles import Shape
 
-SCHEMA = 1
+SCHEMA = 2
 PRODUCERS = 4
 """Warps of a block that bring columns."""
 

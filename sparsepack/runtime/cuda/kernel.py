@@ -14,7 +14,6 @@ from sparsepack.runtime.cuda.compiler import cubin
 Argument = Tensor | int | float | None
 """A tensor or None is passed as a pointer, an int as a 32-bit integer, a float as a 32-bit float."""
 
-MOST_CLUSTER = 16
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without asking."""
 
@@ -61,6 +60,15 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of dynamic shared memory that a block may have, 2 KiB left for what a kernel declares itself."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(_checked(driver.cuDeviceGetAttribute(attribute, device.index or 0))) - 2048
+
+
 def launch(
     kernel: Kernel,
     grid: Sequence[int],
@@ -87,22 +95,6 @@ def launch(
     config.numAttrs = len(config.attrs)
     values, types = zip(*(_argument(a) for a in arguments), strict=True)
     _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
-
-
-def clusters_at_once(kernel: Kernel, cluster: int, threads: int, shared: int) -> int:
-    """How many clusters of so many blocks the GPU runs at once; 0 before sm_90."""
-    from cuda.bindings import driver
-
-    if kernel.arch < 90 or cluster > MOST_CLUSTER:
-        return 0
-    _allow(kernel, shared, cluster)
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared
-    config.attrs = _attributes(kernel.arch, cluster)[1:]
-    config.numAttrs = len(config.attrs)
-    return int(_checked(driver.cuOccupancyMaxActiveClusters(kernel.function, config), kernel.name))
 
 
 def _argument(value: Argument) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.geometry import SCHEMA, Geometry, profile_path, profiled, read_profile
 from sparsepack.runtime.cuda.graph import captured
-from sparsepack.runtime.cuda.zigzag import BAND_ROWS, Gate, Input, ZigzagMatrix, default_geometry, gemv, load_zigzag
+from sparsepack.runtime.cuda.zigzag import BAND_ROWS, Input, ZigzagMatrix, default_geometry, gemv, load_zigzag
 from sparsepack.runtime.profiles import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
@@ -102,7 +102,7 @@ class _Trial:
 
         def run() -> None:
             for matrix in matrices:
-                gemv(matrix, Input(self._x, threshold=self._threshold), self._y, gate=Gate(0) if self._gate else None)
+                gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
 
         graph = captured(run, self._stream)
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)

@@ -6,14 +6,15 @@ from torch import Tensor
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda.attention import attend
 from sparsepack.runtime.cuda.choose import advance
-from sparsepack.runtime.cuda.elementwise import CHUNK, count_active, gate
-from sparsepack.runtime.cuda.model import Cache, Layer, Model, Site
+from sparsepack.runtime.cuda.elementwise import gate
+from sparsepack.runtime.cuda.model import Cache, Model, Site
 from sparsepack.runtime.cuda.rows import embed, new_candidates, product
-from sparsepack.runtime.cuda.zigzag import Gate, Input, gemv
+from sparsepack.runtime.cuda.words import empty_words
+from sparsepack.runtime.cuda.zigzag import Input, blocks, gemv
 
 
-class Step:
-    """The kernels of a decoded token of each of B sequences, one here, with the memory that they share.
+class Sequences:
+    """A token of each of B sequences: what their steps share.
 
     ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
     best      -- float32 [B]: their logits
@@ -23,7 +24,7 @@ class Step:
     active    -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
     """
 
-    def __init__(self, model: Model, cache: Cache, sequences: int = 1) -> None:
+    def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
         a, device = model.architecture, model.device
         self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
         self.result = torch.zeros(2 * sequences, dtype=torch.int32, device=device)
@@ -31,25 +32,19 @@ class Step:
         self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.logits = torch.empty(sequences, a.vocabulary, device=device)
         self.active = torch.zeros(a.layers, len(SITES), dtype=torch.int64, device=device)
+        self._embedded = torch.empty(sequences, a.hidden, device=device)
         self._candidates = new_candidates(model.output, sequences)
-        self._hidden = torch.empty(sequences, a.hidden, device=device)
-        self._qkv = torch.empty(sequences, (a.heads + 2 * a.kv_heads) * a.head_dim, device=device)
-        self._mixed = torch.empty(sequences, a.heads * a.head_dim, device=device)
-        self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
-        self._mid = torch.empty(sequences, a.intermediate, device=device)
-        widest = max(a.hidden, a.heads * a.head_dim, a.intermediate)
-        self._counts = torch.empty(-(-widest // CHUNK), dtype=torch.int32, device=device)
 
     def run(self, sparse: bool) -> None:
         """Put the kernels of a step on the current stream. Sites without a policy are dense in sparse steps, too."""
         model = self._model
-        embed(model.embedding, self.ids, self._hidden)
-        for number, layer in enumerate(model.layers):
-            self._attention(number, layer, sparse)
-            self._mlp(number, layer, sparse)
+        embed(model.embedding, self.ids, self._embedded)
+        hidden = self._embedded
+        for number in range(len(model.layers)):
+            hidden = self._block(number, hidden, sparse)
         product(
             model.output,
-            self._hidden,
+            hidden,
             self.logits,
             norm=model.output_norm,
             eps=self._eps,
@@ -57,45 +52,94 @@ class Step:
         )
         advance(self._candidates, self.ids, self.best, self.positions)
 
-    def _attention(self, number: int, layer: Layer, sparse: bool) -> None:
-        hidden = self._hidden[0]
-        self._product(number, "attn_in", hidden, self._qkv[0], sparse, norm=layer.norms["attn_norm"])
-        self._attend(number, layer)
-        self._product(number, "attn_out", self._mixed[0], hidden, sparse, added=hidden)
+    def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
+        """A decoder block: what it makes of float32 [B, hidden]."""
+        raise NotImplementedError
 
-    def _attend(self, number: int, layer: Layer) -> None:
-        a = self._model.architecture
+    def _attend(self, number: int, qkv: Tensor, mixed: Tensor, handed: bool = False) -> None:
+        a, layer = self._model.architecture, self._model.layers[number]
         attend(
-            self._qkv,
+            qkv,
             self._cache.keys[number],
             self._cache.values[number],
             self.positions,
             self._model.cos,
             self._model.sin,
-            self._mixed,
+            mixed,
             heads=a.heads,
             kv_heads=a.kv_heads,
             window=layer.window,
             q_norm=layer.norms.get("q_norm"),
             k_norm=layer.norms.get("k_norm"),
             eps=self._eps,
+            handed=handed,
         )
 
-    def _mlp(self, number: int, layer: Layer, sparse: bool) -> None:
-        hidden, stacked, mid, down = self._hidden[0], self._stacked[0], self._mid[0], layer.sites["mlp_mid"]
-        counts = self._counts[: -(-len(mid) // CHUNK)] if sparse and down.threshold is not None else None
-        norm = layer.norms["mlp_norm"]
-        if layer.sites["mlp_in"].matrix.half:
-            after = Gate(self._model.activation)
-            if counts is not None:
-                after = Gate(self._model.activation, down.threshold, down.offset, counts)
-            self._product(number, "mlp_in", hidden, mid, sparse, norm=norm, gate=after)
-        else:
-            self._product(number, "mlp_in", hidden, stacked, sparse, norm=norm)
-            gate(stacked, self._model.activation, mid)
-            if counts is not None and down.threshold is not None:
-                count_active(mid, down.threshold, down.offset, counts)
-        self._product(number, "mlp_mid", mid, hidden, sparse, added=hidden, counts=counts)
+
+class Step(Sequences):
+    """The kernels of a decoded token of one sequence.
+
+    What they hand on lies in words that are empty before (`words.py`), so that a kernel reads it as soon as it is
+    written, while the kernel before still ends. Each kernel empties what the last one but one has read.
+    """
+
+    def __init__(self, model: Model, cache: Cache) -> None:
+        super().__init__(model, cache, 1)
+        a, device = model.architecture, model.device
+        heads = a.heads * a.head_dim
+        parts = {name: blocks(site.matrix) for name, site in model.layers[0].sites.items()}  # as in all layers
+        qkv = heads + 2 * a.kv_heads * a.head_dim
+        self._first, (self._qkv,) = empty_words([qkv], device)
+        self._second, (self._between, self._between_squares, self._mid) = empty_words(
+            [a.hidden, parts["attn_out"], a.intermediate], device
+        )
+        self._third, (self._after, self._after_squares, self._mixed) = empty_words(
+            [a.hidden, parts["mlp_mid"], heads], device
+        )
+        self._stacked = torch.empty(2 * a.intermediate, device=device)
+
+    def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
+        layer = self._model.layers[number]
+        handed = number > 0  # the embedding is not
+        x, squares = hidden[0], self._after_squares if handed else None
+        norm = layer.norms["attn_norm"]
+        self._product(number, "attn_in", x, self._qkv, sparse, handed, norm=norm, squares=squares, read=self._second)
+        self._attend(number, self._qkv[None], self._mixed[None], handed=True)
+        self._product(
+            number,
+            "attn_out",
+            self._mixed,
+            self._between,
+            sparse,
+            added=x,
+            squares_of_y=self._between_squares,
+            read=self._first,
+        )
+        norm, fused = layer.norms["mlp_norm"], layer.sites["mlp_in"].matrix.half > 0
+        self._product(
+            number,
+            "mlp_in",
+            self._between,
+            self._mid if fused else self._stacked,
+            sparse,
+            norm=norm,
+            squares=self._between_squares,
+            activation=self._model.activation if fused else None,
+            read=self._third,
+        )
+        if not fused:
+            gate(self._stacked[None], self._model.activation, self._mid[None])
+        self._product(
+            number,
+            "mlp_mid",
+            self._mid,
+            self._after,
+            sparse,
+            fused,
+            added=self._between,
+            squares_of_y=self._after_squares,
+        )
+        return self._after[None]
 
     def _product(
         self,
@@ -104,11 +148,14 @@ class Step:
         x: Tensor,
         y: Tensor,
         sparse: bool,
+        handed: bool = True,
         *,
         norm: Tensor | None = None,
-        counts: Tensor | None = None,
+        squares: Tensor | None = None,
         added: Tensor | None = None,
-        gate: Gate | None = None,
+        activation: int | None = None,
+        squares_of_y: Tensor | None = None,
+        read: Tensor | None = None,
     ) -> None:
         """A site's output rows; its active columns are counted."""
         site: Site = self._model.layers[number].sites[name]
@@ -119,13 +166,16 @@ class Step:
                 x,
                 norm=norm,
                 eps=self._eps,
+                squares=squares,
                 threshold=site.threshold if skips else None,
                 offset=site.offset if skips else None,
-                counts=counts,
+                handed=handed,
             ),
             y,
             constant=site.constant if skips else site.bias,
             added=added,
-            gate=gate,
+            activation=activation,
+            squares=squares_of_y,
             active=self.active[number, SITES.index(name)],
+            read=read,
         )

@@ -1,7 +1,7 @@
 """Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -11,15 +11,16 @@ from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
 from sparsepack.runtime.cuda.geometry import geometry as measured
-from sparsepack.runtime.cuda.kernel import Kernel, architecture, clusters_at_once, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors, shared_memory
+from sparsepack.runtime.cuda.words import empty_words
 
 BAND_ROWS = 256
 BLOCK_BYTES = 144
 COLUMNS = 16  # that are multiplied together
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
 MOST_SPLITS = 16
-AHEAD_BYTES = 6 << 20
-"""Of a matrix that come into the L2 cache while the input is not there yet; a part of them in vain."""
+CHUNK = 32  # columns that are dealt to a block together
+MOST_ROUNDS = 8  # of a warp's chunks at a time
 MOST_INPUTS = 8
 PARTIALS = 1 << 22
 """Sums that blocks leave for each other: splits * rows * inputs of a product."""
@@ -82,13 +83,16 @@ def load_zigzag(
 
 
 def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
-    """Where nothing was measured: longer pieces for larger matrices, up to a block for each multiprocessor, and no more
-    blocks to a group than clusters may have, unless it is long or small."""
-    long, small = columns > 8192, bands <= 8
-    group = 4 if bands >= 64 and not gate else 2 if bands > 16 or gate or (long and not small) else 1
-    groups = -(-bands // group)
-    splits = min(16 if long or small else 8, max(1, multiprocessors(device) // groups))
-    return Geometry(group, warps=8, stages={1: 24, 2: 16, 4: 8}[group], splits=splits)
+    """Where nothing was measured: longer pieces for larger matrices, up to a block for each multiprocessor, and as many
+    stages as fit."""
+    group = 1 if bands <= 8 and not gate else 4 if bands >= 64 and not gate else 2
+    most = min(MOST_SPLITS, -(-columns // CHUNK))
+    splits = max(1, min(most, multiprocessors(device) // -(-bands // group)))
+    geometry = Geometry(group, warps=8, stages={1: 24, 2: 16, 4: 8}[group], splits=splits)
+    fewest = max(PRODUCERS, geometry.warps // group)
+    while geometry.stages > fewest and shared_bytes(columns, geometry) > shared_memory(device):
+        geometry = replace(geometry, stages=geometry.stages - fewest)
+    return geometry
 
 
 def _grouped(blocks: Tensor, group: int, gate: bool) -> Tensor:
@@ -123,39 +127,26 @@ class Input:
 
     x               -- float32 [columns]
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
+    squares         -- parts of the sum of x^2, which the norm needs: float32 [..]; else the product adds them up
     threshold       -- float32 [1] or [columns]; None: every column is active
     offset          -- float32 [columns], taken from x before it is compared and multiplied
-    counts          -- int32 [columns / 256, rounded up]: active columns of each chunk, counted before
     indices, count  -- the active columns themselves, and how many: int32 [columns], int32 []
+    handed          -- x and squares are words (`words.py`), read as soon as they are written; no norm without squares
     """
 
     x: Tensor
     norm: Tensor | None = None
     eps: float = 0.0
+    squares: Tensor | None = None
     threshold: Tensor | None = None
     offset: Tensor | None = None
-    counts: Tensor | None = None
     indices: Tensor | None = None
     count: Tensor | None = None
+    handed: bool = False
 
     @property
     def dense(self) -> bool:
         return self.threshold is None and self.indices is None
-
-
-@dataclass(frozen=True)
-class Gate:
-    """What becomes of gate and up: y = activation(gate) * up, and the columns of it that lie beyond the next site's
-    threshold are counted.
-
-    activation -- number of the function, see `kernels/activations.cuh`
-    counts     -- int32 [rows / 512], written where there is a threshold
-    """
-
-    activation: int
-    threshold: Tensor | None = None
-    offset: Tensor | None = None
-    counts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -164,10 +155,12 @@ class Workspace:
 
     partials -- float32 [PARTIALS]
     tickets  -- int32 zeros, one for each group
+    slots    -- empty words (`words.py`), PARTIALS of them
     """
 
     partials: Tensor
     tickets: Tensor
+    slots: Tensor
 
 
 @cache
@@ -176,6 +169,7 @@ def workspace(device: torch.device) -> Workspace:
     return Workspace(
         torch.empty(PARTIALS, device=device),
         torch.zeros(4096, dtype=torch.int32, device=device),
+        empty_words([PARTIALS], device)[0],
     )
 
 
@@ -186,44 +180,43 @@ def gemv(
     *,
     constant: Tensor | None = None,
     added: Tensor | None = None,
-    gate: Gate | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
     active: Tensor | None = None,
-    clusters: bool = True,
+    read: Tensor | None = None,
 ) -> None:
     """Put y = W[:, active] x[active] + constant + added on the current stream.
 
-    y        -- float32 [rows]; [rows / 2] with a gate
-    constant -- float32 [rows]
-    added    -- float32 [rows], may be y itself
-    active   -- int64 []: the number of active columns is added to it
-    clusters -- whether blocks may meet in clusters, where the GPU has room for all of them at once
+    y          -- float32 [rows]; [rows / 2] with an activation
+    constant   -- float32 [rows]
+    added      -- float32 [rows], may be y itself
+    activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/activations.cuh`
+    squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
+    read       -- int32 [..]: words that become empty, since all have read them
+    active     -- int64 []: the number of active columns is added to it
     """
-    device, geometry = matrix.blocks.device, matrix.geometry
-    groups, threads = matrix.blocks.shape[0], (geometry.warps + PRODUCERS) * 32
-    defines = _defines(geometry, input, gate is not None)
-    together = clusters and geometry.splits > 1 and architecture(device.index or 0) >= 90
-    if together:
-        function, shared = _kernel(defines, True, device), shared_bytes(matrix.columns, geometry, True)
-        together = _clusters_at_once(function, geometry.splits, threads, shared) >= groups
-    if not together:
-        function, shared = _kernel(defines, False, device), shared_bytes(matrix.columns, geometry, False)
-        if geometry.splits * groups * geometry.group * BAND_ROWS > PARTIALS:
-            raise ValueError(f"{geometry}: too many splits of {matrix.rows} rows for the workspace")
-    meet = workspace(device)
-    after = gate or Gate(0)
+    device, geometry, groups = matrix.blocks.device, matrix.geometry, matrix.blocks.shape[0]
+    if input.handed and input.norm is not None and input.squares is None:
+        raise ValueError("an input that is handed on, with a norm and without squares")
+    if geometry.splits > 1 and blocks(matrix) > multiprocessors(device):
+        raise ValueError(f"{geometry}: {blocks(matrix)} blocks that wait for each other, more than run at once")
     launch(
-        function,
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
         (geometry.splits, groups),
-        threads,
-        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale, _ahead(matrix)),
-        *(input.x, input.norm, input.eps, input.threshold, _per_channel(input.threshold), input.offset),
-        *(input.counts, input.indices, input.count),
-        *(y, constant, added),
-        *(after.activation, after.threshold, _per_channel(after.threshold), after.offset, after.counts),
-        *(active, meet.partials, meet.tickets),
-        shared=shared,
-        cluster=geometry.splits if together else 1,
+        (geometry.warps + PRODUCERS) * 32,
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
+        *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
+        *(input.threshold, input.offset, input.indices, input.count),
+        *(y, constant, added, squares),
+        *(active, workspace(device).slots),
+        *(read, 0 if read is None else read.numel()),
+        shared=shared_bytes(matrix.columns, geometry),
     )
+
+
+def blocks(matrix: ZigzagMatrix) -> int:
+    """Of a product with it."""
+    return matrix.blocks.shape[0] * matrix.geometry.splits
 
 
 def batch(
@@ -284,26 +277,15 @@ def batch(
     )
 
 
-def _ahead(matrix: ZigzagMatrix) -> int:
-    """Columns of a block that come into the L2 cache before it is known which are active."""
-    blocks = matrix.geometry.splits * matrix.blocks.shape[0]
-    fair = AHEAD_BYTES // (blocks * matrix.geometry.group * BLOCK_BYTES)
-    return min(fair, matrix.columns // matrix.geometry.splits)
+def shared_bytes(columns: int, geometry: Geometry) -> int:
+    """Dynamic shared memory of a block: the ring, the warps' sums, and the list of its columns."""
+    lists = 8 * (CHUNK * _chunks(columns, geometry) + 4)
+    return _ring_bytes(geometry) + 4 * geometry.warps * BAND_ROWS + lists
 
 
-_clusters_at_once = cache(clusters_at_once)
-
-
-def _kernel(defines: tuple[str, ...], clusters: bool, device: torch.device) -> Kernel:
-    return kernel("zigzag_gemv", "zigzag_gemv", (*defines, f"CLUSTERS={int(clusters)}"), device.index or 0)
-
-
-def shared_bytes(columns: int, geometry: Geometry, clusters: bool) -> int:
-    """Dynamic shared memory of a block: the ring, the warps' sums, what the blocks of a cluster send, and the columns
-    and values of the block's units."""
-    units = math.ceil(math.ceil(columns / COLUMNS) / geometry.splits)
-    received = geometry.splits * geometry.group * BAND_ROWS if clusters and geometry.splits > 1 else 0
-    return _ring_bytes(geometry) + 4 * (geometry.warps * BAND_ROWS + received) + 8 * COLUMNS * units
+def _chunks(columns: int, geometry: Geometry) -> int:
+    """Of columns, that a block takes at most."""
+    return -(-columns // (CHUNK * geometry.splits))
 
 
 def _ring_bytes(geometry: Geometry) -> int:
@@ -311,20 +293,24 @@ def _ring_bytes(geometry: Geometry) -> int:
     return geometry.stages * COLUMNS * column
 
 
-def _defines(geometry: Geometry, input: Input, gate: bool) -> tuple[str, ...]:
-    source = 2 if input.indices is not None else int(input.counts is not None or (input.dense and input.norm is None))
+def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+    geometry, listed = matrix.geometry, input.indices is not None
+    each = -(-_chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
+    turns = -(-each // MOST_ROUNDS)
     values = {
         "WARPS": geometry.warps,
         "STAGES": geometry.stages,
         "PRODUCERS": PRODUCERS,
         "GROUP": geometry.group,
-        "GATE": int(gate),
+        "SPLITS": geometry.splits,
+        "GATE": int(activation is not None),
+        "ACTIVATION": activation or 0,
         "DENSE": int(input.dense),
-        "SOURCE": source,
-        "ROUNDS": 1 if source else -(-input.x.numel() // (128 * geometry.warps)),
-    }
-    values |= {
-        "ALIGNED": int(input.x.numel() % 4 == 0 and _aligned(input.x, input.norm, input.offset)),
+        "LISTED": int(listed),
+        "ROUNDS": 1 if listed else -(-each // turns),
+        "TURNS": 1 if listed else turns,
+        "HANDED": int(input.handed),
+        "NORM": 0 if input.norm is None else 1 if input.squares is None else 2,
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
     }

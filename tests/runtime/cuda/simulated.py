@@ -4,7 +4,7 @@ Each function stands in for the one of its name. A launch of `kernels/prefill.cu
 from the arguments that the kernel would get, in the order in which it would get them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +19,9 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import batch as batches
 from sparsepack.runtime.cuda import decoder, dense, elementwise, model, prefill, rows, step
-from sparsepack.runtime.cuda.zigzag import Gate, Input
+from sparsepack.runtime.cuda.words import EMPTY
+from sparsepack.runtime.cuda.words import empty_words as real_empty_words
+from sparsepack.runtime.cuda.zigzag import Input
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 
@@ -51,27 +53,58 @@ def gemv(
     *,
     constant: Tensor | None = None,
     added: Tensor | None = None,
-    gate: Gate | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
     active: Tensor | None = None,
+    read: Tensor | None = None,
 ) -> None:
+    if input.handed:
+        _assert_written(input.x)
+    if input.norm is not None and input.squares is not None:
+        _assert_written(input.squares)
+        torch.testing.assert_close(input.squares.sum(), input.x.square().sum())
+    if read is not None:
+        read.copy_(torch.tensor(EMPTY))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > input.threshold
-    if input.counts is not None:
-        assert input.counts.tolist() == [int(chunk.sum()) for chunk in on.split(256)]
-    assert bool(matrix.half) == (gate is not None), "rows of gate and up lie side by side for products with a gate"
+    assert bool(matrix.half) == (activation is not None), "rows of gate and up lie side by side for products of both"
     product = matrix.weight @ torch.where(on, x, 0)
     product = product if constant is None else product + constant
-    if gate is not None:
+    if activation is not None:
         first, second = product.chunk(2)
-        product = ACTIVATIONS[gate.activation](first) * second
-        if gate.threshold is not None:
-            assert gate.counts is not None
-            beyond = (product - (0 if gate.offset is None else gate.offset)).abs() > gate.threshold
-            gate.counts.copy_(torch.stack([chunk.sum() for chunk in beyond.split(256)]))
-    y.copy_(product if added is None else product + added)
+        product = ACTIVATIONS[activation](first) * second
+    product = product if added is None else product + added
+    _write(y, product)
+    if squares is not None:
+        _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
     if active is not None:
         active += on.sum()
+
+
+def blocks(matrix: Matrix) -> int:
+    return 3
+
+
+WORDS: dict[int, Tensor] = {}
+"""The words of `empty_words` by where they lie; kept, so that nothing else lies there."""
+
+
+def empty_words(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    words, parts = real_empty_words(sizes, device)
+    WORDS[words.untyped_storage().data_ptr()] = words
+    return words, parts
+
+
+def _assert_written(x: Tensor) -> None:
+    assert not (x.view(torch.int32) == EMPTY).any(), "a kernel would wait for ever"
+
+
+def _write(to: Tensor, x: Tensor) -> None:
+    """Words must be empty before."""
+    if to.untyped_storage().data_ptr() in WORDS:
+        assert bool((to.view(torch.int32) == EMPTY).all()), "who reads these words would take what was there before"
+    to.copy_(x)
 
 
 def batch(
@@ -119,7 +152,11 @@ def attend(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    handed: bool = False,
 ) -> None:
+    if handed:
+        _assert_written(qkv)
+    mixed = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
         q, k, v = qkv[n].view(1, -1, keys.shape[-1]).split([heads, kv_heads, kv_heads], dim=1)
         q, k = (_turned(x, norm, eps, cos[here], sin[here]) for x, norm in ((q, q_norm), (k, k_norm)))
@@ -127,7 +164,8 @@ def attend(
         oldest = max(0, here + 1 - window) if window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
-        out[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
+        mixed[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
+    _write(out, mixed)
 
 
 def _turned(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -259,6 +297,7 @@ def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
 
 def use(patch: pytest.MonkeyPatch) -> None:
     """Let `CudaDecoder` and `CudaBatch` run on the CPU, by the functions above."""
+    WORDS.clear()
     cpu = torch.device("cpu")
     for name, stand_in in {
         "device": lambda device: nullcontext(),
@@ -277,7 +316,7 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))
     for module, names in {
         model: (load_zigzag, load_rows, gemv),
-        step: (gemv, attend, embed, product, new_candidates, advance),
+        step: (gemv, blocks, empty_words, attend, embed, product, new_candidates, advance),
         batches: (batch, product),
         prefill: (embed,),
         dense: (dequantise,),

@@ -1,5 +1,7 @@
 """Products with zigzag matrices on the GPU in every geometry, against float64."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,9 +10,11 @@ from sparsepack.formats import q4_k, zigzag
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda import zigzag as cuda
-from sparsepack.runtime.cuda.elementwise import count_active
 from sparsepack.runtime.cuda.geometry import Geometry
-from sparsepack.runtime.cuda.zigzag import Gate, Input, batch, gemv, load_zigzag
+from sparsepack.runtime.cuda.kernel import multiprocessors
+from sparsepack.runtime.cuda.words import EMPTY, empty_words
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, load_zigzag, workspace
+from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +29,7 @@ GEOMETRIES = [
     Geometry(4, 16, 4, 2),
     Geometry(8, 8, 4, 2),
 ]
-SHAPES = [(256, 40), (700, 513), (4352, 1030)]
+SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 LIMIT = 1e-5
 """Of the norm of a result: inputs count as the sum of two float16, sums are float32."""
 
@@ -52,84 +56,125 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found.double() - expected).norm() <= LIMIT * expected.norm()
 
 
-@pytest.fixture(params=["as it runs", "no clusters", "no copy engine"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether blocks may meet in clusters; the paths of older GPUs run on newer ones, too."""
-    if request.param == "no copy engine":
-        defines = cuda._defines
-        monkeypatch.setattr(cuda, "_defines", lambda *args: (*defines(*args), "BULK=0"))
-    return bool(request.param == "as it runs")
+@pytest.fixture
+def no_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of older GPUs runs on newer ones, too."""
+    defines = cuda._defines
+    monkeypatch.setattr(cuda, "_defines", lambda *args: (*defines(*args), "BULK=0"))
+
+
+@pytest.fixture(autouse=True)
+def slots_become_empty() -> Iterator[None]:
+    yield
+    assert bool((workspace(torch.device("cuda", 0)).slots == EMPTY).all())
+
+
+def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> ZigzagMatrix:
+    matrix = load_zigzag(stored, "cuda", geometry, gate=gate)
+    if blocks(matrix) > multiprocessors(matrix.blocks.device):
+        pytest.skip("more blocks than this GPU runs at once")
+    return matrix
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int], way: bool) -> None:
+def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int]) -> None:
     stored = random_matrix(*shape)
-    matrix, w = load_zigzag(stored, "cuda", geometry), weights(stored)
-    x, norm, offset, added = (normal(shape[1], seed=n) for n in range(4))
-    constant, threshold = normal(shape[0], seed=5), torch.tensor([0.6], device="cuda")
+    matrix, w = loaded(stored, geometry), weights(stored)
+    x, norm, offset = (normal(shape[1], seed=n) for n in range(3))
+    constant, added, threshold = normal(shape[0], seed=5), normal(shape[0], seed=6), torch.tensor([0.6], device="cuda")
     x[3] *= 1000
     active = torch.zeros((), dtype=torch.int64, device="cuda")
+    squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
 
-    gemv(matrix, Input(x), y, clusters=way)
+    gemv(matrix, Input(x), y, active=active)
     assert_close(y, w @ x.double())
+    assert int(active) == shape[1]
 
     normed = x * torch.rsqrt(x.square().mean() + 1e-5) * norm
-    gemv(matrix, Input(x, norm=norm, eps=1e-5), y, clusters=way)
+    gemv(matrix, Input(x, norm=norm, eps=1e-5), y, squares=squares)
     assert_close(y, w @ normed.double())
+    assert float(squares.sum()) == pytest.approx(float(y.square().sum()), rel=1e-5)
 
     d = x - offset
     masked = torch.where(d.abs() > threshold, d, 0).double()
-    y.copy_(normal(shape[0], seed=6))
-    gemv(
-        matrix,
-        Input(x, threshold=threshold, offset=offset),
-        y,
-        constant=constant,
-        added=y,
-        active=active,
-        clusters=way,
-    )
-    assert_close(y, w @ masked + constant.double() + normal(shape[0], seed=6).double())
+    y.copy_(added)
+    active.zero_()
+    gemv(matrix, Input(x, threshold=threshold, offset=offset), y, constant=constant, added=y, active=active)
+    assert_close(y, w @ masked + constant.double() + added.double())
     assert int(active) == int(masked.count_nonzero())
 
-    counts = torch.empty(-(-shape[1] // 256), dtype=torch.int32, device="cuda")
-    each = added.abs()
-    count_active(x, each, None, counts)
-    gemv(matrix, Input(x, threshold=each, counts=counts), y, clusters=way)
+    each = norm.abs()
+    gemv(matrix, Input(x, threshold=each), y)
     first = y.clone()
     assert_close(y, w @ torch.where(x.abs() > each, x, 0).double())
     for _ in range(3):
-        gemv(matrix, Input(x, threshold=each, counts=counts), y, clusters=way)
+        gemv(matrix, Input(x, threshold=each), y)
         assert torch.equal(y, first)
 
+    gemv(matrix, Input(x, threshold=torch.tensor([float("inf")], device="cuda")), y, added=added)
+    assert torch.equal(y, added), "nothing is active"
 
-@pytest.mark.parametrize("width", [256, 1280, 768])
-@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g.group > 1], ids=str)
-def test_gate_and_up_become_one(geometry: Geometry, width: int, way: bool) -> None:
+
+@pytest.mark.usefixtures("no_copy_engine")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_a_product_without_the_copy_engine(geometry: Geometry) -> None:
+    test_a_product_in_every_geometry(geometry, (700, 513))
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_inputs_are_read_as_soon_as_they_are_written(geometry: Geometry) -> None:
+    """A chain of two products, the second of which need not wait for the end of the first."""
+    stored = random_matrix(1100, 1100)
+    matrix, w = loaded(stored, geometry), weights(stored) / 1000
+    x, norm, limit = normal(1100), normal(1100, seed=1), torch.tensor([0.3], device="cuda")
+    words, (between, squares) = empty_words([1100, blocks(matrix)], x.device)
+    y = torch.empty(1100, device="cuda")
+    for _ in range(20):
+        gemv(matrix, Input(x), between, squares=squares)
+        second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, handed=True)
+        gemv(matrix, second, y)
+        gemv(matrix, Input(x), y.clone(), read=words)
+        z = w @ x.double()
+        normed = z * torch.rsqrt(z.square().mean() + 1e-5 / 1e6) * norm
+        assert (y.double() / 1000 - w @ torch.where(normed.abs() > limit, normed, 0)).norm() <= 1e-3 * y.norm() / 1000
+        assert bool((words == EMPTY).all())
+
+
+def test_a_sum_that_is_no_number_is_handed_on() -> None:
+    stored = random_matrix(512, 512)
+    matrix = load_zigzag(stored, "cuda", Geometry(2, 8, 16, 4))
+    x = normal(512)
+    x[7] = torch.tensor(EMPTY, dtype=torch.int32, device="cuda").view(torch.float32)  # a NaN with these bits
+    y = torch.zeros(512, device="cuda")
+    gemv(matrix, Input(x), y)
+    assert y.isnan().all()
+    assert not (y.view(torch.int32) == EMPTY).any()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "width", "activation"),
+    [
+        *((g, width, 0) for g in GEOMETRIES if g.group > 1 for width in (256, 1280, 768)),
+        *((GEOMETRIES[2], 768, activation) for activation in (1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_gate_and_up_become_one(geometry: Geometry, width: int, activation: int) -> None:
     stored = random_matrix(2 * width, 300)
-    matrix, w = load_zigzag(stored, "cuda", geometry, gate=True), weights(stored)
-    x, bias = normal(300), normal(2 * width, seed=1)
-    counts = torch.full((width // 256,), -1, dtype=torch.int32, device="cuda")
+    matrix, w = loaded(stored, geometry, gate=True), weights(stored)
+    x, bias, limit = normal(300), normal(2 * width, seed=1), torch.tensor([0.5], device="cuda")
     mid = torch.full((width,), float("nan"), device="cuda")
-    for threshold, offset in (
-        (torch.tensor([0.05], device="cuda"), None),
-        (normal(width).abs(), normal(width, seed=2)),
-    ):
-        limit = torch.tensor([0.5], device="cuda")
-        gemv(
-            matrix,
-            Input(x, threshold=limit),
-            mid,
-            constant=bias,
-            gate=Gate(0, threshold, offset, counts),
-            clusters=way,
-        )
-        gate, up = (w @ torch.where(x.abs() > limit, x, 0).double() + bias).chunk(2)
-        assert_close(mid, torch.nn.functional.silu(gate) * up)
-        d = mid if offset is None else mid - offset
-        assert counts.tolist() == (d.abs() > threshold).view(-1, 256).sum(1).tolist()
+    gemv(matrix, Input(x, threshold=limit), mid, constant=bias, activation=activation)
+    gate, up = (w @ torch.where(x.abs() > limit, x, 0).double() + bias).chunk(2)
+    assert_close(mid, list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up)
+
+
+def test_more_blocks_than_run_at_once_are_refused() -> None:
+    matrix = load_zigzag(random_matrix(256 * 40, 64), "cuda", Geometry(1, 8, 8, 40))
+    with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
+        gemv(matrix, Input(normal(64)), torch.empty(256 * 40, device="cuda"))
 
 
 @pytest.mark.parametrize("gate", [False, True])

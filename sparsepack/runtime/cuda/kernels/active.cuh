@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "common.cuh"
+#include "units.cuh"
 
 // Macros, so that kernels stay small (a cold one waits for its instructions): ALIGNED 1: inputs, norms and offsets
 // begin at multiples of 16 bytes, and 4 divides the columns; OFFSET 0, PER_CHANNEL 0: there is none
@@ -23,7 +23,6 @@
 #endif
 
 static constexpr int CHUNK = 256;    // columns that are counted together
-static constexpr int COLUMNS = 16;   // columns that are multiplied together
 
 // What a site does with its input, float32 [columns].
 struct Site {
@@ -73,9 +72,6 @@ struct Part {
     }
 };
 
-// Before a lane's own: how many of the lanes' bits are set.
-__device__ __forceinline__ int before(u32 mask) { return __popc(mask & ((1u << (threadIdx.x % 32)) - 1)); }
-
 // Four neighbouring inputs, 0 beyond the last.
 template <bool FRESH> __device__ __forceinline__ float4 four(const float* x, int k, int columns) {
 #if ALIGNED
@@ -88,152 +84,6 @@ template <bool FRESH> __device__ __forceinline__ float4 four(const float* x, int
     return make_float4(v[0], v[1], v[2], v[3]);
 #endif
 }
-
-// The whole input in the registers of a block: round r of a thread has columns 4 (r THREADS + thread) ..+ 3.
-template <int BLOCK_WARPS, int BLOCK_ROUNDS> struct Whole {
-    static constexpr int THREADS = BLOCK_WARPS * 32;
-    static constexpr int GROUPS = BLOCK_ROUNDS * BLOCK_WARPS;  // of 128 neighbouring columns
-    static constexpr int EACH = (GROUPS + 31) / 32;
-
-    float4 norm[BLOCK_ROUNDS], v[BLOCK_ROUNDS];
-
-    __device__ __forceinline__ static int column(int r) { return 4 * (r * THREADS + threadIdx.x); }
-
-    // What may be loaded before the input is there.
-    __device__ __forceinline__ void prepare(const Site& site) {
-        if (site.norm) {
-#pragma unroll
-            for (int r = 0; r < BLOCK_ROUNDS; ++r) norm[r] = four<false>(site.norm, column(r), site.columns);
-        }
-        for (int k = threadIdx.x * 32; k < site.columns; k += THREADS * 32) {
-            if (OFFSET && site.offset) prefetch(site.offset + k);
-            if (PER_CHANNEL && site.threshold && site.per_channel) prefetch(site.threshold + k);
-        }
-    }
-
-    // sums: a float of shared memory for each warp.
-    __device__ __forceinline__ void load(const Site& site, float* sums) {
-#pragma unroll
-        for (int r = 0; r < BLOCK_ROUNDS; ++r) v[r] = four<true>(site.x, column(r), site.columns);
-        if (site.norm) {
-            float sum = 0;
-#pragma unroll
-            for (int r = 0; r < BLOCK_ROUNDS; ++r)
-                sum += v[r].x * v[r].x + v[r].y * v[r].y + v[r].z * v[r].z + v[r].w * v[r].w;
-            sum = warp_sum(sum);
-            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-            sync_first<THREADS>();
-            sum = 0;
-#pragma unroll
-            for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w];
-            const float scale = rsqrtf(sum / site.columns + site.eps);
-#pragma unroll
-            for (int r = 0; r < BLOCK_ROUNDS; ++r) {
-                v[r].x *= scale * norm[r].x;
-                v[r].y *= scale * norm[r].y;
-                v[r].z *= scale * norm[r].z;
-                v[r].w *= scale * norm[r].w;
-            }
-        }
-        if (OFFSET && site.offset) {
-#pragma unroll
-            for (int r = 0; r < BLOCK_ROUNDS; ++r) {
-                const float4 o = four<false>(site.offset, column(r), site.columns);
-                v[r].x -= o.x;
-                v[r].y -= o.y;
-                v[r].z -= o.z;
-                v[r].w -= o.w;
-            }
-        }
-    }
-
-    __device__ __forceinline__ float at(int r, int j) const {
-        return j == 0 ? v[r].x : j == 1 ? v[r].y : j == 2 ? v[r].z : v[r].w;
-    }
-
-    // The largest magnitude of a thread's inputs.
-    __device__ __forceinline__ float peak() const {
-        float largest = 0;
-#pragma unroll
-        for (int r = 0; r < BLOCK_ROUNDS; ++r)
-            largest = fmaxf(fmaxf(fmaxf(largest, fabsf(v[r].x)), fmaxf(fabsf(v[r].y), fabsf(v[r].z))), fabsf(v[r].w));
-        return largest;
-    }
-
-    // Every column.
-    __device__ __forceinline__ void all(const Site& site, const Part& part) const {
-#pragma unroll
-        for (int r = 0; r < BLOCK_ROUNDS; ++r) {
-            const int begin = column(r) & ~127;
-            if (!part.has(begin, begin + 128)) continue;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (column(r) + j < site.columns) part.put(column(r) + j, column(r) + j, at(r, j));
-            }
-        }
-    }
-
-    // The active ones. limit: the threshold of all columns, where they share one; found: an integer of shared memory
-    // for each group.
-    __device__ __forceinline__ void active(const Site& site, float limit, Part& part, int* found) const {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        u32 masks[BLOCK_ROUNDS][4];
-#pragma unroll
-        for (int r = 0; r < BLOCK_ROUNDS; ++r) {
-            int sum = 0;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int k = column(r) + j;
-                const bool is =
-                    k < site.columns && fabsf(at(r, j)) > (PER_CHANNEL && site.per_channel ? site.threshold[k] : limit);
-                masks[r][j] = __ballot_sync(ALL_LANES, is);
-                sum += __popc(masks[r][j]);
-            }
-            if (lane == 0) found[r * BLOCK_WARPS + warp] = sum;
-        }
-        sync_first<THREADS>();
-
-        // Every warp adds up the groups' counts: a lane has EACH of them.
-        int own[EACH], sum = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            own[i] = lane * EACH + i < GROUPS ? found[lane * EACH + i] : 0;
-            sum += own[i];
-        }
-        const int lane_sum = sum;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int left = __shfl_up_sync(ALL_LANES, sum, step);
-            if (lane >= step) sum += left;
-        }
-        part.divide(__shfl_sync(ALL_LANES, sum, 31));
-        int start = sum - lane_sum;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int next = start + own[i];
-            own[i] = start;
-            start = next;
-        }
-#pragma unroll
-        for (int r = 0; r < BLOCK_ROUNDS; ++r) {
-            const int group = r * BLOCK_WARPS + warp;
-            int i = 0, size = 0;
-#pragma unroll
-            for (int e = 0; e < EACH; ++e) {
-                const int s = __shfl_sync(ALL_LANES, own[e], group / EACH);
-                if (group % EACH == e) i = s;
-            }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) size += __popc(masks[r][j]);
-            if (!part.has(i, i + size)) continue;
-            i += before(masks[r][0]) + before(masks[r][1]) + before(masks[r][2]) + before(masks[r][3]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (masks[r][j] >> lane & 1) part.put(i++, column(r) + j, at(r, j));
-            }
-        }
-    }
-};
 
 // The active columns of inputs [INPUTS][columns] whose chunks of 256 the kernel before has counted: only the chunks
 // that matter are read. A column is active where it is in any of the inputs. Returns the largest magnitude that the
@@ -309,21 +159,6 @@ template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float coun
                 at += sum;
             }
         }
-    }
-    return peak;
-}
-
-// A list that is there already.
-template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
-    const Site& site, const int* indices, const int* count, Part& part) {
-    part.divide(fresh(count));
-    float peak = 0;
-    for (int i = threadIdx.x; i < part.units * COLUMNS && part.first + i < part.count; i += BLOCK_WARPS * 32) {
-        const int k = fresh(indices + part.first + i);
-        const float v = fresh(site.x + k);
-        part.index[i] = k;
-        part.value[i] = v;
-        peak = fmaxf(peak, fabsf(v));
     }
     return peak;
 }

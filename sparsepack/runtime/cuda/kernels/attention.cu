@@ -27,9 +27,10 @@
 //
 // Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; KV stored type: 1 bfloat16, 2 float16, 3 float32;
 //         WARPS, STAGES; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin;
-//         CLUSTERS 0: as before sm_90
+//         CLUSTERS 0: as before sm_90; HANDED 1: q, k and v are read as soon as they are written (words.cuh), not when
+//         the kernel before has ended
 
-#include "common.cuh"
+#include "words.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -57,6 +58,10 @@
 #define CLUSTERS 0
 #undef AHEAD
 #define AHEAD 0
+#endif
+
+#ifndef HANDED
+#define HANDED 0
 #endif
 
 #if KV == 3
@@ -246,12 +251,19 @@ struct NewRow {
     float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
 
     __device__ __forceinline__ void load(const float* row, const float* norm) {
+        const auto at = [&](int i) {  // of the first channels, then of the second
+            const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
+            return c < HALF ? row + c + i / LANE_PAIRS * HALF : nullptr;
+        };
+        float both[2 * LANE_PAIRS];
+        if (HANDED) {
+            wait_for(both, at);
+        } else {
 #pragma unroll
-        for (int i = 0; i < LANE_PAIRS; ++i) {
-            const int c = threadIdx.x % 32 + 32 * i;
-            first[i] = c < HALF ? fresh(row + c) : 0;
-            second[i] = c < HALF ? fresh(row + c + HALF) : 0;
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i) both[i] = at(i) ? fresh(at(i)) : 0;
         }
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) first[i] = both[i], second[i] = both[i + LANE_PAIRS];
         if (!norm) return;
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
@@ -345,7 +357,8 @@ template <int MOST> struct Merged {
     }
     __device__ __forceinline__ void store(float* out, int pair) const {
         const float scale = __fdividef(1, total.weight);
-        ((Pair*)out)[pair] = {mixed.first * scale, mixed.second * scale};
+        write_word(out + 2 * pair, mixed.first * scale);
+        write_word(out + 2 * pair + 1, mixed.second * scale);
     }
 };
 
@@ -401,8 +414,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 #endif
-    after_previous();
-    const int position_now = min(max(fresh(positions + b), 0), context - 1);
+    if (!HANDED) after_previous();
 
     // The new rows are the warps' tasks: the queries 0 .. GROUP - 1 and, where they are cached, key GROUP and value
     // GROUP + 1. A lane has channels c and c + HALF, which turn together.
@@ -416,6 +428,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         new_rows[t].load(qkv + ((long long)b * (GROUP + 2) * kv_heads + head) * HEAD_DIM,
                          task < GROUP ? q_norm : task == GROUP ? k_norm : nullptr);
     }
+
+    // Where q is there, the position has long been written.
+    const int position_now = min(max(fresh(positions + b), 0), context - 1);
 
     float turn_cos[LANE_PAIRS], turn_sin[LANE_PAIRS];
     int rows, left;  // of the block; from this lane's next one on
@@ -645,6 +660,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     __syncthreads();
 
+    if (HANDED) after_previous();  // this kernel ends after the one before
     float* result = out + sequence * GROUP * HEAD_DIM;
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
         const int g = pair / HALF;

@@ -125,6 +125,11 @@ __device__ __forceinline__ u32 arrive_at(u32* counter) {
     return before;
 }
 
+// Add to a counter of the whole GPU.
+__device__ __forceinline__ void add(u64* counter, int n) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"((u64)n) : "memory");
+}
+
 // Blocks of a cluster. Before sm_90 there are none: kernels that use them have another way there.
 #if __CUDA_ARCH__ >= 900
 // Bring bytes into the L2 cache: a multiple of 16, aligned to 16.

@@ -14,24 +14,18 @@
 //
 //     weight = d * scale[s] * q - dmin * min[s],  s = row / 32
 //
-// The columns of a block travel into a ring of STAGES in shared memory, 16 at a time. All warps fill it once; the last
-// PRODUCERS warps go on, while the other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage.
-// From sm_90 on the copy engine takes a column in one piece.
+// The columns of a block travel into a ring of STAGES in shared memory, a unit of 16 at a time. The last PRODUCERS warps
+// bring them: the first units together, so that they are there soon, then each of them one unit after the other. The
+// other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage. From sm_90 on the copy engine
+// takes a column in one piece.
 //
-// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before
-//         the input is there; BULK 0, CLUSTERS 0: as before sm_90
+// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before the input
+//         is there; BULK 0: as before sm_90
 
 #pragma once
 
-#include "active.cuh"
+#include "units.cuh"
 
-#ifndef CLUSTERS
-#define CLUSTERS 1
-#endif
-#if __CUDA_ARCH__ < 900
-#undef CLUSTERS
-#define CLUSTERS 0
-#endif
 #ifndef BULK
 #define BULK 1
 #endif
@@ -42,12 +36,14 @@
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
 static constexpr int SETS = WARPS / GROUP;
-static_assert(STAGES % SETS == 0 && STAGES % PRODUCERS == 0, "a stage is always brought and taken by the same warps");
+static_assert(STAGES % SETS == 0 && STAGES % PRODUCERS == 0, "a stage always has the same warps");
 static constexpr int BAND_ROWS = 256;
 static constexpr int ROWS = GROUP * BAND_ROWS;
 static constexpr int BLOCK_BYTES = 144;
 static constexpr int PIECES = GROUP * BLOCK_BYTES / 16;                // of 16 bytes in a column
-static constexpr int PITCH = (PIECES + (PIECES % 2 ? 0 : 1)) * 16;     // odd, so that columns fall on different banks
+static constexpr int COLUMN_BYTES = GROUP * BLOCK_BYTES;
+// From a column to the next in the ring: an odd number of pieces, so that columns fall on different banks.
+static constexpr int PITCH = DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
 static constexpr int STAGE_BYTES = COLUMNS * PITCH;
 static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
 
@@ -63,48 +59,68 @@ struct Stream {
     const u8* base;     // of the group, column 0
     u8* ring;
     u64 *full, *empty;  // [STAGES]
-    const u32* index;   // of the block's columns
-    int column, last;   // DENSE: the block's first column; the matrix's last
+    const int* index;   // of the block's columns
     int units;
+    int column, step, last;  // DENSE: the block's first column; from the first of 32 to the next 32; the matrix's last
 
-    __device__ __forceinline__ u32 number(int entry) const { return DENSE ? min(column + entry, last) : index[entry]; }
-
-    // All warps of the block fill the ring for the first time, a unit each.
-    __device__ __forceinline__ void begin() const {
-        for (int i = threadIdx.x / 32; i < min(units, STAGES); i += WARPS + PRODUCERS) fetch(i);
+    __device__ __forceinline__ int number(int entry) const {
+        return DENSE ? min(column + entry / 32 * step + entry % 32, last) : index[entry];
     }
 
-    // What the last warps do from then on: every PRODUCERS-th unit.
-    __device__ __forceinline__ void run() const {
-        for (int i = STAGES + threadIdx.x / 32 - WARPS; i < units; i += PRODUCERS) {
-            barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
-            fetch(i);
+    // Before anything else, by one warp.
+    __device__ __forceinline__ void set_up() const {
+        static_assert(STAGES <= 32, "a lane each");
+        if (threadIdx.x % 32 < STAGES) {
+            barrier_init(full + threadIdx.x % 32, BULK ? PRODUCERS : 32 * PRODUCERS);
+            barrier_init(empty + threadIdx.x % 32, GROUP);
         }
+#if BULK
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
     }
 
-    __device__ __forceinline__ void fetch(int i) const {
-        const int lane = threadIdx.x % 32;
-        u8* to = ring + i % STAGES * STAGE_BYTES;
+    // What the last warps do.
+    __device__ __forceinline__ void run() const {
+        const int warp = threadIdx.x / 32 - WARPS;
+        const int together = BULK ? min(units, PRODUCERS) : units;
+        for (int i = 0; i < together; ++i) {
+            if (!BULK && i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
+            fetch<COLUMNS / PRODUCERS>(i, warp * (COLUMNS / PRODUCERS));
+        }
+#if BULK
+        for (int i = PRODUCERS + warp; i < units; i += PRODUCERS) {
+            if (i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
+            fetch<COLUMNS>(i, 0);
+        }
+#endif
+    }
+
+    // COUNT columns of unit i.
+    template <int COUNT> __device__ __forceinline__ void fetch(int i, int first) const {
+        const int lane = threadIdx.x % 32, entry = i * COLUMNS + first;
+        u8* to = ring + i % STAGES * STAGE_BYTES + first * PITCH;
         u64* arrived = full + i % STAGES;
 #if BULK
         const u32 barrier = shared_address(arrived);
         if (lane == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                         "n"(COLUMNS * GROUP * BLOCK_BYTES)
-                         : "memory");
+            asm volatile(
+                "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n"
+                "mbarrier.arrive.shared::cta.b64 _, [%0], %2;" ::"r"(barrier),
+                "n"(COUNT * COLUMN_BYTES), "n"(COUNT == COLUMNS ? PRODUCERS : 1)
+                : "memory");
         __syncwarp();
-        if (lane < COLUMNS)
+        const bool neighbours = DENSE && number(entry) + COUNT - 1 <= last;  // here and there
+        if (lane < (neighbours ? 1 : COUNT))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                     shared_address(to + lane * PITCH)),
-                "l"(base + (u64)number(i * COLUMNS + lane) * (GROUP * BLOCK_BYTES)), "n"(GROUP * BLOCK_BYTES),
+                "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? COUNT : 1) * COLUMN_BYTES),
                 "r"(barrier)
                 : "memory");
 #else
-        for (int piece = lane; piece < COLUMNS * PIECES; piece += 32) {
+        for (int piece = lane; piece < COUNT * PIECES; piece += 32) {
             const int c = piece / PIECES, part = piece % PIECES;
-            copy_async(to + c * PITCH + part * 16,
-                base + (u64)number(i * COLUMNS + c) * (GROUP * BLOCK_BYTES) + part * 16);
+            copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrived)) : "memory");
 #endif

@@ -22,6 +22,7 @@
 #define BATCH 8
 #endif
 
+#include "active.cuh"
 #include "zigzag.cuh"
 
 struct BatchSums {
@@ -158,24 +159,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
 
     let_next_begin();
     const Site site{x, columns, nullptr, 0, threshold, per_channel, offset};
-    if (threadIdx.x == THREADS) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(full + i, BULK ? 1 : 32);
-            barrier_init(empty + i, GROUP);
-        }
-    }
-#if __CUDA_ARCH__ >= 900
-    cluster_begun();  // publishes the barriers to the copy engine
-    cluster_wait();
-#endif
-    Stream stream{blocks + (u64)group * columns * (GROUP * BLOCK_BYTES), ring, full, empty, part.index};
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, (int*)part.index};
+    if (warp == WARPS) stream.set_up();
+    __syncthreads();
 #if DENSE
     part.divide(columns);
     stream.column = part.first;
+    stream.step = 32;
     stream.last = columns - 1;
     stream.units = part.units;
-    __syncthreads();
-    stream.begin();
 #endif
     if (!brings) {
         const float limit = threshold && !per_channel ? *threshold : 0;
@@ -195,7 +187,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
 #else
     __syncthreads();
     stream.units = plan;
-    stream.begin();
 #endif
     if (brings) {
         stream.run();

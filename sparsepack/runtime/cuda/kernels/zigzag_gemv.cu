@@ -1,7 +1,6 @@
 // y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; active.cuh says how they share the columns. On the tensor
-// cores:
+// Grid: (SPLITS, groups), as many blocks as run at once; deal.cuh says which columns a block takes. On the tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = the nibbles, as float16 with nothing but their lowest bits: q 2^-24
 //                    B [16 columns, 8]       = x d scale[n], n = sub-block
@@ -12,18 +11,14 @@
 // sum of two float16, so that the product is as exact as float32.
 //
 // Sums: over the columns of a warp, then over the warps of a block, then over the blocks that share a group, each in
-// order: the same bits every run. From sm_90 on these blocks are a cluster and send their sums to its first one;
-// before, or where CLUSTERS is 0, they leave them in `partials`, and the last to come adds them up.
+// order: the same bits every run. Each of these blocks finishes a share of the rows.
 //
-// Macros: those of zigzag.cuh
+// Macros: those of zigzag.cuh and deal.cuh
 //         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
-//         SOURCE: where the active columns come from; ROUNDS, ALIGNED, OFFSET, PER_CHANNEL: see active.cuh
+//         ACTIVATION: number of the function, see activations.cuh
+//         LISTED 1: the active columns are listed; the blocks of a group share the list evenly
 
 #include "activations.cuh"
-
-#define WHOLE 0    // each block compares the whole input
-#define COUNTED 1  // the kernel before has counted them in chunks of 256
-#define LISTED 2   // they are listed
 
 #ifndef WARPS
 #define WARPS 8
@@ -31,11 +26,12 @@
 #define GROUP 4
 #define GATE 0
 #define DENSE 0
-#define SOURCE WHOLE
-#define ROUNDS 4
+#define LISTED 0
+#define ACTIVATION 0
 #define PRODUCERS 4
 #endif
 
+#include "deal.cuh"
 #include "zigzag.cuh"
 
 struct Sums {
@@ -141,113 +137,138 @@ __device__ __forceinline__ void deposit(const Sums& sums, float inverse, float* 
     }
 }
 
+#if LISTED
+// The block's share of a list that is there already.
+template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
+    const float* x, const int* indices, const int* count, List& list) {
+    const int active = fresh(count), all = units(active), split = blockIdx.x;
+    const int first = all * split / SPLITS * COLUMNS, end = min(active, all * (split + 1) / SPLITS * COLUMNS);
+    list.count = max(end - first, 0);
+    float peak = 0;
+    for (int i = threadIdx.x; i < list.count; i += BLOCK_WARPS * 32) {
+        const int k = fresh(indices + first + i);
+        const float v = fresh(x + k);
+        list.put(i, v, k);
+        peak = fmaxf(peak, fabsf(v));
+    }
+    list.fill_up();
+    return peak;
+}
+#endif
+
+// Sums, in order, of the words that the blocks of a group wrote ROWS apart, in COUNT places of them, APART from each
+// other. The words are empty then.
+template <int COUNT, int APART> __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT]) {
+    constexpr int ONCE = SPLITS <= 16 ? SPLITS : 16;
+#pragma unroll 1
+    for (int first = 0; first < SPLITS; first += ONCE, slot += ONCE * ROWS) {
+        float values[ONCE][COUNT];
+        bool missing;
+        do {
+            missing = false;
+#pragma unroll
+            for (int s = 0; s < ONCE; ++s) {
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) {
+                    const u32 word = SPLITS % ONCE && first + s >= SPLITS ? 0 : read_word(slot + s * ROWS + i * APART);
+                    values[s][i] = __uint_as_float(word);
+                    missing |= word == EMPTY;
+                }
+            }
+        } while (missing);
+#pragma unroll
+        for (int s = 0; s < ONCE; ++s) {
+            if (SPLITS % ONCE && first + s >= SPLITS) break;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                sums[i] += values[s][i];
+                *(u32*)(slot + s * ROWS + i * APART) = EMPTY;
+            }
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag_gemv(
-    const u8* __restrict__ blocks, int columns, int rows, float largest_scale, int ahead,
+    const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
-    const float* x, const float* norm, float eps, const float* threshold, int per_channel, const float* offset,
-    const int* counts, const int* indices, const int* count,
-    // what goes out: y [rows] = product + constant + added
-    float* y, const float* constant, const float* added,
-    // GATE: y [rows / 2] = activation(gate) * up, and how many of each 256 lie beyond a threshold
-    int activation, const float* next_threshold, int next_per_channel, const float* next_offset, int* next_counts,
-    // sums of active columns; where blocks meet: [groups][splits][ROWS], zeros [groups]
-    u64* active, float* partials, u32* tickets) {
+    const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
+    const float* offset, const int* indices, const int* count,
+    // what goes out: y [rows] = product + constant + added, or of half as many rows activation(gate) * up; of y^2 the
+    // sum in each block
+    float* y, const float* constant, const float* added, float* squares_of_y,
+    // sums of active columns; where blocks meet, every word EMPTY: [groups][splits][ROWS]
+    u64* active, float* slots,
+    // words that nobody reads any more
+    u32* read, int read_count) {
     extern __shared__ uint4 memory[];
-    __shared__ __align__(16) float total[ROWS];
-    __shared__ float norms[WARPS], peaks[WARPS];
-    __shared__ int found[ROUNDS * WARPS];
+    __shared__ float sums_of[WARPS], peaks[WARPS];
+    __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
-    __shared__ u64 mailbox;
     __shared__ int plan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
-    const int split = blockIdx.x, splits = gridDim.x, group = blockIdx.y;
+    const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
+    const Deal deal(columns, split);
 
-    // ring [STAGES]; sums [WARPS][256]; CLUSTERS: what the blocks send to the first one [SPLITS][ROWS]; values; indices
+    // ring [STAGES]; sums [WARPS][256]; list
     u8* ring = (u8*)memory;
     float* own = (float*)(ring + STAGES * STAGE_BYTES);
-    Part part;
-    float* received = own + WARPS * BAND_ROWS;
-    part.value = received + (CLUSTERS && splits > 1 ? splits * ROWS : 0);
-    part.stride = 0;
-    part.index = (u32*)(part.value + ((columns + COLUMNS - 1) / COLUMNS + splits - 1) / splits * COLUMNS);
+    const int most = Deal::most(columns);
+    List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most + 4), 0, most};
 
     let_next_begin();
-    const Site site{x, columns, norm, eps, threshold, per_channel, offset};
-    if (threadIdx.x == THREADS) {
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(full + i, BULK ? 1 : 32);
-            barrier_init(empty + i, GROUP);
-        }
-#if CLUSTERS
-        barrier_expect(&mailbox, splits * ROWS * 4);
-#endif
-    }
-#if __CUDA_ARCH__ >= 900
-    cluster_begun();
-#endif
-    Stream stream{blocks + (u64)group * columns * (GROUP * BLOCK_BYTES), ring, full, empty, part.index};
-#if DENSE
-    part.divide(columns);
-    stream.column = part.first;
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
+    stream.column = deal.column(0);
+    stream.step = SPLITS * CHUNK;
     stream.last = columns - 1;
-    stream.units = part.units;
+    if (warp == WARPS) stream.set_up();
     __syncthreads();
-    stream.begin();
-#endif
-#if !DENSE && __CUDA_ARCH__ >= 900
-    // The memory has little to do until the active columns are known: some of those that they may be come nearer.
-    if (threadIdx.x == THREADS + 32) {
-        const u8* from = stream.base + (u64)columns * split / splits * (GROUP * BLOCK_BYTES);
-        for (int left = ahead * (GROUP * BLOCK_BYTES); left > 0; left -= 8192, from += 8192)
-            prefetch_bytes(from, min(left, 8192));
-    }
-#endif
     if (!brings) {
         // Constants that are needed later.
-        const float limit = threshold && !per_channel ? *threshold : 0;
         const int row = group * ROWS + threadIdx.x * 32;
         if (constant && threadIdx.x * 32 < ROWS && row < rows) prefetch(constant + row);
-#if SOURCE == WHOLE
-        Whole<WARPS, ROUNDS> whole;
-        whole.prepare(site);
-#endif
+#if LISTED
         after_previous();
-#if SOURCE == WHOLE
-        whole.load(site, norms);
-        float peak = whole.peak();
-#if DENSE
-        whole.all(site, part);
+        float peak = listed<WARPS>(x, indices, count, list);
 #else
-        whole.active(site, limit, part, found);
+        const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
+        float peak = deal_out<WARPS, DENSE>(site, deal, list, found, sums_of, [] {
+            if (!HANDED) after_previous();
+        });
 #endif
-#elif SOURCE == LISTED
-        float peak = listed<WARPS>(site, indices, count, part);
-#elif DENSE
-        float peak = every<WARPS>(site, part);
-#else
-        float peak = counted<WARPS>(site, limit, counts, part);
-#endif
-        part.fill_up();
         peak = warp_max(peak);
         if (lane == 0) peaks[warp] = peak;
-        if (threadIdx.x == 0) plan = part.units;
+        if (threadIdx.x == 0) plan = units(list.count);
     }
 #if DENSE
     if (!brings) sync_first<THREADS>();
+    stream.units = deal.chunks * (CHUNK / COLUMNS);
 #else
     __syncthreads();
     stream.units = plan;
-    stream.begin();
 #endif
     if (brings) {
         stream.run();
+        if (read) {
+            after_previous();
+            const int step = gridDim.y * SPLITS * (PRODUCERS * 32);
+            for (int i = (group * SPLITS + split) * (PRODUCERS * 32) + threadIdx.x - THREADS; i < read_count; i += step)
+                read[i] = EMPTY;
+        }
         return;
     }
 
-#if GATE
-    if (threadIdx.x == 0 && next_threshold) prefetch(next_threshold);
-#endif
+    // The rows of y that this block finishes.
+    constexpr int FINISHED = GATE ? ROWS / 2 : ROWS;
+    const int each = (FINISHED + SPLITS - 1) / SPLITS, begin = min(split * each, FINISHED);
+    const int end = min(begin + each, FINISHED), real = (GATE ? rows / 2 : rows) - group * FINISHED;
+
+    // What the first of them need besides.
+    const auto addend = [&](const float* from, int r) {
+        return !GATE && from && r < min(end, real) ? fresh(from + group * FINISHED + r) : 0;
+    };
+    float before = addend(added, begin + threadIdx.x), always = addend(constant, begin + threadIdx.x);
+
     float largest = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, peaks[w]);
@@ -256,33 +277,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     const Bits bits(lane / 4);
     Sums sums = {};
 #pragma unroll 1
-    for (int i = set; i < part.units; i += SETS) {
+    for (int i = set; i < stream.units; i += SETS) {
         const int stage = i % STAGES;
         barrier_wait(full + stage, i / STAGES & 1);
-        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, part.value + i * COLUMNS, scale, bits);
+        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, list.value + i * COLUMNS, scale, bits);
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + stage);
     }
     deposit(sums, power_of_two(-exponent), own + warp * BAND_ROWS);
+    if (HANDED) after_previous();  // nothing is written before
     sync_first<THREADS>();
 
-    // What the result needs besides, while the sums are on their way.
-#if GATE
-    const float next_limit = next_threshold && !next_per_channel ? *next_threshold : 0;
-#else
-    float before[(ROWS + THREADS - 1) / THREADS];
-#pragma unroll
-    for (int i = 0; i < (ROWS + THREADS - 1) / THREADS; ++i) {
-        const int r = i * THREADS + threadIdx.x, row = group * ROWS + r;
-        before[i] = added && r < ROWS && row < rows ? fresh(added + row) : 0;
-        if (constant && r < ROWS && row < rows) before[i] += constant[row];
-    }
-#endif
-
-    // The warps' sums; then the blocks', in the first or the last of them.
-#if __CUDA_ARCH__ >= 900
-    cluster_wait();
-#endif
+    // The warps' sums; then the blocks'.
+    float* shared_slots = slots + group * SPLITS * ROWS;
+#pragma unroll 1
     for (int r = threadIdx.x * 4; r < ROWS; r += THREADS * 4) {
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
@@ -293,80 +301,47 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
             sum.z += v.z;
             sum.w += v.w;
         }
-        if (splits == 1) {
-            *(float4*)(total + r) = sum;
+        if (SPLITS > 1) {
+            write_words(shared_slots + split * ROWS + r, sum);
         } else {
-#if CLUSTERS
-            send(in_block(received + split * ROWS + r, 0), sum, in_block(&mailbox, 0));
-#else
-            *(float4*)(partials + (group * splits + split) * ROWS + r) = sum;
-#endif
+            *(float4*)(own + r) = sum;  // which no other thread reads before
         }
     }
-    if (active && split + group == 0 && threadIdx.x == 0) *active += part.count;
-    if (splits > 1) {
-#if CLUSTERS
-        if (split) return;
-        barrier_received(&mailbox);
-        const float* from = received;
-#else
-        __shared__ int last;
-        sync_first<THREADS>();
-        if (threadIdx.x == 0) {
-            last = arrive_at(tickets + group) == splits - 1;
-            if (last) tickets[group] = 0;
+    if (SPLITS == 1) sync_first<THREADS>();
+    constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
+    float of_squares = 0;
+#pragma unroll 1
+    for (int r = begin + threadIdx.x; r < end; r += THREADS) {
+        float sum[EACH] = {};
+        if (SPLITS > 1) {
+            take<EACH, FINISHED>(shared_slots + r, sum);
+        } else {
+            for (int j = 0; j < EACH; ++j) sum[j] = own[r + j * FINISHED];
         }
-        sync_first<THREADS>();
-        if (!last) return;
-        const float* from = partials + group * splits * ROWS;
-#endif
-        for (int r = threadIdx.x; r < ROWS; r += THREADS) {
-            float sum = 0;
-#pragma unroll 8
-            for (int s = 0; s < splits; ++s) sum += CLUSTERS ? from[s * ROWS + r] : fresh(from + s * ROWS + r);
-            total[r] = sum;
-        }
-    }
-    sync_first<THREADS>();
-
-#if GATE
-    for (int half = 0; half < GROUP / 2; ++half) {
-        const int chunk = group * (GROUP / 2) + half;
-        int beyond = 0;
-        for (int r = threadIdx.x; r < BAND_ROWS; r += THREADS) {
-            const int row = chunk * BAND_ROWS + r;
-            if (row >= rows / 2) break;
-            float gate = total[half * BAND_ROWS + r], up = total[(GROUP / 2 + half) * BAND_ROWS + r];
+        if (r >= real) continue;  // only its slots had to become empty
+        const int row = group * FINISHED + r;
+        float v = sum[0] + before + always;
+        if (GATE) {
+            float up = sum[EACH - 1];
             if (constant) {
-                gate += constant[row];
+                v += constant[row];
                 up += constant[rows / 2 + row];
             }
-            // Rounded here, as the next kernel will read it.
-            const float v = __fmul_rn(activated(activation, gate), up);
-            y[row] = v;
-            if (next_threshold) {
-                const float d = next_offset ? v - next_offset[row] : v;
-                beyond += fabsf(d) > (next_per_channel ? next_threshold[row] : next_limit);
-            }
+            v = __fmul_rn(activated(ACTIVATION, v), up);  // rounded here, as the next kernel will read it
         }
-        if (next_counts) {
-            beyond = (int)__reduce_add_sync(ALL_LANES, (u32)beyond);
-            __shared__ int here[WARPS];
-            if (lane == 0) here[warp] = beyond;
-            sync_first<THREADS>();
-            if (threadIdx.x == 0 && chunk * BAND_ROWS < rows / 2) {
-                int sum = 0;
-                for (int w = 0; w < WARPS; ++w) sum += here[w];
-                next_counts[chunk] = sum;
-            }
-            sync_first<THREADS>();
+        write_word(y + row, v);
+        of_squares += v * v;
+        before = addend(added, r + THREADS), always = addend(constant, r + THREADS);
+    }
+    if (squares_of_y) {
+        of_squares = warp_sum(of_squares);
+        if (lane == 0) sums_of[warp] = of_squares;
+        sync_first<THREADS>();
+        if (threadIdx.x == 0) {
+            float sum = 0;
+            for (int w = 0; w < WARPS; ++w) sum += sums_of[w];
+            write_word(squares_of_y + group * SPLITS + split, sum);
         }
     }
-#else
-#pragma unroll
-    for (int i = 0; i < (ROWS + THREADS - 1) / THREADS; ++i) {
-        const int r = i * THREADS + threadIdx.x, row = group * ROWS + r;
-        if (r < ROWS && row < rows) y[row] = total[r] + before[i];
-    }
-#endif
+    if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);
 }

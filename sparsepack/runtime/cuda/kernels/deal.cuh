@@ -1,0 +1,212 @@
+// Which columns a block of a product takes, and which of them are active (SpQt, section 4.2.3).
+//
+// A product has a grid of (SPLITS, groups) blocks. The columns are dealt to the SPLITS blocks of a group like cards, CHUNK
+// at a time, so that neighbours that are active together fall to different blocks:
+//
+//     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
+//     block       |    0    |    1     | ..               |    0    | ...
+//
+// A block then needs only its own part of the input, and nobody's count of active columns but its own. It leaves a list of
+// them in shared memory, in ascending order, filled up to whole units of 16 by columns with value 0.
+
+#pragma once
+
+#include "units.cuh"
+#include "words.cuh"
+
+// Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes at a
+//         time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the kernel
+//         before has ended; NORM 0: x as it is, 1: RMSNorm whose sum of squares is added up here, 2: one that other
+//         kernels have added up; OFFSET 1: it is taken from x; PER_CHANNEL 1: a threshold for each column
+#ifndef SPLITS
+#define SPLITS 2
+#define ROUNDS 4
+#define TURNS 1
+#define HANDED 0
+#define NORM 1
+#define OFFSET 1
+#define PER_CHANNEL 1
+#endif
+
+static constexpr int CHUNK = 32;
+
+// What a site does with its input, float32 [columns].
+struct Site {
+    const float* x;
+    int columns;
+    const float* norm;       // RMSNorm's weight [columns]
+    float eps;
+    const float* squares;    // parts of the sum of x^2, in order
+    int parts;
+    const float* threshold;  // [1] or [columns]
+    const float* offset;     // [columns]
+};
+
+// A block's chunks.
+struct Deal {
+    int columns, split, chunks;
+
+    __device__ __forceinline__ Deal(int columns, int split)
+        : columns(columns), split(split), chunks(((columns + CHUNK - 1) / CHUNK - split + SPLITS - 1) / SPLITS) {}
+
+    // The first column of a chunk.
+    __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * CHUNK; }
+    // How many columns it has in all.
+    __device__ __forceinline__ int count() const {
+        return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
+    }
+    // As many as any block of the group may have, filled up to whole chunks.
+    __device__ __forceinline__ static int most(int columns) {
+        return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
+    }
+};
+
+// Active columns: entry i is column index[i], with value[i].
+struct List {
+    float* value;
+    int* index;
+    int count;
+    int spare;  // an entry that nobody reads
+
+    __device__ __forceinline__ void put(int i, float v, int k) const { value[i] = v, index[i] = k; }
+    // Up to a whole unit. For all threads of a block.
+    __device__ __forceinline__ void fill_up() const {
+        if (threadIdx.x < (-count & (COLUMNS - 1))) put(count + threadIdx.x, 0, 0);
+    }
+};
+
+// 1 / sqrt(mean of x^2 + eps). mean: 1 / columns; sums: a float of shared memory for each warp.
+template <int BLOCK_WARPS> __device__ __forceinline__ float inverse_rms(const Site& site, float mean, float* sums) {
+    float sum = 0;
+    if (NORM == 2) {
+        for (int i = threadIdx.x % 32; i < site.parts; i += 32) {
+            float part[1];
+            wait_for(part, [&](int) { return site.squares + i; });
+            sum += part[0];
+        }
+        sum = warp_sum(sum);
+    } else {
+#pragma unroll 4
+        for (int k = threadIdx.x; k < site.columns; k += BLOCK_WARPS * 32) {
+            const float v = fresh(site.x + k);
+            sum += v * v;
+        }
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+        sync_first<BLOCK_WARPS * 32>();
+        sum = 0;
+#pragma unroll
+        for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w];
+    }
+    return rsqrtf(sum * mean + site.eps);
+}
+
+// A warp's inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
+struct Inputs {
+    float v[ROUNDS], norm[ROUNDS], least[ROUNDS], offset[ROUNDS];
+
+    __device__ __forceinline__ static bool real(const Deal& deal, int chunk, int k) {
+        return chunk < deal.chunks && k < deal.columns;
+    }
+
+    // What may be loaded before the input is there.
+    __device__ __forceinline__ void prepare(const Site& site, const Deal& deal, int first) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int k = deal.column(first + r) + threadIdx.x % 32;
+            const bool is = real(deal, first + r, k);
+            if (NORM) norm[r] = is ? site.norm[k] : 0;
+            if (PER_CHANNEL) least[r] = is ? site.threshold[k] : 0;
+            if (OFFSET) offset[r] = is ? site.offset[k] : 0;
+        }
+    }
+
+    __device__ __forceinline__ void load(const Site& site, const Deal& deal, int first) {
+        const auto at = [&](int r) {
+            const int k = deal.column(first + r) + threadIdx.x % 32;
+            return real(deal, first + r, k) ? site.x + k : nullptr;
+        };
+        if (HANDED) {
+            wait_for(v, at);
+            return;
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) v[r] = at(r) ? fresh(at(r)) : 0;
+    }
+
+    __device__ __forceinline__ void finish(float scale) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            if (NORM) v[r] *= scale * norm[r];
+            if (OFFSET) v[r] -= offset[r];
+        }
+    }
+};
+
+// Lists the active columns of a block, or with ALL the values of all of them; returns the largest magnitude that the
+// thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float.
+// before_input() is called once everything that may be loaded before the input is on its way.
+template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
+__device__ __forceinline__ float deal_out(
+    const Site& site, const Deal& deal, List& list, int* found, float* sums, BeforeInput before_input) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Inputs in;
+    in.prepare(site, deal, warp * ROUNDS);
+    const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, mean = 1.0f / site.columns;
+    before_input();
+    in.load(site, deal, warp * ROUNDS);
+    const float scale = NORM ? inverse_rms<BLOCK_WARPS>(site, mean, sums) : 1;
+    float peak = 0;
+    list.count = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int first = (turn * BLOCK_WARPS + warp) * ROUNDS;
+        if (turn) {
+            in.prepare(site, deal, first);
+            in.load(site, deal, first);
+        }
+        in.finish(scale);
+        if (ALL) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const int chunk = first + r;
+                if (chunk >= deal.chunks) continue;
+                const float v = deal.column(chunk) + lane < deal.columns ? in.v[r] : 0;
+                list.value[chunk * CHUNK + lane] = v;
+                peak = fmaxf(peak, fabsf(v));
+            }
+            continue;
+        }
+        u32 masks[ROUNDS];
+        int mine = 0;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const bool is = Inputs::real(deal, first + r, deal.column(first + r) + lane) &&
+                            fabsf(in.v[r]) > (PER_CHANNEL ? in.least[r] : limit);
+            if (is) peak = fmaxf(peak, fabsf(in.v[r]));
+            masks[r] = __ballot_sync(ALL_LANES, is);
+            mine += __popc(masks[r]);
+        }
+        if (lane == 0) found[warp] = mine;
+        sync_first<BLOCK_WARPS * 32>();
+        int at = list.count;
+#pragma unroll
+        for (int w = 0; w < BLOCK_WARPS; ++w) {
+            if (w < warp) at += found[w];
+            list.count += found[w];
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int i = masks[r] >> lane & 1 ? at + before(masks[r]) : list.spare;  // without a branch
+            list.put(i, in.v[r], deal.column(first + r) + lane);
+            at += __popc(masks[r]);
+        }
+        if (turn + 1 < TURNS) sync_first<BLOCK_WARPS * 32>();
+    }
+    if (ALL) {
+        list.count = deal.chunks * CHUNK;
+    } else {
+        list.fill_up();
+    }
+    return peak;
+}

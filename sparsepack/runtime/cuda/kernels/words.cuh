@@ -1,0 +1,41 @@
+// Words that are handed on before a kernel ends: they are EMPTY until somebody writes a value, and who waits for one reads
+// the word until it is anything else, which takes one way to the L2 cache and back. Somebody empties it again when all
+// have read it.
+
+#pragma once
+
+#include "common.cuh"
+
+static constexpr u32 EMPTY = 0xffffffff;  // a NaN that no operation makes
+
+// A value's bits, never EMPTY.
+__device__ __forceinline__ u32 word_of(float x) { return __float_as_uint(x) == EMPTY ? 0x7fffffff : __float_as_uint(x); }
+
+__device__ __forceinline__ u32 read_word(const void* p) {
+    u32 word;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
+    return word;
+}
+__device__ __forceinline__ void write_word(void* p, float x) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(word_of(x)) : "memory");
+}
+__device__ __forceinline__ void write_words(void* p, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(word_of(x.x)), "r"(word_of(x.y)),
+                 "r"(word_of(x.z)), "r"(word_of(x.w))
+                 : "memory");
+}
+
+// COUNT values; at(i): where the i-th is, or null for 0. All of them are asked for before any is waited for.
+template <int COUNT, typename At> __device__ __forceinline__ void wait_for(float (&values)[COUNT], At at) {
+    bool missing;
+    do {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float* p = at(i);
+            const u32 word = p ? read_word(p) : 0;
+            values[i] = __uint_as_float(word);
+            missing |= word == EMPTY;
+        }
+    } while (missing);
+}

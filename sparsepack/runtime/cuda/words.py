@@ -1,0 +1,17 @@
+"""Memory through which kernels hand on values before they end (`kernels/words.cuh`)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+EMPTY = -1
+"""The bits of a word, as an int32, that nobody has written."""
+
+
+def empty_words(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Empty words, int32 [..], and in them float32 arrays of these sizes, each from a multiple of 16 bytes on."""
+    room = [-(-size // 4) * 4 for size in sizes]
+    words = torch.full((sum(room),), EMPTY, dtype=torch.int32, device=device)
+    parts = torch.split(words.view(torch.float32), room)
+    return words, [part[:size] for part, size in zip(parts, sizes, strict=True)]
