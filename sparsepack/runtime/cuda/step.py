@@ -79,8 +79,8 @@ class Sequences:
 class Step(Sequences):
     """The kernels of a decoded token of one sequence.
 
-    What they hand on lies in words that are empty before (`words.py`), so that a kernel reads it as soon as it is
-    written, while the kernel before still ends. Each kernel empties what the last one but one has read.
+    What they hand on lies in words (`words.py`), so that a kernel reads it as soon as it is written, while the kernel
+    before still ends. What each of them empties, `kernels/words.cuh` allows.
     """
 
     def __init__(self, model: Model, cache: Cache) -> None:
@@ -88,44 +88,53 @@ class Step(Sequences):
         a, device = model.architecture, model.device
         heads = a.heads * a.head_dim
         parts = {name: blocks(site.matrix) for name, site in model.layers[0].sites.items()}  # as in all layers
-        qkv = heads + 2 * a.kv_heads * a.head_dim
-        self._first, (self._qkv,) = empty_words([qkv], device)
-        self._second, (self._between, self._between_squares, self._mid) = empty_words(
+        self._heads, (self._qkv,) = empty_words([heads + 2 * a.kv_heads * a.head_dim], device)
+        self._inside, (self._between, self._between_squares, self._mid) = empty_words(
             [a.hidden, parts["attn_out"], a.intermediate], device
         )
-        self._third, (self._after, self._after_squares, self._mixed) = empty_words(
-            [a.hidden, parts["mlp_mid"], heads], device
-        )
+        # What a block takes and mixes, and what the next one does: in turns.
+        self._turns = [empty_words([a.hidden, parts["mlp_mid"], heads], device) for _ in range(2)]
+        self._last = torch.empty(a.hidden, device=device)
         self._stacked = torch.empty(2 * a.intermediate, device=device)
 
     def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
         layer = self._model.layers[number]
-        handed = number > 0  # the embedding is not
-        x, squares = hidden[0], self._after_squares if handed else None
-        norm = layer.norms["attn_norm"]
-        self._product(number, "attn_in", x, self._qkv, sparse, handed, norm=norm, squares=squares, read=self._second)
-        self._attend(number, self._qkv[None], self._mixed[None], handed=True)
+        words, (x, squares, mixed) = self._turns[number % 2]
+        y, squares_of_y = self._turns[(number + 1) % 2][1][:2]
+        first, last = number == 0, number == len(self._model.layers) - 1
+        self._product(
+            number,
+            "attn_in",
+            hidden[0] if first else x,
+            self._qkv,
+            sparse,
+            handed=not first,
+            norm=layer.norms["attn_norm"],
+            squares=None if first else squares,
+            read=self._inside,
+        )
+        self._attend(number, self._qkv[None], mixed[None], handed=True)
         self._product(
             number,
             "attn_out",
-            self._mixed,
+            mixed,
             self._between,
             sparse,
-            added=x,
+            added=hidden[0] if first else x,
             squares_of_y=self._between_squares,
-            read=self._first,
+            read=self._heads,
         )
-        norm, fused = layer.norms["mlp_norm"], layer.sites["mlp_in"].matrix.half > 0
+        fused = layer.sites["mlp_in"].matrix.half > 0
         self._product(
             number,
             "mlp_in",
             self._between,
             self._mid if fused else self._stacked,
             sparse,
-            norm=norm,
+            norm=layer.norms["mlp_norm"],
             squares=self._between_squares,
             activation=self._model.activation if fused else None,
-            read=self._third,
+            read=words,
         )
         if not fused:
             gate(self._stacked[None], self._model.activation, self._mid[None])
@@ -133,13 +142,13 @@ class Step(Sequences):
             number,
             "mlp_mid",
             self._mid,
-            self._after,
+            self._last if last else y,
             sparse,
-            fused,
+            handed=fused,
             added=self._between,
-            squares_of_y=self._after_squares,
+            squares_of_y=None if last else squares_of_y,
         )
-        return self._after[None]
+        return self._last[None] if last else y[None]
 
     def _product(
         self,
@@ -148,8 +157,8 @@ class Step(Sequences):
         x: Tensor,
         y: Tensor,
         sparse: bool,
-        handed: bool = True,
         *,
+        handed: bool = True,
         norm: Tensor | None = None,
         squares: Tensor | None = None,
         added: Tensor | None = None,

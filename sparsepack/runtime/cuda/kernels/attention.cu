@@ -378,7 +378,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float* scratch = query + QUERY_FLOATS;                         // [WARPS] weights [2][GROUP][BATCH], factors [GROUP]
     Peak* warp_peaks = (Peak*)(scratch + WARPS * SCRATCH_FLOATS);  // [WARPS][GROUP]
 
-    let_next_begin();
 #if CLUSTERS
     u64* mailbox = (u64*)(warp_peaks + WARPS * GROUP);
     Peak* block_peaks = (Peak*)(mailbox + 1);                  // [splits][GROUP], by all blocks
@@ -493,6 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int c = HEAD_DIM + lane; c < WIDTH; c += 32) put(c, 0);
     }
     __syncthreads();
+    let_next_begin();  // not before: see words.cuh
 
     const float* own_query = query + lane % LANES * CHUNK;
     float held[HELD ? GROUP : 1][LANE_CHUNKS][CHUNK];

@@ -1,6 +1,11 @@
 // Words that are handed on before a kernel ends: they are EMPTY until somebody writes a value, and who waits for one reads
-// the word until it is anything else, which takes one way to the L2 cache and back. Somebody empties it again when all
-// have read it.
+// the word until it is anything else, which takes one way to the L2 cache and back. A later kernel empties them again.
+//
+// Kernels K, K + 1, .. of a chain keep this order:
+//   - K writes, and empties, only after after_previous(): K - 1 and all before it have ended by then.
+//   - K lets K + 1 begin only when it has an input that K - 1 wrote: by the rule above K - 2 has ended by then.
+// So words that K + 1 reads early, those of K, must have been emptied by K - 2 or before, and words that K empties must
+// have been read by K - 1 or before.
 
 #pragma once
 

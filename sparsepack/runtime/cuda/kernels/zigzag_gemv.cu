@@ -216,7 +216,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     const int most = Deal::most(columns);
     List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most + 4), 0, most};
 
-    let_next_begin();
     Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
     stream.column = deal.column(0);
     stream.step = SPLITS * CHUNK;
@@ -240,11 +239,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
         if (lane == 0) peaks[warp] = peak;
         if (threadIdx.x == 0) plan = units(list.count);
     }
+    // Not before: see words.cuh.
 #if DENSE
-    if (!brings) sync_first<THREADS>();
+    if (!brings) {
+        sync_first<THREADS>();
+        let_next_begin();
+    }
     stream.units = deal.chunks * (CHUNK / COLUMNS);
 #else
     __syncthreads();
+    let_next_begin();
     stream.units = plan;
 #endif
     if (brings) {
