@@ -1,7 +1,7 @@
-// Lists and counts of active columns as kernels of their own; inside a decoder the products find their columns
-// themselves (active.cuh).
+// Lists and counts of active columns, gates and norms as kernels of their own; where a decoder has one sequence, its
+// products do all that themselves.
 
-#include "active.cuh"
+#include "union.cuh"
 #include "activations.cuh"
 
 // indices[i], count: the active columns of x [columns] in ascending order, as `reference.collect` lists them.

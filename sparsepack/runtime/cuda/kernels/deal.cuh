@@ -1,23 +1,23 @@
 // Which columns a block of a product takes, and which of them are active (SpQt, section 4.2.3).
 //
-// A product has a grid of (SPLITS, groups) blocks. The columns are dealt to the SPLITS blocks of a group like cards, CHUNK
-// at a time, so that neighbours that are active together fall to different blocks:
+// A product has a grid of (SPLITS, groups) blocks. The columns are dealt to the SPLITS blocks of a group like cards,
+// CHUNK at a time, so that neighbours that are active together fall to different blocks:
 //
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
-// A block then needs only its own part of the input, and nobody's count of active columns but its own. It leaves a list of
-// them in shared memory, in ascending order, filled up to whole units of 16 by columns with value 0.
+// A block then needs only its own part of the input, and nobody's count of active columns but its own. It leaves a list
+// of them in shared memory, in ascending order, filled up to whole units of 16 by columns with value 0.
 
 #pragma once
 
 #include "units.cuh"
 #include "words.cuh"
 
-// Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes at a
-//         time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the kernel
-//         before has ended; NORM 0: x as it is, 1: RMSNorm whose sum of squares is added up here, 2: one that other
-//         kernels have added up; OFFSET 1: it is taken from x; PER_CHANNEL 1: a threshold for each column
+// Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
+//         at a time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the
+//         kernel before has ended; NORM 0: x as it is, 1: RMSNorm whose sum of squares is added up here, 2: one that
+//         other kernels have added up; OFFSET 1: it is taken from x; PER_CHANNEL 1: a threshold for each column
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4

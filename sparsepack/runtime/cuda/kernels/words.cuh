@@ -1,5 +1,6 @@
-// Words that are handed on before a kernel ends: they are EMPTY until somebody writes a value, and who waits for one reads
-// the word until it is anything else, which takes one way to the L2 cache and back. A later kernel empties them again.
+// Words that are handed on before a kernel ends: they are EMPTY until somebody writes a value, and who waits for one
+// reads the word until it is anything else, which takes one way to the L2 cache and back. A later kernel empties them
+// again.
 //
 // Kernels K, K + 1, .. of a chain keep this order:
 //   - K writes, and empties, only after after_previous(): K - 1 and all before it have ended by then.
@@ -14,7 +15,10 @@
 static constexpr u32 EMPTY = 0xffffffff;  // a NaN that no operation makes
 
 // A value's bits, never EMPTY.
-__device__ __forceinline__ u32 word_of(float x) { return __float_as_uint(x) == EMPTY ? 0x7fffffff : __float_as_uint(x); }
+__device__ __forceinline__ u32 word_of(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits == EMPTY ? 0x7fffffff : bits;
+}
 
 __device__ __forceinline__ u32 read_word(const void* p) {
     u32 word;

@@ -14,13 +14,13 @@
 //
 //     weight = d * scale[s] * q - dmin * min[s],  s = row / 32
 //
-// The columns of a block travel into a ring of STAGES in shared memory, a unit of 16 at a time. The last PRODUCERS warps
-// bring them: the first units together, so that they are there soon, then each of them one unit after the other. The
-// other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage. From sm_90 on the copy engine
-// takes a column in one piece.
+// The columns of a block travel into a ring of STAGES in shared memory, a unit of 16 at a time. The last PRODUCERS
+// warps bring them: the first units together, so that they are there soon, then each of them one unit after the other.
+// The other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage. From sm_90 on the copy
+// engine takes a column in one piece.
 //
-// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before the input
-//         is there; BULK 0: as before sm_90
+// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before the
+//         input is there; BULK 0: as before sm_90
 
 #pragma once
 

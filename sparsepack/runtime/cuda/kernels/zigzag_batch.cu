@@ -1,7 +1,7 @@
 // Y = X[:, active] W[:, active]^T for BATCH inputs that share their active columns: those that are active in any of
 // them. The matrix lies as zigzag.cuh shows, and is read once for all.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; active.cuh says how they share the columns. On the tensor
+// Grid: (SPLITS, groups), as many blocks as run at once; union.cuh says how they share the columns. On the tensor
 // cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = q * scale, exact: up to 15 * 63, times 2^-24
@@ -22,7 +22,7 @@
 #define BATCH 8
 #endif
 
-#include "active.cuh"
+#include "union.cuh"
 #include "zigzag.cuh"
 
 struct BatchSums {
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     part.index = (u32*)(part.value + BATCH * part.stride);
 
     let_next_begin();
-    const Site site{x, columns, nullptr, 0, threshold, per_channel, offset};
+    const Site site{x, columns, threshold, per_channel, offset};
     Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, (int*)part.index};
     if (warp == WARPS) stream.set_up();
     __syncthreads();

@@ -1,6 +1,7 @@
 // y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; deal.cuh says which columns a block takes. On the tensor cores:
+// Grid: (SPLITS, groups), as many blocks as run at once; deal.cuh says which columns a block takes. On the tensor
+// cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = the nibbles, as float16 with nothing but their lowest bits: q 2^-24
 //                    B [16 columns, 8]       = x d scale[n], n = sub-block

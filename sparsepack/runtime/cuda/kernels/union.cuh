@@ -1,17 +1,17 @@
-// Which columns are active, and how each block of a product finds its part of them (SpQt, section 4.2.3).
+// Which columns are active in any of several inputs, and how each block of their product finds its part of them.
 //
 // A product has a grid of (SPLITS, groups) blocks: SPLITS of them share the columns of the same rows. The active
 // columns, in ascending order, are counted in units of 16, and the units divided evenly among the SPLITS, whatever
 // columns they are. A block leaves the columns of its units in shared memory, with their input values; the last unit is
-// filled up by some column with value 0. Each block finds them itself: the input is a few kilobytes in the L2 cache,
-// and a kernel that only made a list would take as long as a whole small product.
+// filled up by some column with value 0. A kernel before has counted the active columns of each 256, so that a block
+// reads only what it needs. (Products with one input deal their columns out: deal.cuh.)
 
 #pragma once
 
 #include "units.cuh"
 
-// Macros, so that kernels stay small (a cold one waits for its instructions): ALIGNED 1: inputs, norms and offsets
-// begin at multiples of 16 bytes, and 4 divides the columns; OFFSET 0, PER_CHANNEL 0: there is none
+// Macros, so that kernels stay small (a cold one waits for its instructions): ALIGNED 1: inputs and offsets begin at
+// multiples of 16 bytes, and 4 divides the columns; OFFSET 0, PER_CHANNEL 0: there is none
 #ifndef ALIGNED
 #define ALIGNED 0
 #endif
@@ -24,12 +24,10 @@
 
 static constexpr int CHUNK = 256;    // columns that are counted together
 
-// What a site does with its input, float32 [columns].
+// What a site does with its inputs, float32 [..][columns].
 struct Site {
     const float* x;
     int columns;
-    const float* norm;       // RMSNorm's weight [columns], or null: the input as it is
-    float eps;
     const float* threshold;  // [1] or [columns], or null: every column is active
     int per_channel;
     const float* offset;     // [columns] or null
