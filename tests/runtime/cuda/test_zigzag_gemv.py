@@ -31,8 +31,8 @@ GEOMETRIES = [
 ]
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 LIMIT = 1e-5
-"""Of the norm of a result: inputs count as the sum of two float16, sums are float32. They are cut off, not rounded: it is
-twice as much where a warp adds up thousands of columns, which no geometry that is chosen makes it do."""
+"""Of the norm of a result: inputs count as the sum of two float16, sums are float32. They are cut off, not rounded: it
+is twice as much where a warp adds up thousands of columns, which no geometry that is chosen makes it do."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
