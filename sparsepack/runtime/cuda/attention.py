@@ -25,7 +25,8 @@ LARGE_CLUSTERS = (90, 100, 103)
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for, and the sizes that follow. Its names are those of `kernels/attention.cu`."""
+    """What the kernel is compiled for, and the sizes that follow. Its names are those of
+    `kernels/attention_layout.cuh`."""
 
     head_dim: int
     group: int

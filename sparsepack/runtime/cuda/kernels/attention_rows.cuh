@@ -1,0 +1,137 @@
+// Rows of keys and values: which of them a block takes, how they come from the cache, and how the new ones are loaded.
+
+#pragma once
+
+#include "attention_layout.cuh"
+#include "words.cuh"
+
+// Division by a number known early, for dividends below 2^28.
+struct Divisor {
+    int by;
+    u32 magic;
+    __device__ __forceinline__ explicit Divisor(int n) : by(n), magic(0xffffffffu / n + 1) {}
+    __device__ __forceinline__ int into(int x) const { return by == 1 ? x : (int)__umulhi(x, magic); }
+};
+
+// A block's share of the positions before the new one: first, first + 1, ..
+struct Share {
+    int first, count;
+    __device__ __forceinline__ Share(int position, int window, const Divisor& splits, int split) {
+        const int oldest = window ? max(0, position + 1 - window) : 0;
+        const int old = position - oldest;
+        const int each = splits.into(old + splits.by - 1);
+        const int begin = min(split * each, old);
+        first = oldest + begin;
+        count = min(each, old - begin);
+    }
+};
+
+__device__ __forceinline__ Stored to_stored(float x) {
+#if KV == 1
+    return float_to_bfloat(x);
+#elif KV == 2
+    return float_to_half(x);
+#else
+    return x;
+#endif
+}
+
+__device__ __forceinline__ void widen(u32 word, float* x) {
+#if KV == 1
+    x[0] = bfloat_to_float((u16)word);
+    x[1] = __uint_as_float(word & 0xffff0000);
+#else
+    x[0] = half_to_float((u16)word);
+    x[1] = half_to_float((u16)(word >> 16));
+#endif
+}
+
+// Stored channels as floats; `at` is aligned to all of them.
+template <int CHANNELS> __device__ __forceinline__ void load_stored(const u8* at, float* x) {
+#if KV == 3
+    if (CHANNELS == 4) {
+        const float4 v = *(const float4*)at;
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+        const float2 v = *(const float2*)at;
+        x[0] = v.x, x[1] = v.y;
+    }
+#else
+    if (CHANNELS == 8) {
+        const uint4 v = *(const uint4*)at;
+        widen(v.x, x), widen(v.y, x + 2), widen(v.z, x + 4), widen(v.w, x + 6);
+    } else if (CHANNELS == 4) {
+        const uint2 v = *(const uint2*)at;
+        widen(v.x, x), widen(v.y, x + 2);
+    } else {
+        widen(*(const u32*)at, x);
+    }
+#endif
+}
+
+// A lane's channels of a row of q, k or v, and of the norm's weight.
+struct NewRow {
+    float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
+
+    __device__ __forceinline__ void load(const float* row, const float* norm) {
+        const auto at = [&](int i) {  // of the first channels, then of the second
+            const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
+            return c < HALF ? row + c + i / LANE_PAIRS * HALF : nullptr;
+        };
+        float both[2 * LANE_PAIRS];
+        if (HANDED) {
+            wait_for(both, at);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i) both[i] = at(i) ? fresh(at(i)) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) first[i] = both[i], second[i] = both[i + LANE_PAIRS];
+        if (!norm) return;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = threadIdx.x % 32 + 32 * i;
+            norm_first[i] = c < HALF ? fresh(norm + c) : 0;
+            norm_second[i] = c < HALF ? fresh(norm + c + HALF) : 0;
+        }
+    }
+
+    __device__ __forceinline__ void scale_to_norm(float eps) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) squares += first[i] * first[i] + second[i] * second[i];
+        const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) first[i] *= scale * norm_first[i], second[i] *= scale * norm_second[i];
+    }
+};
+
+// A lane's chunks of a batch of cached rows, on their way to a stage of the ring.
+//
+// keys, values -- the lane's first chunk
+// left         -- rows from the lane's first on; those beyond are zeros
+// without_new  -- the first row is left alone
+__device__ __forceinline__ void bring(u8* to, const Stored* keys, const Stored* values, int left, bool without_new) {
+    const int lane_chunk = threadIdx.x % LANES;
+#pragma unroll
+    for (int d = 0; d < DEEP; ++d) {
+        if (d == 0 && without_new) continue;
+#pragma unroll
+        for (int i = 0; i < LANE_CHUNKS; ++i) {
+            const int chunk = lane_chunk + i * LANES, from = d * ABREAST * HEAD_DIM + i * LANES * CHUNK;
+            const bool real = d * ABREAST < left && chunk < CHUNKS;
+            u8* at = to + d * ABREAST * ROW_BYTES + i * LANES * 16;
+            if (ALIGNED) {
+                copy_async(at, keys + from, real);
+                copy_async(at + KEY_BYTES, values + from, real);
+            } else {
+#pragma unroll
+                for (int c = 0; c < CHUNK; ++c) {
+                    const bool there = real && chunk * CHUNK + c < HEAD_DIM;
+                    ((Stored*)at)[c] = there ? fresh(keys + from + c) : Stored(0);
+                    ((Stored*)(at + KEY_BYTES))[c] = there ? fresh(values + from + c) : Stored(0);
+                }
+            }
+        }
+    }
+}
