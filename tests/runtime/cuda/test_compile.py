@@ -3,10 +3,13 @@
 from functools import cache
 
 import pytest
+import torch
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda import compiler
+from sparsepack.runtime.cuda import compiler, zigzag
 from sparsepack.runtime.cuda.compiler import cubin, nvrtc_version
+from sparsepack.runtime.cuda.geometry import Geometry
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
 
 
 @cache
@@ -27,6 +30,15 @@ VARIANTS = {
         *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3") for rounds in (1, 5)),
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
     ],
+    "attention": [
+        (f"HEAD_DIM={width}", f"GROUP={group}", f"KV={type}", f"WARPS={warps}", f"HANDED={handed}")
+        for width, group, type, warps, handed in (
+            (128, 4, 1, 8, 1),
+            (64, 16, 3, 8, 0),
+            (80, 3, 2, 8, 1),
+            (256, 12, 1, 4, 0),
+        )
+    ],
     "rows_decode": [(f"TYPE={type}",) for type in range(5)],
     "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(5)],
 }
@@ -37,6 +49,26 @@ VARIANTS = {
 @pytest.mark.parametrize(("name", "defines"), [(n, d) for n in FILES for d in VARIANTS.get(n, [()])], ids=str)
 def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -> None:
     assert cubin(name, arch, defines)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "listed", "handed", "gate"])
+def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
+    x = torch.empty(9001)
+    one = torch.empty(1)
+    input = {
+        "dense": Input(x, norm=x),
+        "sparse": Input(x, threshold=one),
+        "per channel": Input(x, threshold=x, offset=x),
+        "listed": Input(x, indices=x, count=one),
+        "handed": Input(x, norm=x, squares=one, threshold=one, handed=True),
+        "gate": Input(x, threshold=one),
+    }[what]
+    for geometry in (Geometry(1, 8, 24, 1), Geometry(2, 8, 16, 16), Geometry(8, 8, 4, 20)):
+        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, geometry, 0, 1.0, 1.0, 1.0)
+        defines = zigzag._defines(matrix, input, 2 if what == "gate" else None)
+        if what != "gate" or geometry.group > 1:
+            assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""Geometries that are taken where nothing was measured, on any GPU that the backend runs on."""
+
+import pytest
+import torch
+
+from sparsepack.runtime.cuda import zigzag
+from sparsepack.runtime.cuda.geometry import Geometry
+from sparsepack.runtime.cuda.zigzag import default_geometry, shared_bytes
+
+GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
+"""Multiprocessors, and KiB of shared memory that a block may have."""
+SHAPES = [
+    (128, 64),
+    (1024, 4096),
+    (4096, 4096),
+    (6144, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (57344, 8192),
+    (8192, 28672),
+]
+
+
+LARGE = SHAPES[-2:]
+"""Of a model of 70 billion parameters, which smaller GPUs cannot hold."""
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_all_blocks_run_at_once_and_fit(
+    gpu: str, shape: tuple[int, int], gate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shape in LARGE and gpu in ("A10", "RTX 3050"):
+        pytest.skip("does not fit this GPU's memory anyway")
+    processors, memory = GPUS[gpu]
+    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(zigzag, "shared_memory", lambda device: memory * 1024 - 2048)
+    bands = -(-shape[0] // 256)
+    geometry = default_geometry(bands, shape[1], torch.device("cuda"), gate)
+    assert geometry.splits == 1 or geometry.splits * -(-bands // geometry.group) <= processors
+    assert geometry.splits <= -(-shape[1] // 32), "a block without columns"
+    assert shared_bytes(shape[1], geometry) <= memory * 1024 - 2048
+    assert geometry.group % 2 == 0 or not gate
+
+
+def test_what_was_measured_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(zigzag, "shared_memory", lambda device: 225 * 1024)
+    sites = {(24, 4096, False): 11, (16, 4096, False): 16, (112, 4096, True): 2, (16, 14336, False): 16}
+    for (bands, columns, gate), splits in sites.items():
+        assert default_geometry(bands, columns, torch.device("cuda"), gate) == Geometry(2, 8, 16, splits)
