@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda import decoder
@@ -21,7 +22,7 @@ from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.rows import product
 from sparsepack.runtime.cuda.step import Sequences
-from sparsepack.runtime.cuda.zigzag import batch
+from sparsepack.runtime.cuda.zigzag import batch, most_inputs
 from sparsepack.runtime.sampling import Sampler, not_finite
 
 
@@ -82,7 +83,7 @@ class CudaBatch:
     same bits every run. The cache takes B times as much. The sequences may have different lengths, and their logits are
     those of sequences alone but for the order of sums and, in sparse steps, for the columns of the others.
 
-    Raises `UserError` as `CudaDecoder` does.
+    Raises `UserError` as `CudaDecoder` does, and where the GPU has too little shared memory for so many.
     """
 
     def __init__(
@@ -99,6 +100,9 @@ class CudaBatch:
         with torch.cuda.device(self._device):
             cache = new_cache(packed.architecture, context, cache_type, self._device, sequences)
             self._model = load_model(packed, self._device, context)
+            most = min(most_inputs(site.matrix) for layer in self._model.layers for site in layer.sites.values())
+            if sequences > most:
+                raise UserError(f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once")
             self._step = BatchStep(self._model, cache, sequences)
             self._prefill = Prefill(self._model, cache)
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -262,8 +262,6 @@ def batch(
         "PER_CHANNEL": _per_channel(threshold),
     }
     defines = tuple(f"{name}={value}" for name, value in values.items())
-    units = math.ceil(math.ceil(matrix.columns / COLUMNS) / geometry.splits)
-    first = max(_ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
     meet = workspace(device)
     launch(
         kernel("zigzag_batch", "zigzag_batch", defines, device.index or 0),
@@ -273,8 +271,22 @@ def batch(
         *(x, threshold, _per_channel(threshold), offset, counts),
         *(y, constant, added),
         *(active, meet.partials, meet.tickets),
-        shared=first + 4 * COLUMNS * units * (inputs + 1),
+        shared=_batch_bytes(matrix, inputs),
     )
+
+
+def most_inputs(matrix: ZigzagMatrix) -> int:
+    """Inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as a block's shared memory has room."""
+    room = shared_memory(matrix.blocks.device)
+    return sum(_batch_bytes(matrix, inputs) <= room for inputs in range(1, MOST_INPUTS + 1))
+
+
+def _batch_bytes(matrix: ZigzagMatrix, inputs: int) -> int:
+    """Dynamic shared memory of a block: the ring, later the warps' sums, and the columns and values of its units."""
+    geometry = matrix.geometry
+    units = math.ceil(math.ceil(matrix.columns / COLUMNS) / geometry.splits)
+    first = max(_ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
+    return first + 4 * COLUMNS * units * (inputs + 1)
 
 
 def shared_bytes(columns: int, geometry: Geometry) -> int:

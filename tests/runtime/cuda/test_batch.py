@@ -20,6 +20,7 @@ from sparsepack.bench.decode import BenchSettings, bench_decode
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.batch import BatchEngine
+from sparsepack.runtime.cuda import batch as cuda_batch
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, generate_together
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -251,6 +252,12 @@ def test_damaged_weights_are_an_error_of_the_artifact() -> None:
     packed.output_norm.fill_(float("nan"))
     with pytest.raises(ArtifactError, match="largest logit is nan"):
         batch_of(packed, 2).choose([3, 4], [Sampler(Sampling())] * 2)
+
+
+def test_too_many_for_a_small_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_batch, "most_inputs", lambda matrix: 3)
+    with pytest.raises(UserError, match="4 sequences: this GPU's shared memory takes 3 of this model at once"):
+        batch_of(model("llama"), 4)
 
 
 def test_mistakes_are_errors_that_say_what_to_do() -> None:
