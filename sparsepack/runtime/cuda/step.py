@@ -111,7 +111,7 @@ class Step(Sequences):
             handed=not first,
             norm=layer.norms["attn_norm"],
             squares=None if first else squares,
-            read=self._inside,
+            emptied=self._inside,
         )
         self._attend(number, self._qkv[None], mixed[None], handed=True)
         self._product(
@@ -122,7 +122,7 @@ class Step(Sequences):
             sparse,
             added=hidden[0] if first else x,
             squares_of_y=self._between_squares,
-            read=self._heads,
+            emptied=self._heads,
         )
         fused = layer.sites["mlp_in"].matrix.half > 0
         self._product(
@@ -134,7 +134,7 @@ class Step(Sequences):
             norm=layer.norms["mlp_norm"],
             squares=self._between_squares,
             activation=self._model.activation if fused else None,
-            read=words,
+            emptied=words,
         )
         if not fused:
             gate(self._stacked[None], self._model.activation, self._mid[None])
@@ -164,7 +164,7 @@ class Step(Sequences):
         added: Tensor | None = None,
         activation: int | None = None,
         squares_of_y: Tensor | None = None,
-        read: Tensor | None = None,
+        emptied: Tensor | None = None,
     ) -> None:
         """A site's output rows; its active columns are counted."""
         site: Site = self._model.layers[number].sites[name]
@@ -186,5 +186,5 @@ class Step(Sequences):
             activation=activation,
             squares=squares_of_y,
             active=self.active[number, SITES.index(name)],
-            read=read,
+            emptied=emptied,
         )

@@ -183,7 +183,7 @@ def gemv(
     activation: int | None = None,
     squares: Tensor | None = None,
     active: Tensor | None = None,
-    read: Tensor | None = None,
+    emptied: Tensor | None = None,
 ) -> None:
     """Put y = W[:, active] x[active] + constant + added on the current stream.
 
@@ -192,7 +192,7 @@ def gemv(
     added      -- float32 [rows], may be y itself
     activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/activations.cuh`
     squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
-    read       -- int32 [..]: words that become empty, since all have read them
+    emptied    -- int32 [..]: words that become empty, since all have read them
     active     -- int64 []: the number of active columns is added to it
     """
     device, geometry, groups = matrix.blocks.device, matrix.geometry, matrix.blocks.shape[0]
@@ -209,7 +209,7 @@ def gemv(
         *(input.threshold, input.offset, input.indices, input.count),
         *(y, constant, added, squares),
         *(active, workspace(device).slots),
-        *(read, 0 if read is None else read.numel()),
+        *(emptied, 0 if emptied is None else emptied.numel()),
         shared=shared_bytes(matrix.columns, geometry),
     )
 

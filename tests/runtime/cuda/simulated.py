@@ -56,15 +56,15 @@ def gemv(
     activation: int | None = None,
     squares: Tensor | None = None,
     active: Tensor | None = None,
-    read: Tensor | None = None,
+    emptied: Tensor | None = None,
 ) -> None:
     if input.handed:
         _assert_written(input.x)
     if input.norm is not None and input.squares is not None:
         _assert_written(input.squares)
         torch.testing.assert_close(input.squares.sum(), input.x.square().sum())
-    if read is not None:
-        read.copy_(torch.tensor(EMPTY))
+    if emptied is not None:
+        emptied.copy_(torch.tensor(EMPTY))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > input.threshold

@@ -138,7 +138,7 @@ def test_inputs_are_read_as_soon_as_they_are_written(geometry: Geometry) -> None
         gemv(matrix, Input(x), between, squares=squares)
         second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, handed=True)
         gemv(matrix, second, y)
-        gemv(matrix, Input(x), y.clone(), read=words)
+        gemv(matrix, Input(x), y.clone(), emptied=words)
         z = w @ x.double()
         normed = z * torch.rsqrt(z.square().mean() + 1e-5 / 1e6) * norm
         assert (y.double() / 1000 - w @ torch.where(normed.abs() > limit, normed, 0)).norm() <= 1e-3 * y.norm() / 1000

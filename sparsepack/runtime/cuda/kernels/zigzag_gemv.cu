@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     // sums of active columns; where blocks meet, every word EMPTY: [groups][splits][ROWS]
     u64* active, float* slots,
     // words that nobody reads any more
-    u32* read, int read_count) {
+    u32* emptied, int emptied_count) {
     extern __shared__ uint4 memory[];
     __shared__ float sums_of[WARPS], peaks[WARPS];
     __shared__ int found[WARPS];
@@ -254,11 +254,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
 #endif
     if (brings) {
         stream.run();
-        if (read) {
+        if (emptied) {
             after_previous();
             const int step = gridDim.y * SPLITS * (PRODUCERS * 32);
-            for (int i = (group * SPLITS + split) * (PRODUCERS * 32) + threadIdx.x - THREADS; i < read_count; i += step)
-                read[i] = EMPTY;
+            for (int i = (group * SPLITS + split) * (PRODUCERS * 32) + threadIdx.x - THREADS; i < emptied_count; i += step)
+                emptied[i] = EMPTY;
         }
         return;
     }
