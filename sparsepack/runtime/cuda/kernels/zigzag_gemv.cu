@@ -256,9 +256,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
         stream.run();
         if (emptied) {
             after_previous();
-            const int step = gridDim.y * SPLITS * (PRODUCERS * 32);
-            for (int i = (group * SPLITS + split) * (PRODUCERS * 32) + threadIdx.x - THREADS; i < emptied_count; i += step)
-                emptied[i] = EMPTY;
+            constexpr int EACH = PRODUCERS * 32;
+            const int own = (group * SPLITS + split) * EACH + threadIdx.x - THREADS;
+            for (int i = own; i < emptied_count; i += gridDim.y * SPLITS * EACH) emptied[i] = EMPTY;
         }
         return;
     }
