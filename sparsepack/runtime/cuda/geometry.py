@@ -18,6 +18,8 @@ from sparsepack.runtime.profiles import Shape
 SCHEMA = 2
 PRODUCERS = 4
 """Warps of a block that bring columns."""
+MOST_WARPS = 32
+MOST_STAGES = 32
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Geometry:
         sets, rest = divmod(self.warps, self.group)
         if rest or self.stages % sets or self.stages % PRODUCERS:
             raise ValueError(f"{self}: warps must be a multiple of group, stages of warps / group and of {PRODUCERS}")
+        if self.warps + PRODUCERS > MOST_WARPS or self.stages > MOST_STAGES:
+            raise ValueError(f"{self}: at most {MOST_WARPS - PRODUCERS} warps and {MOST_STAGES} stages")
 
 
 def geometry(shape: Shape, device: torch.device, gate: bool = False) -> Geometry | None:

@@ -41,7 +41,7 @@ def zigzag_gemv(matrix: ZigzagMatrix, x: Tensor, indices: Tensor, count: Tensor)
     """y = W[:, active] x[active]; see `reference.zigzag_gemv`. The same bits every run."""
     y = torch.empty(matrix.rows, device=x.device)
     with torch.cuda.device(x.device):
-        zigzag.gemv(matrix, Input(x.contiguous(), indices=indices.contiguous(), count=count), y)
+        zigzag.gemv(matrix, Input(x.float().contiguous(), indices=indices.int().contiguous(), count=count.int()), y)
     return y
 
 

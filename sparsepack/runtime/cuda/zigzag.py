@@ -189,7 +189,7 @@ def gemv(
 
     y          -- float32 [rows]; [rows / 2] with an activation
     constant   -- float32 [rows]
-    added      -- float32 [rows], may be y itself
+    added      -- float32 [rows], may be y itself; where the input is handed, not what the kernel just before writes
     activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/activations.cuh`
     squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
     emptied    -- int32 [..]: words that become empty, since all have read them
@@ -198,6 +198,10 @@ def gemv(
     device, geometry, groups = matrix.blocks.device, matrix.geometry, matrix.blocks.shape[0]
     if input.handed and input.norm is not None and input.squares is None:
         raise ValueError("an input that is handed on, with a norm and without squares")
+    if input.indices is not None and (input.norm is not None or input.offset is not None):
+        raise ValueError("a list of active columns, with a norm or an offset: the input is taken as it is")
+    if geometry.splits > -(-matrix.columns // CHUNK):
+        raise ValueError(f"{geometry}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
     if geometry.splits > 1 and blocks(matrix) > multiprocessors(device):
         raise ValueError(f"{geometry}: {blocks(matrix)} blocks that wait for each other, more than run at once")
     launch(

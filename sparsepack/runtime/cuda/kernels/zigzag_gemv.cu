@@ -141,8 +141,8 @@ __device__ __forceinline__ void deposit(const Sums& sums, float inverse, float* 
 #if LISTED
 // The block's share of a list that is there already.
 template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
-    const float* x, const int* indices, const int* count, List& list) {
-    const int active = fresh(count), all = units(active), split = blockIdx.x;
+    const float* x, int columns, const int* indices, const int* count, List& list) {
+    const int active = min(fresh(count), columns), all = units(active), split = blockIdx.x;
     const int first = all * split / SPLITS * COLUMNS, end = min(active, all * (split + 1) / SPLITS * COLUMNS);
     list.count = max(end - first, 0);
     float peak = 0;
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
         if (constant && threadIdx.x * 32 < ROWS && row < rows) prefetch(constant + row);
 #if LISTED
         after_previous();
-        float peak = listed<WARPS>(x, indices, count, list);
+        float peak = listed<WARPS>(x, columns, indices, count, list);
 #else
         const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
         float peak = deal_out<WARPS, DENSE>(site, deal, list, found, sums_of, [] {
