@@ -98,7 +98,7 @@ def attend(
     splits         -- blocks that share a key head's positions, 1 to 16; None: as many as fill the GPU
     workspace      -- where blocks meet that form no cluster; None: the one that all products share
     clusters       -- False: as on GPUs before sm_90
-    handed         -- qkv is words (`words.py`), read as soon as they are written; and so is out for who reads it
+    handed         -- qkv is words (`words.py`), read as soon as they are written; out may be read so in any case
 
     Raises `ValueError` naming the argument that does not fit.
     """

@@ -102,7 +102,9 @@ class CudaBatch:
             self._model = load_model(packed, self._device, context)
             most = min(most_inputs(site.matrix) for layer in self._model.layers for site in layer.sites.values())
             if sequences > most:
-                raise UserError(f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once")
+                raise UserError(
+                    f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once; take fewer"
+                )
             self._step = BatchStep(self._model, cache, sequences)
             self._prefill = Prefill(self._model, cache)
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -19,7 +19,9 @@ SCHEMA = 2
 PRODUCERS = 4
 """Warps of a block that bring columns."""
 MOST_WARPS = 32
+"""Of a block, those that bring columns included."""
 MOST_STAGES = 32
+"""Lanes of the warp that sets their barriers up (`kernels/zigzag.cuh`)."""
 
 
 @dataclass(frozen=True)

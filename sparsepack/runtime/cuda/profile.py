@@ -69,7 +69,7 @@ def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
                     if candidate not in times:
                         times[candidate] = trial.nanoseconds(candidate)
                 except (RuntimeError, ValueError):
-                    continue  # more than a multiprocessor has
+                    continue  # more than a multiprocessor has, or than columns and multiprocessors allow
             best = min(times, key=lambda geometry: times[geometry])
     trial.check()
     return row_of(shape, asdict(best), times.values(), times[best])

@@ -192,14 +192,16 @@ def gemv(
     added      -- float32 [rows], may be y itself; where the input is handed, not what the kernel just before writes
     activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/activations.cuh`
     squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
-    emptied    -- int32 [..]: words that become empty, since all have read them
     active     -- int64 []: the number of active columns is added to it
+    emptied    -- int32 [..]: words that become empty, since all have read them
     """
     device, geometry, groups = matrix.blocks.device, matrix.geometry, matrix.blocks.shape[0]
     if input.handed and input.norm is not None and input.squares is None:
         raise ValueError("an input that is handed on, with a norm and without squares")
     if input.indices is not None and (input.norm is not None or input.offset is not None):
         raise ValueError("a list of active columns, with a norm or an offset: the input is taken as it is")
+    if activation is not None and added is not None:
+        raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
     if geometry.splits > -(-matrix.columns // CHUNK):
         raise ValueError(f"{geometry}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
     if geometry.splits > 1 and blocks(matrix) > multiprocessors(device):
@@ -241,7 +243,7 @@ def batch(
     y         -- float32 [B, rows]
     threshold -- float32 [1] or [columns]: a column is active where it is in any of the inputs; None: all are
     offset    -- float32 [columns], taken from every x before
-    counts    -- int32 [columns / 256, rounded up], needed with a threshold: active columns of each chunk
+    counts    -- int32 [columns / 256, rounded up], needed with a threshold: active columns of each 256
     constant  -- float32 [rows]
     added     -- float32 [B, rows], may be y itself
     active    -- int64 []: the number of active columns is added to it
@@ -260,7 +262,6 @@ def batch(
         "GROUP": geometry.group,
         "DENSE": int(threshold is None),
         "BATCH": inputs,
-        "CLUSTERS": 0,
         "ALIGNED": int(matrix.columns % 4 == 0 and _aligned(x, offset)),
         "OFFSET": int(offset is not None),
         "PER_CHANNEL": _per_channel(threshold),

@@ -68,6 +68,7 @@ def gemv(
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > input.threshold
+    assert activation is None or added is None
     assert bool(matrix.half) == (activation is not None), "rows of gate and up lie side by side for products of both"
     product = matrix.weight @ torch.where(on, x, 0)
     product = product if constant is None else product + constant

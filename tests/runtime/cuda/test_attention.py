@@ -337,6 +337,10 @@ def test_splits_out_of_range_are_an_error(splits: int, device: torch.device) -> 
 
 @pytest.mark.gpu
 def test_a_workspace_that_is_too_small_is_an_error(device: torch.device) -> None:
-    small = replace(workspace(device), partials=torch.zeros(100, device=device), tickets=torch.zeros(8, device=device))
+    small = replace(
+        workspace(device),
+        partials=torch.zeros(100, device=device),
+        tickets=torch.zeros(8, device=device, dtype=torch.int32),
+    )
     with pytest.raises(ValueError, match="workspace: 100 partials and 8 tickets, expected 320 and 2"):
         step(SHAPES[0], [5], device).run(16, workspace=small, clusters=False)

@@ -5,7 +5,7 @@ import torch
 
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.geometry import Geometry
-from sparsepack.runtime.cuda.zigzag import default_geometry, shared_bytes
+from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, default_geometry, most_inputs, shared_bytes
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
 """Multiprocessors, and KiB of shared memory that a block may have."""
@@ -44,9 +44,31 @@ def test_all_blocks_run_at_once_and_fit(
     assert geometry.group % 2 == 0 or not gate
 
 
-def test_what_was_measured_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(zigzag, "shared_memory", lambda device: 225 * 1024)
     sites = {(24, 4096, False): 11, (16, 4096, False): 16, (112, 4096, True): 2, (16, 14336, False): 16}
     for (bands, columns, gate), splits in sites.items():
         assert default_geometry(bands, columns, torch.device("cuda"), gate) == Geometry(2, 8, 16, splits)
+
+
+@pytest.mark.parametrize(("gpu", "inputs"), [("H100", 8), ("A100", 4), ("RTX 4090", 4), ("A10", 2)])
+def test_how_many_sequences_of_8_billion_parameters_run_together(
+    gpu: str, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: GPUS[gpu][0])
+    monkeypatch.setattr(zigzag, "shared_memory", lambda device: GPUS[gpu][1] * 1024 - 2048)
+    found = []
+    for rows, columns, gate in ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)):
+        geometry = default_geometry(rows // 256, columns, torch.device("cuda"), gate)
+        found.append(most_inputs(ZigzagMatrix(torch.empty(0), rows, columns, geometry, 0, 1.0, 1.0, 1.0)))
+    assert min(found) == inputs
+
+
+def test_impossible_geometries_are_refused() -> None:
+    for wrong in ((4, 6, 8, 1), (1, 8, 12, 1), (2, 8, 6, 1)):
+        with pytest.raises(ValueError, match="multiple"):
+            Geometry(*wrong)
+    for wrong in ((1, 32, 32, 1), (2, 8, 36, 1)):
+        with pytest.raises(ValueError, match="at most 28 warps and 32 stages"):
+            Geometry(*wrong)

@@ -183,6 +183,8 @@ def test_what_a_product_cannot_do_is_refused() -> None:
     one = load_zigzag(random_matrix(512, 64), "cuda", Geometry(2, 8, 16, 1))
     with pytest.raises(ValueError, match="the input is taken as it is"):
         gemv(one, Input(x, norm=x, indices=x.int(), count=x[0].int()), y)
+    with pytest.raises(ValueError, match="something added"):
+        gemv(one, Input(x), y, added=y, activation=0)
     with pytest.raises(ValueError, match="without squares"):
         gemv(one, Input(x, norm=x, handed=True), y)
 
@@ -220,12 +222,3 @@ def test_several_inputs_share_their_active_columns(geometry: Geometry, inputs: i
     for found, one, before in zip(y, shifted, added, strict=True):
         assert_close(found, w @ torch.where(union, one, 0).double() + before.double())
     assert int(active) == int(union.sum())
-
-
-def test_geometries_that_would_hang_are_refused() -> None:
-    for wrong in ((4, 6, 8, 1), (1, 8, 12, 1), (2, 8, 6, 1)):
-        with pytest.raises(ValueError, match="multiple"):
-            Geometry(*wrong)
-    for wrong in ((1, 32, 32, 1), (2, 8, 36, 1)):
-        with pytest.raises(ValueError, match="at most 28 warps and 32 stages"):
-            Geometry(*wrong)

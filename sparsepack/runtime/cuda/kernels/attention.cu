@@ -328,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     __syncthreads();
 
-    if (HANDED) after_previous();  // this kernel ends after the one before
+    if (HANDED) after_previous();  // nothing but the cache's row is written before: words.cuh
     float* result = out + sequence * GROUP * HEAD_DIM;
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
         const int g = pair / HALF;

@@ -87,7 +87,7 @@ static constexpr bool DEEP_IN_LANE = LANES < DEEP;
 
 // Queries stay in registers where there is room.
 static constexpr bool HELD = GROUP * LANE_CHUNKS * CHUNK <= 64;
-static constexpr int TASKS = (GROUP + 2 + WARPS - 1) / WARPS;  // of a warp, see below
+static constexpr int TASKS = (GROUP + 2 + WARPS - 1) / WARPS;  // of a warp, see attention.cu
 static constexpr int LANE_PAIRS = (HALF + 31) / 32;
 
 // Shared memory, in floats behind the rings.

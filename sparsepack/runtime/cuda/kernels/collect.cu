@@ -1,5 +1,5 @@
 // Lists and counts of active columns, gates and norms as kernels of their own; where a decoder has one sequence, its
-// products do all that themselves.
+// products do all that themselves, but for gates whose rows do not fill whole bands.
 
 #include "union.cuh"
 #include "activations.cuh"

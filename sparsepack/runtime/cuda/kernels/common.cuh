@@ -10,8 +10,8 @@ typedef unsigned long long u64;
 static constexpr u32 ALL_LANES = 0xffffffff;
 
 // Order between kernels. Each is launched with programmatic stream serialisation: it may begin while the one before it
-// still runs, and must call after_previous() before it touches what another kernel writes or reads. Because every
-// kernel waits for its predecessor to end, all earlier ones have ended, too.
+// still runs, and must call after_previous() before it touches what another kernel writes or reads, but for what
+// words.cuh allows. Because every kernel waits for its predecessor before it ends, all earlier ones have ended then.
 
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
@@ -148,14 +148,6 @@ __device__ __forceinline__ u32 in_block(const void* own, u32 rank) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
     return address;
-}
-// Send 16 bytes to an address in a block; its barrier counts them when they are there.
-__device__ __forceinline__ void send(u32 address, float4 x, u32 barrier) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-        "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
-        "r"(barrier)
-        : "memory");
 }
 // A barrier that so many bytes will be sent to, once.
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {

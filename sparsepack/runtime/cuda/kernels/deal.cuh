@@ -6,8 +6,9 @@
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
-// A block then needs only its own part of the input, and nobody's count of active columns but its own. It leaves a list
-// of them in shared memory, in ascending order, filled up to whole units of 16 by columns with value 0.
+// A block then needs only its own part of the input (and all of it where NORM is 1), and nobody's count of active
+// columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units of 16 by
+// columns with value 0.
 
 #pragma once
 
@@ -75,8 +76,8 @@ struct List {
     }
 };
 
-// 1 / sqrt(mean of x^2 + eps). mean: 1 / columns; sums: a float of shared memory for each warp.
-template <int BLOCK_WARPS> __device__ __forceinline__ float inverse_rms(const Site& site, float mean, float* sums) {
+// 1 / sqrt(mean of x^2 + eps). share: 1 / columns; sums: a float of shared memory for each warp.
+template <int BLOCK_WARPS> __device__ __forceinline__ float inverse_rms(const Site& site, float share, float* sums) {
     float sum = 0;
     if (NORM == 2) {
         for (int i = threadIdx.x % 32; i < site.parts; i += 32) {
@@ -98,7 +99,7 @@ template <int BLOCK_WARPS> __device__ __forceinline__ float inverse_rms(const Si
 #pragma unroll
         for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w];
     }
-    return rsqrtf(sum * mean + site.eps);
+    return rsqrtf(sum * share + site.eps);
 }
 
 // A warp's inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
@@ -152,10 +153,10 @@ __device__ __forceinline__ float deal_out(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Inputs in;
     in.prepare(site, deal, warp * ROUNDS);
-    const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, mean = 1.0f / site.columns;
+    const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
     before_input();
     in.load(site, deal, warp * ROUNDS);
-    const float scale = NORM ? inverse_rms<BLOCK_WARPS>(site, mean, sums) : 1;
+    const float scale = NORM ? inverse_rms<BLOCK_WARPS>(site, share, sums) : 1;
     float peak = 0;
     list.count = 0;
 #pragma unroll 1

@@ -6,9 +6,9 @@
 //   - K writes, and empties, only after after_previous(): K - 1 and all before it have ended by then.
 //   - K lets K + 1 begin only when it has an input that K - 1 wrote: by the rule above K - 2 has ended by then.
 // So words that K + 1 reads early, those of K, must have been emptied by K - 2 or before, and words that K empties must
-// have been read by K - 1 or before. Kernels that let the next one begin at once (gate, advance, rows_decode,
-// rows_product) may not stand before one that reads early. Attention writes its row of the cache before it has waited:
-// nobody else touches it in the same step.
+// have been read by K - 1 or before.
+// Kernels that let the next one begin at once (all but zigzag_gemv and attention) may not stand before one that reads
+// early. Attention writes its row of the cache before it has waited: nobody else touches it in the same step.
 
 #pragma once
 

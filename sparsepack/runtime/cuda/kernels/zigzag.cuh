@@ -42,7 +42,8 @@ static constexpr int ROWS = GROUP * BAND_ROWS;
 static constexpr int BLOCK_BYTES = 144;
 static constexpr int PIECES = GROUP * BLOCK_BYTES / 16;                // of 16 bytes in a column
 static constexpr int COLUMN_BYTES = GROUP * BLOCK_BYTES;
-// From a column to the next in the ring: an odd number of pieces, so that columns fall on different banks.
+// From a column to the next in the ring: an odd number of pieces, so that columns fall on different banks; where DENSE
+// as in memory, since neighbours travel in one copy.
 static constexpr int PITCH = DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
 static constexpr int STAGE_BYTES = COLUMNS * PITCH;
 static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
@@ -95,7 +96,7 @@ struct Stream {
 #endif
     }
 
-    // COUNT columns of unit i.
+    // COUNT columns of unit i, from its column `first` on.
     template <int COUNT> __device__ __forceinline__ void fetch(int i, int first) const {
         const int lane = threadIdx.x % 32, entry = i * COLUMNS + first;
         u8* to = ring + i % STAGES * STAGE_BYTES + first * PITCH;

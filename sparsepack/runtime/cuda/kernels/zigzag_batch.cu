@@ -1,7 +1,7 @@
 // Y = X[:, active] W[:, active]^T for BATCH inputs that share their active columns: those that are active in any of
 // them. The matrix lies as zigzag.cuh shows, and is read once for all.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; union.cuh says how they share the columns. On the tensor
+// Grid: (SPLITS, groups); union.cuh says how they share the columns. On the tensor
 // cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = q * scale, exact: up to 15 * 63, times 2^-24

@@ -1,7 +1,7 @@
 // y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
 //
-// Grid: (SPLITS, groups), as many blocks as run at once; deal.cuh says which columns a block takes. On the tensor
-// cores:
+// Grid: (SPLITS, groups); where SPLITS > 1, no more blocks than run at once, since they wait for each other. deal.cuh
+// says which columns a block takes. On the tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = the nibbles, as float16 with nothing but their lowest bits: q 2^-24
 //                    B [16 columns, 8]       = x d scale[n], n = sub-block
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     if (!brings) {
         // Constants that are needed later.
         const int row = group * ROWS + threadIdx.x * 32;
-        if (constant && threadIdx.x * 32 < ROWS && row < rows) prefetch(constant + row);
+        if (!GATE && constant && threadIdx.x * 32 < ROWS && row < rows) prefetch(constant + row);
 #if LISTED
         after_previous();
         float peak = listed<WARPS>(x, columns, indices, count, list);
