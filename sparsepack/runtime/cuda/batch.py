@@ -21,7 +21,7 @@ from sparsepack.runtime.cuda.graph import captured
 from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.rows import product
-from sparsepack.runtime.cuda.step import Sequences
+from sparsepack.runtime.cuda.sequences import Sequences
 from sparsepack.runtime.cuda.zigzag import batch, most_inputs
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -131,8 +131,7 @@ class CudaBatch:
 
     def active(self) -> dict[tuple[int, str], int]:
         """Columns that were active in any sequence, per (layer, site), summed over those steps."""
-        counts = enumerate(self._step.active.flatten().tolist())
-        return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
+        return self._step.counted()
 
     def reset(self) -> None:
         """Forget the texts and what was counted."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import SITES
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import rows
 from sparsepack.runtime.cuda.attention import MOST_GROUP, MOST_HEAD_DIM
@@ -80,8 +79,7 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        counts = enumerate(self._step.active.flatten().tolist())
-        return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
+        return self._step.counted()
 
     def reset(self) -> None:
         self._position = self._stepped = 0

@@ -18,7 +18,7 @@ from sparsepack.formats.matrices import decode_matrix
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import batch as batches
-from sparsepack.runtime.cuda import decoder, dense, elementwise, model, prefill, rows, step
+from sparsepack.runtime.cuda import decoder, dense, elementwise, model, prefill, rows, sequences, step
 from sparsepack.runtime.cuda.words import EMPTY
 from sparsepack.runtime.cuda.words import empty_words as real_empty_words
 from sparsepack.runtime.cuda.zigzag import Input
@@ -321,7 +321,8 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))
     for module, names in {
         model: (load_zigzag, load_rows, gemv),
-        step: (gemv, blocks, empty_words, attend, embed, product, new_candidates, advance),
+        sequences: (attend, embed, product, new_candidates, advance),
+        step: (gemv, blocks, empty_words),
         batches: (batch, most_inputs, product),
         prefill: (embed,),
         dense: (dequantise,),

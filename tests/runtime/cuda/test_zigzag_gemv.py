@@ -129,8 +129,8 @@ def test_a_product_without_the_copy_engine(geometry: Geometry) -> None:
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_inputs_are_read_as_soon_as_they_are_written(geometry: Geometry) -> None:
-    """A chain of two products, the second of which need not wait for the end of the first."""
+def test_a_chain_of_products_hands_its_results_on(geometry: Geometry) -> None:
+    """The second need not wait for the end of the first. Inputs within rounding of the threshold may flip."""
     stored = random_matrix(1100, 1100)
     matrix, w = loaded(stored, geometry), weights(stored) / 1000
     x, norm, limit = normal(1100), normal(1100, seed=1), torch.tensor([0.3], device="cuda")

@@ -71,14 +71,14 @@ struct Part {
 };
 
 // Four neighbouring inputs, 0 beyond the last.
-template <bool FRESH> __device__ __forceinline__ float4 four(const float* x, int k, int columns) {
+__device__ __forceinline__ float4 four(const float* x, int k, int columns) {
 #if ALIGNED
     if (k >= columns) return make_float4(0, 0, 0, 0);
-    return FRESH ? __ldcg((const float4*)(x + k)) : __ldg((const float4*)(x + k));
+    return fresh((const float4*)(x + k));
 #else
     float v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = k + j < columns ? (FRESH ? __ldcg(x + k + j) : __ldg(x + k + j)) : 0;
+    for (int j = 0; j < 4; ++j) v[j] = k + j < columns ? fresh(x + k + j) : 0;
     return make_float4(v[0], v[1], v[2], v[3]);
 #endif
 }
@@ -126,7 +126,7 @@ template <int BLOCK_WARPS, int INPUTS = 1> __device__ __forceinline__ float coun
                 float w[INPUTS][4];
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) {
-                    const float4 v = four<true>(site.x + (u64)b * site.columns, k, site.columns);
+                    const float4 v = four(site.x + (u64)b * site.columns, k, site.columns);
                     w[b][0] = v.x, w[b][1] = v.y, w[b][2] = v.z, w[b][3] = v.w;
                 }
                 u32 masks[4];

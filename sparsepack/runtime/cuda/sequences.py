@@ -1,0 +1,80 @@
+"""A step of one sequence or several: what comes before, between and after the products of its blocks."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from sparsepack.models.families import SITES
+from sparsepack.runtime.cuda.attention import attend
+from sparsepack.runtime.cuda.choose import advance
+from sparsepack.runtime.cuda.model import Cache, Model
+from sparsepack.runtime.cuda.rows import embed, new_candidates, product
+
+
+class Sequences(ABC):
+    """A token of each of B sequences: what their steps share.
+
+    ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
+    best      -- float32 [B]: their logits
+    result    -- int32 [2 * B]: the bits of these two together
+    positions -- int32 [B]: how many positions are cached of each; a step adds one
+    logits    -- float32 [B, vocabulary]
+    active    -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
+    """
+
+    def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
+        a, device = model.architecture, model.device
+        self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
+        self.result = torch.zeros(2 * sequences, dtype=torch.int32, device=device)
+        self.ids, self.best = self.result[:sequences], self.result[sequences:].view(torch.float32)
+        self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self.logits = torch.empty(sequences, a.vocabulary, device=device)
+        self.active = torch.zeros(a.layers, len(SITES), dtype=torch.int64, device=device)
+        self._embedded = torch.empty(sequences, a.hidden, device=device)
+        self._candidates = new_candidates(model.output, sequences)
+
+    def run(self, sparse: bool) -> None:
+        """Put the kernels of a step on the current stream. Sites without a policy are dense in sparse steps, too."""
+        model = self._model
+        embed(model.embedding, self.ids, self._embedded)
+        hidden = self._embedded
+        for number in range(len(model.layers)):
+            hidden = self._block(number, hidden, sparse)
+        product(
+            model.output,
+            hidden,
+            self.logits,
+            norm=model.output_norm,
+            eps=self._eps,
+            candidates=self._candidates,
+        )
+        advance(self._candidates, self.ids, self.best, self.positions)
+
+    def counted(self) -> dict[tuple[int, str], int]:
+        """`active` by (layer, site)."""
+        counts = enumerate(self.active.flatten().tolist())
+        return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
+
+    @abstractmethod
+    def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
+        """A decoder block: what it makes of float32 [B, hidden]."""
+
+    def _attend(self, number: int, qkv: Tensor, mixed: Tensor, handed: bool = False) -> None:
+        a, layer = self._model.architecture, self._model.layers[number]
+        attend(
+            qkv,
+            self._cache.keys[number],
+            self._cache.values[number],
+            self.positions,
+            self._model.cos,
+            self._model.sin,
+            mixed,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            window=layer.window,
+            q_norm=layer.norms.get("q_norm"),
+            k_norm=layer.norms.get("k_norm"),
+            eps=self._eps,
+            handed=handed,
+        )
