@@ -21,7 +21,7 @@ from sparsepack.runtime.cuda.graph import captured
 from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.rows import product
-from sparsepack.runtime.cuda.sequences import Sequences
+from sparsepack.runtime.cuda.sequences import Sequences, counted, state_parts
 from sparsepack.runtime.cuda.zigzag import batch, most_inputs
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -131,7 +131,7 @@ class CudaBatch:
 
     def active(self) -> dict[tuple[int, str], int]:
         """Columns that were active in any sequence, per (layer, site), summed over those steps."""
-        return self._step.counted()
+        return counted(self._step.active)
 
     def reset(self) -> None:
         """Forget the texts and what was counted."""
@@ -165,10 +165,10 @@ class CudaBatch:
         """What each sampler chooses from the logits of `step`; the likeliest tokens are found on the device."""
         with torch.cuda.device(self._device):
             self._append(ids, sparse)
-            result = self._step.result.cpu()
-        chosen = result[: len(ids)].tolist()
+            _, likeliest, bests = state_parts(self._step.state.cpu(), len(ids))
+        chosen = likeliest.tolist()
         self._ids_there = list(chosen)
-        for n, best in enumerate(result[len(ids) :].view(torch.float32).tolist()):
+        for n, best in enumerate(bests.tolist()):
             if not math.isfinite(best):
                 raise not_finite(best)
             if samplers[n].sampling.temperature:
@@ -189,13 +189,13 @@ class CudaBatch:
         self._positions_there = list(self._positions)
 
     def _captured(self, sparse: bool) -> torch.cuda.CUDAGraph:
-        counted = self._step.active.clone()
+        before = self._step.active.clone()
         self._ids_there = self._positions_there = None
         self._step.ids.zero_()
         # What is cached at these positions now is written again by the step itself.
         self._step.positions.copy_(host_memory(self._positions), non_blocking=True)
         self._steps[sparse] = captured(lambda: self._step.run(sparse), self._stream)
-        self._step.active.copy_(counted)
+        self._step.active.copy_(before)
         return self._steps[sparse]
 
 

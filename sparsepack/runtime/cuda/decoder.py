@@ -16,6 +16,7 @@ from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.graph import captured
 from sparsepack.runtime.cuda.model import load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
+from sparsepack.runtime.cuda.sequences import counted, state_parts
 from sparsepack.runtime.cuda.step import Step
 from sparsepack.runtime.sampling import Sampler, Sampling, not_finite
 
@@ -49,6 +50,7 @@ class CudaDecoder:
         self._device = usable(device)
         check_heads(packed.architecture)
         self.cache_type = cache_type
+        self._context = context
         with torch.cuda.device(self._device):
             cache = new_cache(packed.architecture, context, cache_type, self._device)
             self._model = load_model(packed, self._device, context)
@@ -57,14 +59,18 @@ class CudaDecoder:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._sampling_memory = torch.cuda.graph_pool_handle()
         self._draw = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._result = host_memory()
-        self._best = self._result[1:].view(torch.float32)
+        # What a step left, as the host has it.
+        self._state = host_memory(self._step.state)
+        self._active, self._chosen, self._best = state_parts(self._state, 1)
+        self._brought = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._steps: dict[bool, torch.cuda.CUDAGraph] = {}
         self._samplers: dict[tuple[float, int | None, float | None], torch.cuda.CUDAGraph] = {}
         # What the GPU has as the id to append and as its position, where that is known here.
         self._id_there: int | None = None
         self._position_there: int | None = None
         self._position = self._stepped = 0
+        # A step that runs ahead of its call: its token (None until the host has read it) and whether it is sparse.
+        self._ahead: tuple[int | None, bool] | None = None
 
     @property
     def description(self) -> str:
@@ -79,9 +85,10 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        return self._step.counted()
+        return counted(self._step.active if self._ahead is None else self._active)
 
     def reset(self) -> None:
+        self._drop()
         self._position = self._stepped = 0
         self._step.active.zero_()
 
@@ -101,19 +108,28 @@ class CudaDecoder:
             return self._step.logits[0].clone()
 
     def choose(self, id: int, sparse: bool, sampler: Sampler) -> int:
+        """The next step begins before the host has read the token: most callers append what was chosen."""
         how = sampler.sampling
         with torch.cuda.device(self._device):
             self._append(id, sparse)
             if how.temperature:
                 self._draw.fill_(sampler.draw())
                 self._sampler(how).replay()
-            self._result.copy_(self._step.result, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            self._state.copy_(self._step.state, non_blocking=True)
+            self._brought.record()
+            if self._position < self._context:
+                self._ahead = (None, sparse)
+                self._steps[sparse].replay()
+            self._brought.synchronize()
         best = float(self._best)
         if not math.isfinite(best):
             raise not_finite(best)
-        self._id_there = int(self._result[0])
-        return self._id_there
+        chosen = int(self._chosen)
+        if self._ahead is None:
+            self._id_there = chosen
+        else:
+            self._ahead = (chosen, sparse)
+        return chosen
 
     def forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
@@ -134,12 +150,31 @@ class CudaDecoder:
 
     def _dense(self, ids: Tensor) -> Tensor:
         """Append a chunk of ids that are there; what the last block leaves: float32 [S, hidden]."""
+        self._drop()
         hidden = self._prefill.run(ids, self._position)
         self._position += len(ids)
         return hidden
 
     def _append(self, id: int, sparse: bool) -> None:
-        """A step, on the current stream."""
+        """A step, on the current stream, unless it runs already."""
+        if self._ahead == (id, sparse):
+            self._ahead = None
+        else:
+            self._drop()
+            self._begin(id, sparse)
+        self._position += 1
+        self._stepped += 1
+        self._position_there = self._position
+
+    def _drop(self) -> None:
+        """Undo what a step ahead did that later steps would see."""
+        if self._ahead is None:
+            return
+        self._ahead = self._id_there = self._position_there = None
+        with torch.cuda.device(self._device):
+            self._step.active.copy_(self._active, non_blocking=True)
+
+    def _begin(self, id: int, sparse: bool) -> None:
         graph = self._steps.get(sparse) or self._captured_step(sparse)
         if self._id_there != id:
             self._step.ids.fill_(id)
@@ -147,17 +182,14 @@ class CudaDecoder:
             self._step.positions.fill_(self._position)
         self._id_there = self._position_there = None  # should what follows be interrupted
         graph.replay()
-        self._position += 1
-        self._stepped += 1
-        self._position_there = self._position
 
     def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
-        counted = self._step.active.clone()
+        before = self._step.active.clone()
         self._id_there = self._position_there = None
         self._step.ids.zero_()
         self._step.positions.fill_(self._position)  # what is cached there now is written again by the step itself
         self._steps[sparse] = captured(lambda: self._step.run(sparse), self._stream)
-        self._step.active.copy_(counted)
+        self._step.active.copy_(before)
         return self._steps[sparse]
 
     def _sampler(self, how: Sampling) -> torch.cuda.CUDAGraph:
@@ -174,9 +206,9 @@ class CudaDecoder:
         return self._samplers[key]
 
 
-def host_memory() -> Tensor:
-    """Where the host reads a choice, int32 [2]: copies to it need not be waited for one by one."""
-    return torch.empty(2, dtype=torch.int32, pin_memory=True)
+def host_memory(like: Tensor) -> Tensor:
+    """Where the host reads what lies on the GPU: copies to it need not be waited for one by one."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def check_heads(architecture: Architecture) -> None:

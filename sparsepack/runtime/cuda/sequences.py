@@ -17,20 +17,19 @@ class Sequences(ABC):
 
     ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
     best      -- float32 [B]: their logits
-    result    -- int32 [2 * B]: the bits of these two together
     positions -- int32 [B]: how many positions are cached of each; a step adds one
     logits    -- float32 [B, vocabulary]
     active    -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
+    state     -- int64 [layers * sites + B]: active, ids and best together, which one copy brings to the host
     """
 
     def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
         a, device = model.architecture, model.device
         self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
-        self.result = torch.zeros(2 * sequences, dtype=torch.int32, device=device)
-        self.ids, self.best = self.result[:sequences], self.result[sequences:].view(torch.float32)
+        self.state = torch.zeros(a.layers * len(SITES) + sequences, dtype=torch.int64, device=device)
+        self.active, self.ids, self.best = state_parts(self.state, sequences)
         self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.logits = torch.empty(sequences, a.vocabulary, device=device)
-        self.active = torch.zeros(a.layers, len(SITES), dtype=torch.int64, device=device)
         self._embedded = torch.empty(sequences, a.hidden, device=device)
         self._candidates = new_candidates(model.output, sequences)
 
@@ -50,11 +49,6 @@ class Sequences(ABC):
             candidates=self._candidates,
         )
         advance(self._candidates, self.ids, self.best, self.positions)
-
-    def counted(self) -> dict[tuple[int, str], int]:
-        """`active` by (layer, site)."""
-        counts = enumerate(self.active.flatten().tolist())
-        return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
 
     @abstractmethod
     def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
@@ -78,3 +72,15 @@ class Sequences(ABC):
             eps=self._eps,
             handed=handed,
         )
+
+
+def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`active`, `ids` and `best` in the state of a step, or in a copy of it."""
+    active, chosen = state[:-sequences], state[-sequences:].view(torch.int32)
+    return active.view(-1, len(SITES)), chosen[:sequences], chosen[sequences:].view(torch.float32)
+
+
+def counted(active: Tensor) -> dict[tuple[int, str], int]:
+    """Active columns by (layer, site)."""
+    counts = enumerate(active.flatten().tolist())
+    return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}

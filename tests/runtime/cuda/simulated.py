@@ -309,13 +309,14 @@ def use(patch: pytest.MonkeyPatch) -> None:
         "synchronize": lambda device: None,
         "current_stream": lambda: SimpleNamespace(synchronize=lambda: None),
         "Stream": type("Stream", (), {}),  # others have it in annotations
+        "Event": type("Event", (), {"record": lambda event: None, "synchronize": lambda event: None}),
         "graph_pool_handle": lambda: None,
         "get_device_name": lambda device: "simulated",
     }.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr(decoder, "usable", lambda device: cpu)
     patch.setattr(decoder, "captured", captured)
-    patch.setattr(decoder, "host_memory", lambda: torch.empty(2, dtype=torch.int32))
+    patch.setattr(decoder, "host_memory", torch.empty_like)
     patch.setattr(batches, "usable", lambda device: cpu)
     patch.setattr(batches, "captured", captured)
     patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))

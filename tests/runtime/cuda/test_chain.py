@@ -1,7 +1,7 @@
 """The chain of the cuda decoder, with its kernels in plain torch on the CPU: what can go wrong without a GPU."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -151,10 +151,48 @@ def test_an_id_and_a_position_that_are_there_already_are_not_written_again(monke
     following = engine.choose(id, True, sampler)
     assert written == []
     engine.choose((following + 1) % 300, True, sampler)
-    assert written == [(following + 1) % 300]
+    assert written == [(following + 1) % 300, 2]
     engine.reset()
     engine.step(5, True)
-    assert written[1:] == [5, 0]
+    assert written[2:] == [5, 0]
+
+
+AFTER = {
+    "prefill": lambda engine, id: engine.prefill(IDS[:3]),
+    "the token chosen": lambda engine, id: engine.step(id, True),
+    "another token": lambda engine, id: engine.step((id + 1) % 300, True),
+    "dense": lambda engine, id: engine.step(id, False),
+    "forced": lambda engine, id: engine.forced(IDS, 4, True),
+    "reset": lambda engine, id: engine.reset(),
+    "a choice without its token": lambda engine, id: torch.tensor(engine.choose(9, True, Sampler(Sampling()))),
+}
+
+
+@pytest.mark.parametrize("after", AFTER.values(), ids=AFTER.keys())
+def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[CudaDecoder, int], Tensor | None]) -> None:
+    packed = model("mistral, sliding window")
+    seen = []
+    for chosen in (True, False):
+        engine, sampler, id = decoder(packed), Sampler(Sampling()), 3
+        for _ in range(4):
+            id = engine.choose(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+        counts = [engine.active()]
+        result = after(engine, id)
+        following = engine.step(5, True)
+        seen.append(([] if result is None else result.tolist(), following.tolist(), counts, engine.active()))
+        assert engine.active() == engine.active()
+    assert seen[0] == seen[1]
+
+
+def test_the_last_position_of_the_context_can_be_chosen_from() -> None:
+    engine, sampler = decoder(model("llama"), context=5), Sampler(Sampling())
+    engine.prefill(IDS[:3])
+    id = engine.choose(engine.choose(3, True, sampler), True, sampler)
+    assert (engine.position, engine.stepped) == (5, 2)
+    other = decoder(model("llama"), context=6)
+    other.prefill(IDS[:3])
+    assert other.choose(other.choose(3, True, sampler), True, sampler) == id
+    assert engine.active() == other.active()
 
 
 def test_graphs_of_many_settings_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
