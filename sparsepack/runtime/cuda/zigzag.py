@@ -296,7 +296,7 @@ def _batch_bytes(matrix: ZigzagMatrix, inputs: int) -> int:
 
 def shared_bytes(columns: int, geometry: Geometry) -> int:
     """Dynamic shared memory of a block: the ring, the warps' sums, and the list of its columns."""
-    lists = 8 * (CHUNK * _chunks(columns, geometry) + 4)
+    lists = 8 * CHUNK * _chunks(columns, geometry)
     return _ring_bytes(geometry) + 4 * geometry.warps * BAND_ROWS + lists
 
 
@@ -327,7 +327,10 @@ def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tupl
         "ROUNDS": 1 if listed else -(-each // turns),
         "TURNS": 1 if listed else turns,
         "HANDED": int(input.handed),
-        "NORM": 0 if input.norm is None else 1 if input.squares is None else 2,
+        "NORM": int(input.norm is not None),
+        "SQUARES": 0
+        if input.norm is None or input.squares is None
+        else -(-input.squares.numel() // (32 * geometry.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
     }

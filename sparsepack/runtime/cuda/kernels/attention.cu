@@ -22,8 +22,9 @@
 // sm_90 on each block combines a slice of the result, which the others of the cluster send to its shared memory.
 // Before, the blocks meet in `partials`, and the last one to come combines everything.
 //
-// The position is read before the kernel may begin, as a guess: where the previous kernels are still writing it, it is
-// one step old. Rows are fetched by the guess, and fetched again if it was wrong.
+// The position is read before the kernel may begin. Where q is handed on, an earlier kernel than the one that hands it on
+// wrote it (words.cuh), and rows are fetched while q is waited for. Else it is a guess: where the previous kernels are
+// still writing it, it is one step old. Rows are then fetched by the guess, and fetched again if it was wrong.
 //
 // Macros: those of attention_layout.cuh
 
@@ -38,6 +39,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, b = blockIdx.z;
     const bool newest = split == splits - 1;  // this block takes the new position
+
+    // The new rows are the warps' tasks: the queries 0 .. GROUP - 1 and, where they are cached, key GROUP and value
+    // GROUP + 1. A lane has channels c and c + HALF, which turn together.
+    const int tasks = newest ? GROUP + 2 : GROUP;
+    const auto new_row = [&](int task) {
+        const int head = task < GROUP ? kv_head * GROUP + task : task * kv_heads + kv_head;
+        return qkv + ((long long)b * (GROUP + 2) * kv_heads + head) * HEAD_DIM;
+    };
+    NewRow new_rows[TASKS];
+    const auto ask = [&] {
+#pragma unroll
+        for (int t = 0; t < TASKS; ++t) {
+            const int task = warp + t * WARPS;
+            if (task >= tasks) break;
+            new_rows[t].load(new_row(task), task < GROUP ? q_norm : task == GROUP ? k_norm : nullptr);
+        }
+    };
+    const int noted = fresh(positions + b);
+    if (HANDED) ask();
+
     const Divisor by_splits(splits);
     const int slice = by_splits.into(PAIRS + splits - 1);  // of the result, that a block combines
 
@@ -62,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     keys += sequence * context * HEAD_DIM;
     values += sequence * context * HEAD_DIM;
 
-    // Within the context whatever is there: a guess, see above.
-    int position = min(max(fresh(positions + b), 0), context - 1);
+    int position = min(max(noted, 0), context - 1);  // within the context whatever is there
 #if AHEAD
     {
         const Share share(position, window, by_splits, split);
@@ -81,23 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
 #endif
-    if (!HANDED) after_previous();
-
-    // The new rows are the warps' tasks: the queries 0 .. GROUP - 1 and, where they are cached, key GROUP and value
-    // GROUP + 1. A lane has channels c and c + HALF, which turn together.
-    const int tasks = newest ? GROUP + 2 : GROUP;
-    NewRow new_rows[TASKS];
-#pragma unroll
-    for (int t = 0; t < TASKS; ++t) {
-        const int task = warp + t * WARPS;
-        if (task >= tasks) break;
-        const int head = task < GROUP ? kv_head * GROUP + task : task * kv_heads + kv_head;
-        new_rows[t].load(qkv + ((long long)b * (GROUP + 2) * kv_heads + head) * HEAD_DIM,
-                         task < GROUP ? q_norm : task == GROUP ? k_norm : nullptr);
+    if (!HANDED) {
+        after_previous();
+        ask();
     }
 
-    // Where q is there, the position has long been written.
-    const int position_now = min(max(fresh(positions + b), 0), context - 1);
+    // No guess any more.
+    const int position_now = HANDED ? position : min(max(fresh(positions + b), 0), context - 1);
 
     float turn_cos[LANE_PAIRS], turn_sin[LANE_PAIRS];
     int rows, left;  // of the block; from this lane's next one on
@@ -135,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int task = warp + t * WARPS;
         if (task >= tasks) break;
         NewRow& row = new_rows[t];
+        row.receive(new_row(task));
         if (task < GROUP ? q_norm : task == GROUP ? k_norm : nullptr) row.scale_to_norm(eps);
         const float scale = task < GROUP ? LOG2_E / sqrtf(HEAD_DIM) : 1;
         // The new position's place is row 0 of warp 0's first stage.

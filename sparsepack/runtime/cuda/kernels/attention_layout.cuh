@@ -36,6 +36,8 @@
 #if __CUDA_ARCH__ < 900
 #undef CLUSTERS
 #define CLUSTERS 0
+#endif
+#if __CUDA_ARCH__ < 900 || HANDED
 #undef AHEAD
 #define AHEAD 0
 #endif

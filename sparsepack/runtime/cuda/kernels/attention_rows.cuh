@@ -71,22 +71,11 @@ template <int CHANNELS> __device__ __forceinline__ void load_stored(const u8* at
 
 // A lane's channels of a row of q, k or v, and of the norm's weight.
 struct NewRow {
+    u32 words[2 * LANE_PAIRS];
     float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
 
     __device__ __forceinline__ void load(const float* row, const float* norm) {
-        const auto at = [&](int i) {  // of the first channels, then of the second
-            const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
-            return c < HALF ? row + c + i / LANE_PAIRS * HALF : nullptr;
-        };
-        float both[2 * LANE_PAIRS];
-        if (HANDED) {
-            wait_for(both, at);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2 * LANE_PAIRS; ++i) both[i] = at(i) ? fresh(at(i)) : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < LANE_PAIRS; ++i) first[i] = both[i], second[i] = both[i + LANE_PAIRS];
+        ask(row);
         if (!norm) return;
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
@@ -94,6 +83,28 @@ struct NewRow {
             norm_first[i] = c < HALF ? fresh(norm + c) : 0;
             norm_second[i] = c < HALF ? fresh(norm + c + HALF) : 0;
         }
+    }
+
+    __device__ __forceinline__ void ask(const float* row) {
+#pragma unroll
+        for (int i = 0; i < 2 * LANE_PAIRS; ++i) {  // the first channels, then the second
+            const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
+            words[i] = c < HALF ? read_word(row + c + i / LANE_PAIRS * HALF) : 0;
+        }
+    }
+
+    // Where they are handed on: until all of them are there.
+    __device__ __forceinline__ void receive(const float* row) {
+        for (;;) {
+            bool missing = false;
+#pragma unroll
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i) missing |= words[i] == EMPTY;
+            if (!HANDED || !missing) break;
+            ask(row);
+        }
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i)
+            first[i] = __uint_as_float(words[i]), second[i] = __uint_as_float(words[i + LANE_PAIRS]);
     }
 
     __device__ __forceinline__ void scale_to_norm(float eps) {

@@ -86,9 +86,15 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// A barrier of the first THREADS threads of a block, which others need not reach.
-template <int THREADS> __device__ __forceinline__ void sync_first() {
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+// Barriers of some THREADS of a block, which others need not reach. 0 is __syncthreads'.
+enum { OF_FIRST = 1, OF_LAST = 2, OF_ALL = 3 };
+template <int BARRIER, int THREADS> __device__ __forceinline__ void sync() {
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+}
+template <int THREADS> __device__ __forceinline__ void sync_first() { sync<OF_FIRST, THREADS>(); }
+// Let those who sync() pass, and go on.
+template <int BARRIER, int THREADS> __device__ __forceinline__ void arrive() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
 }
 
 // Barriers in shared memory that count arrivals, and from sm_90 on also bytes that are being copied.

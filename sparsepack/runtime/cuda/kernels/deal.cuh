@@ -6,7 +6,7 @@
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
-// A block then needs only its own part of the input (and all of it where NORM is 1), and nobody's count of active
+// A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of active
 // columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units of 16 by
 // columns with value 0.
 
@@ -17,14 +17,16 @@
 
 // Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
 //         at a time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the
-//         kernel before has ended; NORM 0: x as it is, 1: RMSNorm whose sum of squares is added up here, 2: one that
-//         other kernels have added up; OFFSET 1: it is taken from x; PER_CHANNEL 1: a threshold for each column
+//         kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of squares a thread
+//         takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x; PER_CHANNEL 1: a
+//         threshold for each column
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
 #define TURNS 1
 #define HANDED 0
 #define NORM 1
+#define SQUARES 0
 #define OFFSET 1
 #define PER_CHANNEL 1
 #endif
@@ -67,40 +69,20 @@ struct List {
     float* value;
     int* index;
     int count;
-    int spare;  // an entry that nobody reads
 
     __device__ __forceinline__ void put(int i, float v, int k) const { value[i] = v, index[i] = k; }
+    // The same where `is`, without a branch, which compilers would make of it.
+    __device__ __forceinline__ void put_if(u32 is, int i, float v, int k) const {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n@p st.shared.u32 [%3], %4;\n}" ::"r"(is),
+            "r"(shared_address(value + i)), "f"(v), "r"(shared_address(index + i)), "r"(k)
+            : "memory");
+    }
     // Up to a whole unit. For all threads of a block.
     __device__ __forceinline__ void fill_up() const {
         if (threadIdx.x < (-count & (COLUMNS - 1))) put(count + threadIdx.x, 0, 0);
     }
 };
-
-// 1 / sqrt(mean of x^2 + eps). share: 1 / columns; sums: a float of shared memory for each warp.
-template <int BLOCK_WARPS> __device__ __forceinline__ float inverse_rms(const Site& site, float share, float* sums) {
-    float sum = 0;
-    if (NORM == 2) {
-        for (int i = threadIdx.x % 32; i < site.parts; i += 32) {
-            float part[1];
-            wait_for(part, [&](int) { return site.squares + i; });
-            sum += part[0];
-        }
-        sum = warp_sum(sum);
-    } else {
-#pragma unroll 4
-        for (int k = threadIdx.x; k < site.columns; k += BLOCK_WARPS * 32) {
-            const float v = fresh(site.x + k);
-            sum += v * v;
-        }
-        sum = warp_sum(sum);
-        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-        sync_first<BLOCK_WARPS * 32>();
-        sum = 0;
-#pragma unroll
-        for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w];
-    }
-    return rsqrtf(sum * share + site.eps);
-}
 
 // A warp's inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
 struct Inputs {
@@ -122,17 +104,29 @@ struct Inputs {
         }
     }
 
-    __device__ __forceinline__ void load(const Site& site, const Deal& deal, int first) {
+    // Returns what the thread has of the sum of squares: PARTS parts, which it waits for at the same time.
+    template <int PARTS, int THREADS>
+    __device__ __forceinline__ float load(const Site& site, const Deal& deal, int first) {
         const auto at = [&](int r) {
+            if (r >= ROUNDS) {
+                const int part = (r - ROUNDS) * THREADS + threadIdx.x;
+                return part < site.parts ? site.squares + part : nullptr;
+            }
             const int k = deal.column(first + r) + threadIdx.x % 32;
             return real(deal, first + r, k) ? site.x + k : nullptr;
         };
+        float both[ROUNDS + PARTS], sum = 0;
         if (HANDED) {
-            wait_for(v, at);
-            return;
+            wait_for(both, at);
+        } else {
+#pragma unroll
+            for (int r = 0; r < ROUNDS + PARTS; ++r) both[r] = at(r) ? fresh(at(r)) : 0;
         }
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) v[r] = at(r) ? fresh(at(r)) : 0;
+        for (int r = 0; r < ROUNDS; ++r) v[r] = both[r];
+#pragma unroll
+        for (int r = 0; r < PARTS; ++r) sum += both[ROUNDS + r];
+        return sum;
     }
 
     __device__ __forceinline__ void finish(float scale) {
@@ -144,19 +138,40 @@ struct Inputs {
     }
 };
 
+// A thread's share of the sum of x^2.
+template <int THREADS> __device__ __forceinline__ float own_squares(const Site& site) {
+    float sum = 0;
+#pragma unroll 4
+    for (int k = threadIdx.x; k < site.columns; k += THREADS) {
+        const float v = fresh(site.x + k);
+        sum += v * v;
+    }
+    return sum;
+}
+
 // Lists the active columns of a block, or with ALL the values of all of them; returns the largest magnitude that the
 // thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float.
 // before_input() is called once everything that may be loaded before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
 __device__ __forceinline__ float deal_out(
     const Site& site, const Deal& deal, List& list, int* found, float* sums, BeforeInput before_input) {
+    constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Inputs in;
     in.prepare(site, deal, warp * ROUNDS);
     const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
     before_input();
-    in.load(site, deal, warp * ROUNDS);
-    const float scale = NORM ? inverse_rms<BLOCK_WARPS>(site, share, sums) : 1;
+    float squares = in.load<SQUARES, THREADS>(site, deal, warp * ROUNDS), scale = 1;
+    if (NORM) {
+        if (!SQUARES) squares = own_squares<THREADS>(site);
+        squares = warp_sum(squares);
+        if (lane == 0) sums[warp] = squares;
+        sync_first<THREADS>();
+        squares = 0;
+#pragma unroll
+        for (int w = 0; w < BLOCK_WARPS; ++w) squares += sums[w];
+        scale = rsqrtf(squares * share + site.eps);
+    }
     float peak = 0;
     list.count = 0;
 #pragma unroll 1
@@ -164,7 +179,7 @@ __device__ __forceinline__ float deal_out(
         const int first = (turn * BLOCK_WARPS + warp) * ROUNDS;
         if (turn) {
             in.prepare(site, deal, first);
-            in.load(site, deal, first);
+            in.load<0, THREADS>(site, deal, first);
         }
         in.finish(scale);
         if (ALL) {
@@ -189,7 +204,7 @@ __device__ __forceinline__ float deal_out(
             mine += __popc(masks[r]);
         }
         if (lane == 0) found[warp] = mine;
-        sync_first<BLOCK_WARPS * 32>();
+        sync_first<THREADS>();
         int at = list.count;
 #pragma unroll
         for (int w = 0; w < BLOCK_WARPS; ++w) {
@@ -198,11 +213,10 @@ __device__ __forceinline__ float deal_out(
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            const int i = masks[r] >> lane & 1 ? at + before(masks[r]) : list.spare;  // without a branch
-            list.put(i, in.v[r], deal.column(first + r) + lane);
+            list.put_if(masks[r] >> lane & 1, at + before(masks[r]), in.v[r], deal.column(first + r) + lane);
             at += __popc(masks[r]);
         }
-        if (turn + 1 < TURNS) sync_first<BLOCK_WARPS * 32>();
+        if (turn + 1 < TURNS) sync_first<THREADS>();
     }
     if (ALL) {
         list.count = deal.chunks * CHUNK;

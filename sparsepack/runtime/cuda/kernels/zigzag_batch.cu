@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     let_next_begin();
     const Site site{x, columns, threshold, per_channel, offset};
     Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, (int*)part.index};
-    if (warp == WARPS) stream.set_up();
+    if (brings) stream.set_up();
     __syncthreads();
 #if DENSE
     part.divide(columns);

@@ -189,7 +189,9 @@ template <int COUNT, int APART> __device__ __forceinline__ void take(float* slot
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag_gemv(
+static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
@@ -215,15 +217,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     u8* ring = (u8*)memory;
     float* own = (float*)(ring + STAGES * STAGE_BYTES);
     const int most = Deal::most(columns);
-    List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most + 4), 0, most};
+    List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most), 0};
 
     Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
     stream.column = deal.column(0);
     stream.step = SPLITS * CHUNK;
     stream.last = columns - 1;
-    if (warp == WARPS) stream.set_up();
-    __syncthreads();
-    if (!brings) {
+    // While the input is not there yet.
+    if (brings) {
+        stream.set_up();
+    } else {
         // Constants that are needed later.
         const int row = group * ROWS + threadIdx.x * 32;
         if (!GATE && constant && threadIdx.x * 32 < ROWS && row < rows) prefetch(constant + row);
@@ -240,18 +243,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
         if (lane == 0) peaks[warp] = peak;
         if (threadIdx.x == 0) plan = units(list.count);
     }
-    // Not before: see words.cuh.
-#if DENSE
-    if (!brings) {
-        sync_first<THREADS>();
-        let_next_begin();
+    if (brings && DENSE) {  // which need not wait for the input
+        arrive<OF_ALL, ALL_THREADS>();
+        sync<OF_LAST, 32 * PRODUCERS>();
+    } else {
+        sync<OF_ALL, ALL_THREADS>();
     }
-    stream.units = deal.chunks * (CHUNK / COLUMNS);
-#else
-    __syncthreads();
-    let_next_begin();
-    stream.units = plan;
-#endif
+    stream.units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : plan;
+    if (!brings || !DENSE) let_next_begin();  // not before: see words.cuh
     if (brings) {
         stream.run();
         if (emptied) {
@@ -265,8 +264,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
 
     // The rows of y that this block finishes.
     constexpr int FINISHED = GATE ? ROWS / 2 : ROWS;
-    const int each = (FINISHED + SPLITS - 1) / SPLITS, begin = min(split * each, FINISHED);
-    const int end = min(begin + each, FINISHED), real = (GATE ? rows / 2 : rows) - group * FINISHED;
+    constexpr int EACH_ROWS = (FINISHED + SPLITS - 1) / SPLITS;
+    const int begin = min(split * EACH_ROWS, FINISHED);
+    const int end = min(begin + EACH_ROWS, FINISHED), real = (GATE ? rows / 2 : rows) - group * FINISHED;
 
     // What the first of them need besides.
     const auto addend = [&](const float* from, int r) {
@@ -340,13 +340,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag
     }
     if (squares_of_y) {
         of_squares = warp_sum(of_squares);
-        if (lane == 0) sums_of[warp] = of_squares;
-        sync_first<THREADS>();
-        if (threadIdx.x == 0) {
-            float sum = 0;
-            for (int w = 0; w < WARPS; ++w) sum += sums_of[w];
-            write_word(squares_of_y + group * SPLITS + split, sum);
+        constexpr int WRITERS = EACH_ROWS < THREADS ? (EACH_ROWS + 31) / 32 : WARPS;  // warps that had rows
+        if (WRITERS > 1) {
+            if (lane == 0) sums_of[warp] = of_squares;
+            sync_first<THREADS>();
+            of_squares = 0;
+#pragma unroll
+            for (int w = 0; w < WRITERS; ++w) of_squares += sums_of[w];
         }
+        if (threadIdx.x == 0) write_word(squares_of_y + group * SPLITS + split, of_squares);
     }
     if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);
 }
