@@ -48,6 +48,7 @@ class Step(Sequences):
             norm=layer.norms["attn_norm"],
             squares=None if first else squares,
             emptied=self._inside,
+            room=True,
         )
         self._attend(number, self._qkv[None], mixed[None], handed=True)
         self._product(
@@ -101,6 +102,7 @@ class Step(Sequences):
         activation: int | None = None,
         squares_of_y: Tensor | None = None,
         emptied: Tensor | None = None,
+        room: bool = False,
     ) -> None:
         """A site's output rows; its active columns are counted."""
         site = self._model.layers[number].sites[name]
@@ -123,4 +125,5 @@ class Step(Sequences):
             squares=squares_of_y,
             active=self.active[number, SITES.index(name)],
             emptied=emptied,
+            room=room,
         )

@@ -89,17 +89,22 @@ struct NewRow {
 #pragma unroll
         for (int i = 0; i < 2 * LANE_PAIRS; ++i) {  // the first channels, then the second
             const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
-            words[i] = c < HALF ? read_word(row + c + i / LANE_PAIRS * HALF) : 0;
+            words[i] = c < HALF ? read_word(row + channel(i)) : 0;
         }
+    }
+    __device__ __forceinline__ static int channel(int i) {
+        return threadIdx.x % 32 + 32 * (i % LANE_PAIRS) + i / LANE_PAIRS * HALF;
     }
 
     // Where they are handed on: until all of them are there.
     __device__ __forceinline__ void receive(const float* row) {
         for (;;) {
-            bool missing = false;
+            int missing = -1;
 #pragma unroll
-            for (int i = 0; i < 2 * LANE_PAIRS; ++i) missing |= words[i] == EMPTY;
-            if (!HANDED || !missing) break;
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i)
+                if (words[i] == EMPTY) missing = i;
+            if (!HANDED || missing < 0) break;
+            wait_long(row + channel(missing));
             ask(row);
         }
 #pragma unroll

@@ -18,6 +18,8 @@
 //         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
 //         ACTIVATION: number of the function, see activations.cuh
 //         LISTED 1: the active columns are listed; the blocks of a group share the list evenly
+//         ROOM 1: at most half of a multiprocessor's registers, so that the next kernel's blocks fit beside this one's;
+//         a few values are spilled then
 
 #include "activations.cuh"
 
@@ -30,6 +32,7 @@
 #define LISTED 0
 #define ACTIVATION 0
 #define PRODUCERS 4
+#define ROOM 0
 #endif
 
 #include "deal.cuh"
@@ -191,7 +194,7 @@ template <int COUNT, int APART> __device__ __forceinline__ void take(float* slot
 
 static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1 + ROOM) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
@@ -223,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     stream.column = deal.column(0);
     stream.step = SPLITS * CHUNK;
     stream.last = columns - 1;
-    // While the input is not there yet.
-    if (brings) {
+    float peak = 0;
+    if (brings) {  // while the input is not there yet
         stream.set_up();
     } else {
         // Constants that are needed later.
@@ -232,15 +235,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
         if (!GATE && constant && threadIdx.x * 32 < ROWS && row < rows) prefetch(constant + row);
 #if LISTED
         after_previous();
-        float peak = listed<WARPS>(x, columns, indices, count, list);
+        peak = listed<WARPS>(x, columns, indices, count, list);
 #else
         const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
-        float peak = deal_out<WARPS, DENSE>(site, deal, list, found, sums_of, [] {
+        peak = deal_out<WARPS, DENSE>(site, deal, list, found, sums_of, [] {
             if (!HANDED) after_previous();
         });
 #endif
-        peak = warp_max(peak);
-        if (lane == 0) peaks[warp] = peak;
         if (threadIdx.x == 0) plan = units(list.count);
     }
     if (brings && DENSE) {  // which need not wait for the input
@@ -274,6 +275,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     };
     float before = addend(added, begin + threadIdx.x), always = addend(constant, begin + threadIdx.x);
 
+    // The scale, while the first columns travel.
+    peak = warp_max(peak);
+    if (lane == 0) peaks[warp] = peak;
+    sync_first<THREADS>();
     float largest = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, peaks[w]);
