@@ -130,9 +130,6 @@ def _allow(kernel: Kernel, shared: int, cluster: int) -> None:
     if shared > kernel.allowed.get("shared", STATIC_SHARED):
         what = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
-        # All of it, always: a multiprocessor divides its memory anew only while nothing runs there.
-        what = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _checked(driver.cuFuncSetAttribute(kernel.function, what, 100), kernel.name)
         kernel.allowed["shared"] = shared
     if cluster > kernel.allowed.get("cluster", 8):
         what = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED

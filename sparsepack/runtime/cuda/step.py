@@ -48,7 +48,6 @@ class Step(Sequences):
             norm=layer.norms["attn_norm"],
             squares=None if first else squares,
             emptied=self._inside,
-            room=True,
         )
         self._attend(number, self._qkv[None], mixed[None], handed=True)
         self._product(
@@ -102,7 +101,6 @@ class Step(Sequences):
         activation: int | None = None,
         squares_of_y: Tensor | None = None,
         emptied: Tensor | None = None,
-        room: bool = False,
     ) -> None:
         """A site's output rows; its active columns are counted."""
         site = self._model.layers[number].sites[name]
@@ -125,5 +123,4 @@ class Step(Sequences):
             squares=squares_of_y,
             active=self.active[number, SITES.index(name)],
             emptied=emptied,
-            room=room,
         )

@@ -19,8 +19,6 @@ BLOCK_BYTES = 144
 COLUMNS = 16  # that are multiplied together
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
 MOST_SPLITS = 16
-MOST_WARPS_WITH_ROOM = 8
-"""Of a block that leaves room for another: more have too few registers each."""
 CHUNK = 32  # columns that are dealt to a block together
 MOST_ROUNDS = 8  # of a warp's chunks at a time
 MOST_INPUTS = 8
@@ -186,7 +184,6 @@ def gemv(
     squares: Tensor | None = None,
     active: Tensor | None = None,
     emptied: Tensor | None = None,
-    room: bool = False,
 ) -> None:
     """Put y = W[:, active] x[active] + constant + added on the current stream.
 
@@ -197,7 +194,6 @@ def gemv(
     squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
     active     -- int64 []: the number of active columns is added to it
     emptied    -- int32 [..]: words that become empty, since all have read them
-    room       -- leave room on every multiprocessor for a block of the next kernel, which can then begin at once
     """
     device, geometry, groups = matrix.blocks.device, matrix.geometry, matrix.blocks.shape[0]
     if input.handed and input.norm is not None and input.squares is None:
@@ -210,12 +206,8 @@ def gemv(
         raise ValueError(f"{geometry}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
     if geometry.splits > 1 and blocks(matrix) > multiprocessors(device):
         raise ValueError(f"{geometry}: {blocks(matrix)} blocks that wait for each other, more than run at once")
-    room = room and geometry.warps <= MOST_WARPS_WITH_ROOM
-    shared = shared_bytes(matrix.columns, geometry)
-    if room:  # not for two blocks of its own
-        shared = max(shared, shared_memory(device) // 2 + 1)
     launch(
-        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, room), device.index or 0),
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
         (geometry.splits, groups),
         (geometry.warps + PRODUCERS) * 32,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
@@ -224,7 +216,7 @@ def gemv(
         *(y, constant, added, squares),
         *(active, workspace(device).slots),
         *(emptied, 0 if emptied is None else emptied.numel()),
-        shared=shared,
+        shared=shared_bytes(matrix.columns, geometry),
     )
 
 
@@ -318,7 +310,7 @@ def _ring_bytes(geometry: Geometry) -> int:
     return geometry.stages * COLUMNS * column
 
 
-def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None, room: bool) -> tuple[str, ...]:
+def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
     geometry, listed = matrix.geometry, input.indices is not None
     each = -(-_chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
     turns = -(-each // MOST_ROUNDS)
@@ -341,7 +333,6 @@ def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None, room: b
         else -(-input.squares.numel() // (32 * geometry.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
-        "ROOM": int(room),
     }
     return tuple(f"{name}={value}" for name, value in values.items())
 

@@ -57,7 +57,6 @@ def gemv(
     squares: Tensor | None = None,
     active: Tensor | None = None,
     emptied: Tensor | None = None,
-    room: bool = False,
 ) -> None:
     if input.handed:
         _assert_written(input.x)

@@ -52,7 +52,7 @@ def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "listed", "handed", "room", "gate"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "listed", "handed", "gate"])
 def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
@@ -62,12 +62,11 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "per channel": Input(x, threshold=x, offset=x),
         "listed": Input(x, indices=x, count=one),
         "handed": Input(x, norm=x, squares=one, threshold=one, handed=True),
-        "room": Input(x, norm=x, squares=one, threshold=one, handed=True),
         "gate": Input(x, threshold=one),
     }[what]
     for geometry in (Geometry(1, 8, 24, 1), Geometry(2, 8, 16, 16), Geometry(8, 8, 4, 20)):
         matrix = ZigzagMatrix(torch.empty(0), 512, 9001, geometry, 0, 1.0, 1.0, 1.0)
-        defines = zigzag._defines(matrix, input, 2 if what == "gate" else None, what == "room")
+        defines = zigzag._defines(matrix, input, 2 if what == "gate" else None)
         if what != "gate" or geometry.group > 1:
             assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 

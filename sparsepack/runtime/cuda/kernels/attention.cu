@@ -22,9 +22,9 @@
 // sm_90 on each block combines a slice of the result, which the others of the cluster send to its shared memory.
 // Before, the blocks meet in `partials`, and the last one to come combines everything.
 //
-// The position is read before the kernel may begin. Where q is handed on, an earlier kernel than the one that hands it on
-// wrote it (words.cuh), and rows are fetched while q is waited for. Else it is a guess: where the previous kernels are
-// still writing it, it is one step old. Rows are then fetched by the guess, and fetched again if it was wrong.
+// The position is read before the kernel may begin. Where q is handed on, an earlier kernel than the one that hands it
+// on wrote it (words.cuh), and rows are fetched while q is waited for. Else it is a guess: where the previous kernels
+// are still writing it, it is one step old. Rows are then fetched by the guess, and fetched again if it was wrong.
 //
 // Macros: those of attention_layout.cuh
 

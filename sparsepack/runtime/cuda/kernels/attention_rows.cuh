@@ -89,24 +89,19 @@ struct NewRow {
 #pragma unroll
         for (int i = 0; i < 2 * LANE_PAIRS; ++i) {  // the first channels, then the second
             const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
-            words[i] = c < HALF ? read_word(row + channel(i)) : 0;
+            words[i] = c < HALF ? read_word(row + c + i / LANE_PAIRS * HALF) : 0;
         }
-    }
-    __device__ __forceinline__ static int channel(int i) {
-        return threadIdx.x % 32 + 32 * (i % LANE_PAIRS) + i / LANE_PAIRS * HALF;
     }
 
     // Where they are handed on: until all of them are there.
     __device__ __forceinline__ void receive(const float* row) {
-        for (;;) {
-            int missing = -1;
+        const auto missing = [&] {
+            bool any = false;
 #pragma unroll
-            for (int i = 0; i < 2 * LANE_PAIRS; ++i)
-                if (words[i] == EMPTY) missing = i;
-            if (!HANDED || missing < 0) break;
-            wait_long(row + channel(missing));
-            ask(row);
-        }
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i) any |= words[i] == EMPTY;
+            return any;
+        };
+        while (HANDED && missing()) ask(row);
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i)
             first[i] = __uint_as_float(words[i]), second[i] = __uint_as_float(words[i + LANE_PAIRS]);

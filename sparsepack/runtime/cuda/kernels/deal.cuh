@@ -6,9 +6,9 @@
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
-// A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of active
-// columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units of 16 by
-// columns with value 0.
+// A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of
+// active columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units of
+// 16 by columns with value 0.
 
 #pragma once
 

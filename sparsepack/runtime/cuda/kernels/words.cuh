@@ -36,11 +36,6 @@ __device__ __forceinline__ void write_words(void* p, float4 x) {
                  : "memory");
 }
 
-// Until a word is written: for those who wait long, and must not keep others from the L2 cache meanwhile.
-__device__ __forceinline__ void wait_long(const void* word) {
-    while (read_word(word) == EMPTY) asm volatile("nanosleep.u32 32;");
-}
-
 // COUNT values; at(i): where the i-th is, or null for 0. All of them are asked for before any is waited for.
 template <int COUNT, typename At> __device__ __forceinline__ void wait_for(float (&values)[COUNT], At at) {
     bool missing;

@@ -18,8 +18,6 @@
 //         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
 //         ACTIVATION: number of the function, see activations.cuh
 //         LISTED 1: the active columns are listed; the blocks of a group share the list evenly
-//         ROOM 1: at most half of a multiprocessor's registers, so that the next kernel's blocks fit beside this one's;
-//         a few values are spilled then
 
 #include "activations.cuh"
 
@@ -32,7 +30,6 @@
 #define LISTED 0
 #define ACTIVATION 0
 #define PRODUCERS 4
-#define ROOM 0
 #endif
 
 #include "deal.cuh"
@@ -194,7 +191,7 @@ template <int COUNT, int APART> __device__ __forceinline__ void take(float* slot
 
 static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1 + ROOM) zigzag_gemv(
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
