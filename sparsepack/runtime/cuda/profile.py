@@ -15,7 +15,15 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.geometry import SCHEMA, Geometry, profile_path, profiled, read_profile
 from sparsepack.runtime.cuda.graph import captured
-from sparsepack.runtime.cuda.zigzag import BAND_ROWS, Input, ZigzagMatrix, default_geometry, gemv, load_zigzag
+from sparsepack.runtime.cuda.zigzag import (
+    BAND_ROWS,
+    Input,
+    ZigzagMatrix,
+    default_geometry,
+    filling_splits,
+    gemv,
+    load_zigzag,
+)
 from sparsepack.runtime.profiles import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
@@ -23,7 +31,8 @@ CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
 )
 """Values of the geometry's fields."""
 TOGETHER = (("group", "stages"), ("splits",), ("warps", "stages"))
-"""Fields that are chosen at one time, since together they fill shared memory; in this order."""
+"""Fields that are chosen at one time, since together they fill shared memory; in this order. With another group come as
+many splits as fill the GPU."""
 TURNS = 2
 """How often that is done, the other fields as they were chosen last."""
 COPIES = 64
@@ -64,8 +73,11 @@ def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
     for _ in range(TURNS):
         for names in TOGETHER:
             for values in product(*(CHOICES[name] for name in names)):
+                chosen = dict(zip(names, values, strict=True))
+                if "group" in chosen:
+                    chosen["splits"] = filling_splits(trial.bands, shape[1], device, chosen["group"])
                 try:
-                    candidate = replace(best, **dict(zip(names, values, strict=True)))
+                    candidate = replace(best, **chosen)
                     if candidate not in times:
                         times[candidate] = trial.nanoseconds(candidate)
                 except (RuntimeError, ValueError):

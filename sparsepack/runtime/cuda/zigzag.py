@@ -86,13 +86,18 @@ def default_geometry(bands: int, columns: int, device: torch.device, gate: bool 
     """Where nothing was measured: longer pieces for larger matrices, up to a block for each multiprocessor, and as many
     stages as fit."""
     group = 1 if bands <= 8 and not gate else 4 if bands >= 64 and not gate else 2
-    most = min(MOST_SPLITS, -(-columns // CHUNK))
-    splits = max(1, min(most, multiprocessors(device) // -(-bands // group)))
+    splits = filling_splits(bands, columns, device, group)
     geometry = Geometry(group, warps=8, stages={1: 24, 2: 16, 4: 8}[group], splits=splits)
     fewest = max(PRODUCERS, geometry.warps // group)
     while geometry.stages > fewest and shared_bytes(columns, geometry) > shared_memory(device):
         geometry = replace(geometry, stages=geometry.stages - fewest)
     return geometry
+
+
+def filling_splits(bands: int, columns: int, device: torch.device, group: int) -> int:
+    """How many blocks share a group's columns where there is about a block for each multiprocessor."""
+    most = min(MOST_SPLITS, -(-columns // CHUNK))
+    return max(1, min(most, multiprocessors(device) // -(-bands // group)))
 
 
 def _grouped(blocks: Tensor, group: int, gate: bool) -> Tensor:
