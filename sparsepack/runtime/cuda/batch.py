@@ -17,7 +17,7 @@ from sparsepack.runtime.cuda import decoder
 from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.elementwise import CHUNK, count_active, gate, norm_rows
-from sparsepack.runtime.cuda.graph import captured
+from sparsepack.runtime.cuda.graph import captured, replay
 from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.rows import product
@@ -183,7 +183,7 @@ class CudaBatch:
         if self._positions_there != self._positions:
             self._step.positions.copy_(host_memory(self._positions), non_blocking=True)
         self._ids_there = self._positions_there = None  # should what follows be interrupted
-        graph.replay()
+        replay(graph)
         self._positions = [position + 1 for position in self._positions]
         self._stepped += 1
         self._positions_there = list(self._positions)

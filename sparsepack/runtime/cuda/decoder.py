@@ -13,7 +13,7 @@ from sparsepack.runtime.cuda import rows
 from sparsepack.runtime.cuda.attention import MOST_GROUP, MOST_HEAD_DIM
 from sparsepack.runtime.cuda.choose import sampled
 from sparsepack.runtime.cuda.device import usable
-from sparsepack.runtime.cuda.graph import captured
+from sparsepack.runtime.cuda.graph import captured, replay
 from sparsepack.runtime.cuda.model import load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.sequences import counted, state_parts
@@ -114,12 +114,12 @@ class CudaDecoder:
             self._append(id, sparse)
             if how.temperature:
                 self._draw.fill_(sampler.draw())
-                self._sampler(how).replay()
+                replay(self._sampler(how))
             self._state.copy_(self._step.state, non_blocking=True)
             self._brought.record()
             if self._position < self._context:
                 self._ahead = (None, sparse)
-                self._steps[sparse].replay()
+                replay(self._steps[sparse])
             self._brought.synchronize()
         best = float(self._best)
         if not math.isfinite(best):
@@ -181,7 +181,7 @@ class CudaDecoder:
         if self._position_there != self._position:
             self._step.positions.fill_(self._position)
         self._id_there = self._position_there = None  # should what follows be interrupted
-        graph.replay()
+        replay(graph)
 
     def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
         before = self._step.active.clone()

@@ -315,10 +315,11 @@ def use(patch: pytest.MonkeyPatch) -> None:
     }.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr(decoder, "usable", lambda device: cpu)
-    patch.setattr(decoder, "captured", captured)
+    for module in (decoder, batches):
+        patch.setattr(module, "captured", captured)
+        patch.setattr(module, "replay", lambda graph: graph.replay())
     patch.setattr(decoder, "host_memory", torch.empty_like)
     patch.setattr(batches, "usable", lambda device: cpu)
-    patch.setattr(batches, "captured", captured)
     patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))
     for module, names in {
         model: (load_zigzag, load_rows, gemv),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def test_every_run_gives_the_same_bits() -> None:
     first = run(engine)
     assert all(torch.equal(run(engine), first) for _ in range(3))
     assert torch.equal(run(Engine(model(), "cuda")), first)
+
+
+def test_engines_on_streams_of_their_own_take_turns() -> None:
+    """Products of two graphs at one time would write the same words, and might wait for each other for ever."""
+    engines = [Engine(model(), "cuda") for _ in range(2)]
+    expected = [run(engine) for engine in engines]
+    found: dict[int, list[Tensor]] = {}
+    torch.cuda.synchronize()
+
+    def work(n: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            found[n] = [run(engines[n]) for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+
+    threads = [Thread(target=work, args=(n,), daemon=True) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert all(torch.equal(logits, expected[n]) for n in range(2) for logits in found[n])
 
 
 def test_steps_are_what_forced_does() -> None:
