@@ -59,8 +59,11 @@ class Variant:
         ring = max(self.stages * 2 * batch * width * self.dtype.itemsize, -(-self.group * self.head_dim // 4) * 16)
         scratch = 4 * (2 * self.group * batch + -(-self.group // 4) * 4)
         own = self.warps * (ring + scratch + 8 * self.group) + 4 * self.group * width
-        slice = -(-self.group * self.head_dim // 2 // splits)
-        return own + (8 + 8 * splits * (self.group + slice) if clusters and splits > 1 else 0)
+        return own + (8 + 8 * splits * (self.group + self.slice(splits)) if clusters and splits > 1 else 0)
+
+    def slice(self, splits: int) -> int:
+        """Pairs of a key head's result that a block combines."""
+        return -(-self.group * self.head_dim // 2 // splits)
 
 
 def attend(
@@ -119,6 +122,7 @@ def attend(
     if splits > 1 and not in_clusters:
         meet = workspace or shared_workspace(device)
         _check_workspace(meet, batch * kv_heads, splits * variant.group * (variant.head_dim + 2))
+    slice = variant.slice(splits)
     switches = [f"HANDED={int(handed)}", *(() if clusters else ("CLUSTERS=0",))]
     launch(
         kernel("attention", "attention", (*variant.defines, *switches), device.index or 0),
@@ -127,9 +131,15 @@ def attend(
         *(qkv, keys, values, positions, cos, sin, q_norm, k_norm, out),
         *((meet.partials, meet.tickets) if meet else (None, None)),
         *(kv_heads, context, window, float(eps)),
+        *(slice, _magic(splits), _magic(slice)),
         shared=variant.shared_bytes(splits, in_clusters),
         cluster=splits if in_clusters else 1,
     )
+
+
+def _magic(divisor: int) -> int:
+    """What makes a division a multiplication (`kernels/attention_rows.cuh`), as the bits of an int."""
+    return (2**32 // divisor + (2**32 % divisor > 0)) % 2**32
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime import reference
-from sparsepack.runtime.cuda.attention import MOST_SPLITS, attend, splits_for
+from sparsepack.runtime.cuda.attention import MOST_SPLITS, _magic, attend, splits_for
 from sparsepack.runtime.cuda.zigzag import workspace
 
 EPS = 1e-6
@@ -277,6 +277,14 @@ def test_positions_written_just_before_are_not_mistaken(device: torch.device) ->
     for last, out, (key, value) in zip(ends, outs, rows, strict=True):
         case.keys[:, :, last], case.values[:, :, last] = key, value
         assert_close_to_reference(replace(case, last=[last]), out)
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 11, 16, 128, 341, 2048])
+def test_divisions_are_multiplications(divisor: int) -> None:
+    """As the kernel does them, for dividends below 2^28."""
+    for dividend in (0, 1, divisor - 1, divisor, 1000 * divisor - 1, 1000 * divisor, 2**28 // divisor * divisor - 1):
+        assert dividend * (_magic(divisor) or 2**32) >> 32 == dividend // divisor
+
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const float* qkv, Stored* keys, Stored* values, const int* positions, const float* cos, const float* sin,
               const float* q_norm, const float* k_norm, float* out, float* partials, u32* tickets, int kv_heads,
-              int context, int window, float eps) {
+              int context, int window, float eps,
+              // pairs of the result that a block combines: as many as all blocks together need; for Divisor
+              int slice, u32 splits_magic, u32 slice_magic) {
     extern __shared__ __align__(16) u8 memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, b = blockIdx.z;
@@ -59,8 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int noted = fresh(positions + b);
     if (HANDED) ask();
 
-    const Divisor by_splits(splits);
-    const int slice = by_splits.into(PAIRS + splits - 1);  // of the result, that a block combines
+    const Divisor by_splits{splits, splits_magic};
 
     u8* ring = memory + warp * RING_BYTES;
     float* query = (float*)(memory + WARPS * RING_BYTES);          // [GROUP][WIDTH]
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         cluster_begun();
     }
 #endif
-    const Divisor by_slice(slice);
+    const Divisor by_slice{slice, slice_magic};
     const long long sequence = (long long)b * kv_heads + kv_head;
     keys += sequence * context * HEAD_DIM;
     values += sequence * context * HEAD_DIM;
@@ -114,6 +115,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Stored *next_key, *next_value;
     const int lane_row = warp * BATCH + lane / LANES;
     u8* const lane_ring = ring + lane * 16;
+    const auto bring_next = [&](int stage) {
+        if (warp * BATCH + stage * TURN < rows)
+            bring(lane_ring + stage * STAGE_BYTES, next_key, next_value, left, newest && stage == 0 && lane_row == 0);
+        copy_commit();
+        next_key += TURN * HEAD_DIM, next_value += TURN * HEAD_DIM, left -= TURN;
+    };
     for (;;) {
         const Share share(position, window, by_splits, split);
         rows = share.count + newest;
@@ -127,14 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             turn_cos[i] = c < HALF ? fresh(cos + at) : 0;
             turn_sin[i] = c < HALF ? fresh(sin + at) : 0;
         }
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; ++i) {
-            const bool without_new = newest && i == 0 && lane_row == 0;
-            if (warp * BATCH + i * TURN < rows)
-                bring(lane_ring + i * STAGE_BYTES, next_key, next_value, left, without_new);
-            copy_commit();
-            next_key += TURN * HEAD_DIM, next_value += TURN * HEAD_DIM, left -= TURN;
-        }
+        bring_next(0);
         if (position == position_now) break;
         position = position_now;
         copy_wait<0>();
@@ -172,6 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     let_next_begin();  // not before: see words.cuh
+    // The other batches only now: q is what everybody waits for.
+#pragma unroll
+    for (int i = 1; i < STAGES - 1; ++i) bring_next(i);
 
     const float* own_query = query + lane % LANES * CHUNK;
     float held[HELD ? GROUP : 1][LANE_CHUNKS][CHUNK];

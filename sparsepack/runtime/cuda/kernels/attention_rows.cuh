@@ -5,11 +5,10 @@
 #include "attention_layout.cuh"
 #include "words.cuh"
 
-// Division by a number known early, for dividends below 2^28.
+// Division of what is below 2^28 by a number that the host knows, too: magic = 2^32 / by, rounded up.
 struct Divisor {
     int by;
     u32 magic;
-    __device__ __forceinline__ explicit Divisor(int n) : by(n), magic(0xffffffffu / n + 1) {}
     __device__ __forceinline__ int into(int x) const { return by == 1 ? x : (int)__umulhi(x, magic); }
 };
 
