@@ -281,10 +281,10 @@ def test_positions_written_just_before_are_not_mistaken(device: torch.device) ->
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 11, 16, 128, 341, 2048])
 def test_divisions_are_multiplications(divisor: int) -> None:
-    """As the kernel does them, for dividends below 2^28."""
-    for dividend in (0, 1, divisor - 1, divisor, 1000 * divisor - 1, 1000 * divisor, 2**28 // divisor * divisor - 1):
+    """As the kernel does them: by splits of any number of positions, by slices of few pairs."""
+    most = 2**28 if divisor <= MOST_SPLITS else 2**16
+    for dividend in (0, 1, divisor - 1, divisor, 30 * divisor - 1, 30 * divisor, most // divisor * divisor - 1):
         assert dividend * (_magic(divisor) or 2**32) >> 32 == dividend // divisor
-
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 #include "attention_layout.cuh"
 #include "words.cuh"
 
-// Division of what is below 2^28 by a number that the host knows, too: magic = 2^32 / by, rounded up.
+// Division by a number that the host knows, too: magic = 2^32 / by, rounded up. Of what is below 2^28 by 16 at most, or
+// of what is below 2^16.
 struct Divisor {
     int by;
     u32 magic;
