@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.zigzag import Workspace
-from sparsepack.runtime.cuda.zigzag import workspace as shared_workspace
 
 CACHE_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """Type of cached keys and values -> the kernel's macro KV."""
@@ -66,6 +64,28 @@ class Variant:
         return -(-self.group * self.head_dim // 2 // splits)
 
 
+@dataclass(frozen=True)
+class Workspace:
+    """Where blocks meet that form no cluster. Steps on one stream may share it.
+
+    partials -- float32: for each block its heads' sums, and what they are relative to
+    tickets  -- int32 zeros, one for each key head of each sequence
+    """
+
+    partials: Tensor
+    tickets: Tensor
+
+
+@cache
+def shared_workspace(device: torch.device) -> Workspace:
+    """Room for as many blocks as `splits_for` chooses on a device, in any variant."""
+    blocks = most_blocks(multiprocessors(device))
+    return Workspace(
+        torch.empty(blocks * MOST_GROUP * (MOST_HEAD_DIM + 2), device=device),
+        torch.zeros(blocks, dtype=torch.int32, device=device),
+    )
+
+
 def attend(
     qkv: Tensor,
     keys: Tensor,
@@ -99,7 +119,7 @@ def attend(
     window         -- how many positions a query sees, its own included; 0: all
     q_norm, k_norm -- float32 [head_dim]: RMSNorm of every head before it is rotated, with `eps`
     splits         -- blocks that share a key head's positions, 1 to 16; None: as many as fill the GPU
-    workspace      -- where blocks meet that form no cluster; None: the one that all products share
+    workspace      -- where blocks meet that form no cluster; None: the one that all steps share
     clusters       -- False: as on GPUs before sm_90
     handed         -- qkv is words (`words.py`), read as soon as they are written; out may be read so in any case
 
@@ -149,10 +169,15 @@ def splits_for(rows: int, context: int, processors: int, most: int = MOST_SPLITS
     rows    -- key heads times sequences: blocks that there are with one split
     context -- positions that a query sees at most
     """
-    splits = 1
-    while 2 * splits <= most and 4 * rows * 2 * splits <= 5 * processors and context >= 2 * splits * FEWEST_POSITIONS:
+    splits, blocks = 1, most_blocks(processors)
+    while 2 * splits <= most and rows * 2 * splits <= blocks and context >= 2 * splits * FEWEST_POSITIONS:
         splits *= 2
     return splits
+
+
+def most_blocks(processors: int) -> int:
+    """That share the positions of key heads."""
+    return 5 * processors // 4
 
 
 def _checked(

@@ -16,7 +16,7 @@ from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda import decoder
 from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
 from sparsepack.runtime.cuda.device import usable
-from sparsepack.runtime.cuda.elementwise import CHUNK, count_active, gate, norm_rows
+from sparsepack.runtime.cuda.elementwise import gate, norm_rows
 from sparsepack.runtime.cuda.graph import captured, replay
 from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
@@ -27,7 +27,7 @@ from sparsepack.runtime.sampling import Sampler, not_finite
 
 
 class BatchStep(Sequences):
-    """The kernels of a token of each of several sequences: norms, gates and counts are kernels of their own."""
+    """The kernels of a token of each of several sequences: norms and gates are kernels of their own."""
 
     def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
         super().__init__(model, cache, sequences)
@@ -38,7 +38,6 @@ class BatchStep(Sequences):
         self._mixed = torch.empty(sequences, heads, device=device)
         self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
         self._mid = torch.empty(sequences, a.intermediate, device=device)
-        self._counts = torch.empty(-(-max(a.hidden, heads, a.intermediate) // CHUNK), dtype=torch.int32, device=device)
 
     def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
         norms = self._model.layers[number].norms
@@ -61,15 +60,12 @@ class BatchStep(Sequences):
         if not sparse or site.threshold is None:
             batch(site.matrix, x, y, constant=site.bias, added=added, active=active)
             return
-        counts = self._counts[: -(-x.shape[1] // CHUNK)]
-        count_active(x, site.threshold, site.offset, counts)
         batch(
             site.matrix,
             x,
             y,
             threshold=site.threshold,
             offset=site.offset,
-            counts=counts,
             constant=site.constant,
             added=added,
             active=active,

@@ -1,11 +1,9 @@
-"""Lists and counts of active columns, and gates, as kernels of their own (`kernels/collect.cu`)."""
+"""Lists of active columns, gates and norms as kernels of their own (`kernels/collect.cu`)."""
 
 import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.kernel import kernel, launch
-
-CHUNK = 256  # columns that are counted together
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,23 +23,6 @@ def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     return indices, count
 
 
-def count_active(x: Tensor, threshold: Tensor, offset: Tensor | None, counts: Tensor) -> None:
-    """Put the number of active columns of each chunk of 256 on the current stream.
-
-    x         -- float32 [columns], or [B, columns]: a column is active where it is in any of the inputs
-    threshold -- float32 [1] or [columns]
-    offset    -- float32 [columns], taken from every x before, or None
-    counts    -- int32 [columns / 256, rounded up]: the result
-    """
-    columns = x.shape[-1]
-    launch(
-        kernel("collect", "count_active", (), x.device.index or 0),
-        (len(counts),),
-        CHUNK,
-        *(x, x.numel() // columns, columns, threshold, int(threshold.numel() > 1), offset, counts),
-    )
-
-
 def gate(stacked: Tensor, activation: int, out: Tensor) -> None:
     """Put out = activation(gate) * up on the current stream.
 
@@ -52,8 +33,8 @@ def gate(stacked: Tensor, activation: int, out: Tensor) -> None:
     width = out.shape[-1]
     launch(
         kernel("collect", "gate", (), stacked.device.index or 0),
-        (-(-width // CHUNK), out.numel() // width),
-        CHUNK,
+        (-(-width // 256), out.numel() // width),
+        256,
         *(stacked, width, activation, out),
     )
 

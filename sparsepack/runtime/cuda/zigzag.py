@@ -21,9 +21,9 @@ LARGEST_FACTOR = 63  # of d: scales have 6 bits
 MOST_SPLITS = 16
 CHUNK = 32  # columns that are dealt to a block together
 MOST_ROUNDS = 8  # of a warp's chunks at a time
+MOST_VALUES = 32  # of several inputs, that a lane has at a time
 MOST_INPUTS = 8
-PARTIALS = 1 << 22
-"""Sums that blocks leave for each other: splits * rows * inputs of a product."""
+MOST_GROUP = 8  # of a matrix with room for so many
 SCRATCH_BYTES = 1 << 28
 """Of a matrix dequantised at a time."""
 
@@ -154,28 +154,11 @@ class Input:
         return self.threshold is None and self.indices is None
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Where the blocks of a product meet. Products on one stream may share it.
-
-    partials -- float32 [PARTIALS]
-    tickets  -- int32 zeros, one for each group
-    slots    -- empty words (`words.py`), PARTIALS of them
-    """
-
-    partials: Tensor
-    tickets: Tensor
-    slots: Tensor
-
-
 @cache
-def workspace(device: torch.device) -> Workspace:
-    """One for any product on a device."""
-    return Workspace(
-        torch.empty(PARTIALS, device=device),
-        torch.zeros(4096, dtype=torch.int32, device=device),
-        empty_words([PARTIALS], device)[0],
-    )
+def slots(device: torch.device) -> Tensor:
+    """Empty words (`words.py`) where the blocks of a product meet: as many as any needs. Products on one stream share
+    them."""
+    return empty_words([multiprocessors(device) * MOST_GROUP * BAND_ROWS * MOST_INPUTS], device)[0]
 
 
 def gemv(
@@ -207,10 +190,7 @@ def gemv(
         raise ValueError("a list of active columns, with a norm or an offset: the input is taken as it is")
     if activation is not None and added is not None:
         raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
-    if geometry.splits > -(-matrix.columns // CHUNK):
-        raise ValueError(f"{geometry}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
-    if geometry.splits > 1 and blocks(matrix) > multiprocessors(device):
-        raise ValueError(f"{geometry}: {blocks(matrix)} blocks that wait for each other, more than run at once")
+    _check_blocks(matrix, 1)
     launch(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
         (geometry.splits, groups),
@@ -219,7 +199,7 @@ def gemv(
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
         *(input.threshold, input.offset, input.indices, input.count),
         *(y, constant, added, squares),
-        *(active, workspace(device).slots),
+        *(active, slots(device)),
         *(emptied, 0 if emptied is None else emptied.numel()),
         shared=shared_bytes(matrix.columns, geometry),
     )
@@ -230,6 +210,22 @@ def blocks(matrix: ZigzagMatrix) -> int:
     return matrix.blocks.shape[0] * matrix.geometry.splits
 
 
+def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
+    """Raises `ValueError` where a block would have no columns, or blocks could not meet."""
+    geometry, device = matrix.geometry, matrix.blocks.device
+    if geometry.splits > -(-matrix.columns // CHUNK):
+        raise ValueError(f"{geometry}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
+    if geometry.splits == 1:
+        return
+    if blocks(matrix) > multiprocessors(device):
+        raise ValueError(f"{geometry}: {blocks(matrix)} blocks that wait for each other, more than run at once")
+    sums, room = blocks(matrix) * geometry.group * BAND_ROWS * inputs, slots(device).numel()
+    if sums > room:
+        raise ValueError(
+            f"{geometry}: {sums} sums of blocks with {inputs} inputs, more than {room}; take a group up to {MOST_GROUP}"
+        )
+
+
 def batch(
     matrix: ZigzagMatrix,
     x: Tensor,
@@ -237,7 +233,6 @@ def batch(
     *,
     threshold: Tensor | None = None,
     offset: Tensor | None = None,
-    counts: Tensor | None = None,
     constant: Tensor | None = None,
     added: Tensor | None = None,
     active: Tensor | None = None,
@@ -248,7 +243,6 @@ def batch(
     y         -- float32 [B, rows]
     threshold -- float32 [1] or [columns]: a column is active where it is in any of the inputs; None: all are
     offset    -- float32 [columns], taken from every x before
-    counts    -- int32 [columns / 256, rounded up], needed with a threshold: active columns of each 256
     constant  -- float32 [rows]
     added     -- float32 [B, rows], may be y itself
     active    -- int64 []: the number of active columns is added to it
@@ -256,31 +250,15 @@ def batch(
     device, geometry, inputs = matrix.blocks.device, matrix.geometry, len(x)
     if not 1 <= inputs <= MOST_INPUTS:
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
-    if threshold is not None and counts is None:
-        raise ValueError("a threshold without the counts of active columns")
-    if inputs * geometry.splits * matrix.blocks.shape[0] * geometry.group * BAND_ROWS > PARTIALS:
-        raise ValueError(f"{inputs} inputs of {matrix.rows} rows: too many for the workspace; take fewer at once")
-    values = {
-        "WARPS": geometry.warps,
-        "STAGES": geometry.stages,
-        "PRODUCERS": PRODUCERS,
-        "GROUP": geometry.group,
-        "DENSE": int(threshold is None),
-        "BATCH": inputs,
-        "ALIGNED": int(matrix.columns % 4 == 0 and _aligned(x, offset)),
-        "OFFSET": int(offset is not None),
-        "PER_CHANNEL": _per_channel(threshold),
-    }
-    defines = tuple(f"{name}={value}" for name, value in values.items())
-    meet = workspace(device)
+    _check_blocks(matrix, inputs)
     launch(
-        kernel("zigzag_batch", "zigzag_batch", defines, device.index or 0),
+        kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, inputs, threshold, offset), device.index or 0),
         (geometry.splits, matrix.blocks.shape[0]),
         (geometry.warps + PRODUCERS) * 32,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.half, matrix.largest_d),
-        *(x, threshold, _per_channel(threshold), offset, counts),
+        *(x, threshold, offset),
         *(y, constant, added),
-        *(active, meet.partials, meet.tickets),
+        *(active, slots(device)),
         shared=_batch_bytes(matrix, inputs),
     )
 
@@ -292,11 +270,10 @@ def most_inputs(matrix: ZigzagMatrix) -> int:
 
 
 def _batch_bytes(matrix: ZigzagMatrix, inputs: int) -> int:
-    """Dynamic shared memory of a block: the ring, later the warps' sums, and the columns and values of its units."""
+    """Dynamic shared memory of a block: the ring, later the warps' sums, and the list of its columns."""
     geometry = matrix.geometry
-    units = math.ceil(math.ceil(matrix.columns / COLUMNS) / geometry.splits)
     first = max(_ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
-    return first + 4 * COLUMNS * units * (inputs + 1)
+    return first + 4 * (inputs + 1) * CHUNK * _chunks(matrix.columns, geometry)
 
 
 def shared_bytes(columns: int, geometry: Geometry) -> int:
@@ -316,34 +293,52 @@ def _ring_bytes(geometry: Geometry) -> int:
 
 
 def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
-    geometry, listed = matrix.geometry, input.indices is not None
-    each = -(-_chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
-    turns = -(-each // MOST_ROUNDS)
+    listed = {"ROUNDS": 1, "TURNS": 1} if input.indices is not None else {}
     values = {
-        "WARPS": geometry.warps,
-        "STAGES": geometry.stages,
-        "PRODUCERS": PRODUCERS,
-        "GROUP": geometry.group,
-        "SPLITS": geometry.splits,
+        **_macros(matrix),
+        **listed,
         "GATE": int(activation is not None),
         "ACTIVATION": activation or 0,
         "DENSE": int(input.dense),
-        "LISTED": int(listed),
-        "ROUNDS": 1 if listed else -(-each // turns),
-        "TURNS": 1 if listed else turns,
+        "LISTED": int(input.indices is not None),
         "HANDED": int(input.handed),
         "NORM": int(input.norm is not None),
         "SQUARES": 0
         if input.norm is None or input.squares is None
-        else -(-input.squares.numel() // (32 * geometry.warps)),
+        else -(-input.squares.numel() // (32 * matrix.geometry.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
     }
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
-    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def _batch_defines(
+    matrix: ZigzagMatrix, inputs: int, threshold: Tensor | None, offset: Tensor | None
+) -> tuple[str, ...]:
+    values = {
+        **_macros(matrix, min(MOST_ROUNDS, MOST_VALUES // inputs)),
+        "INPUTS": inputs,
+        "DENSE": int(threshold is None),
+        "OFFSET": int(offset is not None),
+        "PER_CHANNEL": _per_channel(threshold),
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
+    """What every product with a matrix is compiled for."""
+    geometry = matrix.geometry
+    each = -(-_chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
+    turns = -(-each // most_rounds)
+    return {
+        "WARPS": geometry.warps,
+        "STAGES": geometry.stages,
+        "PRODUCERS": PRODUCERS,
+        "GROUP": geometry.group,
+        "SPLITS": geometry.splits,
+        "ROUNDS": -(-each // turns),
+        "TURNS": turns,
+    }
 
 
 def _per_channel(threshold: Tensor | None) -> int:

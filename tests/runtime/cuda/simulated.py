@@ -115,16 +115,12 @@ def batch(
     *,
     threshold: Tensor | None = None,
     offset: Tensor | None = None,
-    counts: Tensor | None = None,
     constant: Tensor | None = None,
     added: Tensor | None = None,
     active: Tensor | None = None,
 ) -> None:
     x = x if offset is None else x - offset
     on = torch.ones(x.shape[1], dtype=torch.bool) if threshold is None else (x.abs() > threshold).any(0)
-    if threshold is not None:
-        assert counts is not None
-        assert counts.tolist() == [int(chunk.sum()) for chunk in on.split(256)]
     product = torch.where(on, x, 0) @ matrix.weight.t()
     product = product if constant is None else product + constant
     y.copy_(product if added is None else product + added)
@@ -258,13 +254,6 @@ def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int,
     out.copy_(ACTIVATIONS[activation](first) * second)
 
 
-def _count_active(defines: Any, grid: Any, x: Tensor, batch: int, columns: int, *rest: Any) -> None:
-    threshold, per_channel, offset, counts = rest
-    assert (batch * columns, per_channel, grid) == (x.numel(), int(len(threshold) > 1), (len(counts),))
-    beyond = ((x.view(batch, columns) - (0 if offset is None else offset)).abs() > threshold).any(0)
-    counts.copy_(torch.stack([chunk.sum() for chunk in beyond.split(256)]))
-
-
 def _norm_rows(defines: Any, grid: Any, x: Tensor, columns: int, weight: Tensor, eps: float, out: Tensor) -> None:
     assert (*grid, columns) == x.shape == out.shape
     out.copy_(reference.rms_norm(x, weight, eps))
@@ -275,7 +264,6 @@ LAUNCHED = {
     "gate_rows": _gate_rows,
     "split_heads": _split_heads,
     "gate": _gate,
-    "count_active": _count_active,
     "norm_rows": _norm_rows,
 }
 

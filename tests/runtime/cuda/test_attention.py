@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime import reference
-from sparsepack.runtime.cuda.attention import MOST_SPLITS, _magic, attend, splits_for
-from sparsepack.runtime.cuda.zigzag import workspace
+from sparsepack.runtime.cuda.attention import MOST_SPLITS, Workspace, _magic, attend, splits_for
 
 EPS = 1e-6
 KV_HEADS = 2
@@ -345,10 +344,6 @@ def test_splits_out_of_range_are_an_error(splits: int, device: torch.device) -> 
 
 @pytest.mark.gpu
 def test_a_workspace_that_is_too_small_is_an_error(device: torch.device) -> None:
-    small = replace(
-        workspace(device),
-        partials=torch.zeros(100, device=device),
-        tickets=torch.zeros(8, device=device, dtype=torch.int32),
-    )
+    small = Workspace(torch.zeros(100, device=device), torch.zeros(8, device=device, dtype=torch.int32))
     with pytest.raises(ValueError, match="workspace: 100 partials and 8 tickets, expected 320 and 2"):
         step(SHAPES[0], [5], device).run(16, workspace=small, clusters=False)

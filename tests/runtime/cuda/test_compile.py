@@ -71,6 +71,18 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
             assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("inputs", [1, 3, 8])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel"])
+def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inputs: int, arch: int) -> None:
+    threshold = {"dense": None, "sparse": torch.empty(1), "per channel": torch.empty(9001)}[what]
+    offset = torch.empty(9001) if what == "per channel" else None
+    for geometry in (Geometry(1, 8, 24, 1), Geometry(2, 8, 16, 16), Geometry(8, 8, 4, 20)):
+        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, geometry, 0, 1.0, 1.0, 1.0)
+        defines = zigzag._batch_defines(matrix, inputs, threshold, offset)
+        assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
+
+
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     code = cubin("collect", 80)
     monkeypatch.setattr(compiler, "_compiled", lambda *_: pytest.fail("compiled again"))

@@ -5,7 +5,15 @@ import torch
 
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.geometry import Geometry
-from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, default_geometry, most_inputs, shared_bytes
+from sparsepack.runtime.cuda.zigzag import (
+    Input,
+    ZigzagMatrix,
+    batch,
+    default_geometry,
+    gemv,
+    most_inputs,
+    shared_bytes,
+)
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
 """Multiprocessors, and KiB of shared memory that a block may have."""
@@ -52,7 +60,7 @@ def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPa
         assert default_geometry(bands, columns, torch.device("cuda"), gate) == Geometry(2, 8, 16, splits)
 
 
-@pytest.mark.parametrize(("gpu", "inputs"), [("H100", 8), ("A100", 4), ("RTX 4090", 4), ("A10", 2)])
+@pytest.mark.parametrize(("gpu", "inputs"), [("H100", 8), ("A100", 4), ("RTX 4090", 4), ("A10", 1)])
 def test_how_many_sequences_of_8_billion_parameters_run_together(
     gpu: str, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +71,28 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
         geometry = default_geometry(rows // 256, columns, torch.device("cuda"), gate)
         found.append(most_inputs(ZigzagMatrix(torch.empty(0), rows, columns, geometry, 0, 1.0, 1.0, 1.0)))
     assert min(found) == inputs
+
+
+def test_products_whose_blocks_cannot_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(zigzag, "slots", zigzag.slots.__wrapped__)
+    x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
+
+    def matrix(groups: int, geometry: Geometry) -> ZigzagMatrix:
+        return ZigzagMatrix(torch.empty(groups, 0), 3 * 256, 96, geometry, 0, 1.0, 1.0, 1.0)
+
+    for geometry, groups, message in (
+        (Geometry(1, 8, 8, 4), 3, "more splits than 96 columns have chunks of 32"),
+        (Geometry(1, 8, 8, 3), 3, "9 blocks that wait for each other, more than run at once"),
+        (Geometry(16, 16, 4, 3), 2, "196608 sums of blocks with 8 inputs, more than 98304; take a group up to 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch(matrix(groups, geometry), x, y)
+    with pytest.raises(ValueError, match="9 inputs, expected 1 to 8"):
+        batch(matrix(1, Geometry(1, 8, 8, 1)), torch.zeros(9, 96), y)
+    for geometry, groups in ((Geometry(1, 8, 8, 4), 3), (Geometry(1, 8, 8, 3), 3)):
+        with pytest.raises(ValueError, match=r"splits|wait for each other"):
+            gemv(matrix(groups, geometry), Input(x[0]), y[0])
 
 
 def test_impossible_geometries_are_refused() -> None:

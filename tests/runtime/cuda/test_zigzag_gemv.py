@@ -13,7 +13,7 @@ from sparsepack.runtime.cuda import zigzag as cuda
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.kernel import multiprocessors
 from sparsepack.runtime.cuda.words import EMPTY, empty_words
-from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, load_zigzag, workspace
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, load_zigzag, most_inputs, slots
 from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
 
 pytestmark = [
@@ -60,14 +60,14 @@ def assert_close(found: Tensor, expected: Tensor, limit: float = LIMIT) -> None:
 @pytest.fixture
 def no_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of older GPUs runs on newer ones, too."""
-    defines = cuda._defines
-    monkeypatch.setattr(cuda, "_defines", lambda *args: (*defines(*args), "BULK=0"))
+    macros = cuda._macros
+    monkeypatch.setattr(cuda, "_macros", lambda *args: {**macros(*args), "BULK": 0})
 
 
 @pytest.fixture(autouse=True)
 def slots_become_empty() -> Iterator[None]:
     yield
-    assert bool((workspace(torch.device("cuda", 0)).slots == EMPTY).all())
+    assert bool((slots(torch.device("cuda", 0)) == EMPTY).all())
 
 
 def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> ZigzagMatrix:
@@ -180,6 +180,8 @@ def test_what_a_product_cannot_do_is_refused() -> None:
     few, x, y = load_zigzag(random_matrix(512, 64), "cuda", Geometry(2, 8, 16, 3)), normal(64), normal(512)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
         gemv(few, Input(x), y)
+    with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
+        batch(few, x[None], y[None])
     one = load_zigzag(random_matrix(512, 64), "cuda", Geometry(2, 8, 16, 1))
     with pytest.raises(ValueError, match="the input is taken as it is"):
         gemv(one, Input(x, norm=x, indices=x.int(), count=x[0].int()), y)
@@ -193,32 +195,68 @@ def test_more_blocks_than_run_at_once_are_refused() -> None:
     matrix = load_zigzag(random_matrix(256 * 100, 512), "cuda", Geometry(1, 8, 8, 16))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
         gemv(matrix, Input(normal(512)), torch.empty(256 * 100, device="cuda"))
+    with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
+        batch(matrix, normal(2, 512), torch.empty(2, 256 * 100, device="cuda"))
 
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("geometry", [GEOMETRIES[1], GEOMETRIES[2], GEOMETRIES[4]], ids=str)
-def test_several_inputs_share_their_active_columns(geometry: Geometry, inputs: int, gate: bool) -> None:
+@pytest.mark.parametrize(
+    ("geometry", "columns"),
+    [(GEOMETRIES[0], 40), (GEOMETRIES[1], 700), (GEOMETRIES[2], 3001), (GEOMETRIES[3], 513), (GEOMETRIES[4], 700)],
+    ids=str,
+)
+def test_several_inputs_share_their_active_columns(geometry: Geometry, columns: int, inputs: int, gate: bool) -> None:
     if gate and geometry.group == 1:
         pytest.skip("gate and up need an even group")
-    rows, columns = (1536, 700) if gate else (1100, 700)
+    rows = 1536 if gate else 1100
     stored = random_matrix(rows, columns)
-    matrix, w = load_zigzag(stored, "cuda", geometry, gate=gate), weights(stored)
+    matrix, w = loaded(stored, geometry, gate), weights(stored)
+    if inputs > most_inputs(matrix):
+        pytest.skip("more inputs than this GPU's shared memory takes")
     x = normal(inputs, columns) * 10.0 ** torch.arange(inputs, device="cuda")[:, None]
-    constant, offset = normal(rows, seed=1), normal(columns, seed=2)
+    constant, offset, added = normal(rows, seed=1), normal(columns, seed=2), normal(inputs, rows, seed=3)
+    active = torch.zeros((), dtype=torch.int64, device="cuda")
     y = torch.full((inputs, rows), float("nan"), device="cuda")
-    batch(matrix, x, y, constant=constant)
+
+    batch(matrix, x, y, constant=constant, active=active)
     for found, one in zip(y, x, strict=True):
         assert_close(found, w @ one.double() + constant)
+    assert int(active) == columns
 
-    threshold, counts = torch.tensor([1.5], device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
     shifted = x - offset
-    union = (shifted.abs() > threshold).any(0)
-    padded = torch.cat([union, union.new_zeros(-columns % 256)])
-    counts.copy_(padded.view(-1, 256).sum(1))
-    active = torch.zeros((), dtype=torch.int64, device="cuda")
-    added = y.clone()
-    batch(matrix, x, y, threshold=threshold, offset=offset, counts=counts, added=y, active=active)
-    for found, one, before in zip(y, shifted, added, strict=True):
-        assert_close(found, w @ torch.where(union, one, 0).double() + before.double())
-    assert int(active) == int(union.sum())
+    one_limit, limits = torch.tensor([1.5], device="cuda"), 4 * normal(columns, seed=4).abs()
+    everything, nothing = one_limit - 9, one_limit + torch.inf
+    for threshold in (one_limit, everything, nothing, limits):
+        union = (shifted.abs() > threshold).any(0)
+        y.copy_(added)
+        active.zero_()
+        batch(matrix, x, y, threshold=threshold, offset=offset, constant=constant, added=y, active=active)
+        for found, one, before in zip(y, shifted, added, strict=True):
+            assert_close(found, w @ torch.where(union, one, 0).double() + constant.double() + before.double())
+        assert int(active) == int(union.sum())
+
+    first = y.clone()
+    for _ in range(3):
+        batch(matrix, x, y, threshold=limits, offset=offset, constant=constant, added=added)
+        assert torch.equal(y, first)
+
+
+@pytest.mark.usefixtures("no_copy_engine")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_several_inputs_without_the_copy_engine(geometry: Geometry) -> None:
+    test_several_inputs_share_their_active_columns(geometry, 700, 3, gate=False)
+
+
+def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
+    stored = random_matrix(1100, 1100)
+    one, several = loaded(stored, GEOMETRIES[1]), loaded(stored, GEOMETRIES[2])
+    x, w = normal(8, 1100), weights(stored)
+    y, alone = torch.empty(8, 1100, device="cuda"), torch.empty(1100, device="cuda")
+    for _ in range(20):
+        batch(several, x, y)
+        gemv(one, Input(x[0]), alone)
+        batch(one, x[:3], y[:3])
+    assert_close(alone, w @ x[0].double())
+    for found, input in zip(y, x, strict=True):
+        assert_close(found, w @ input.double())

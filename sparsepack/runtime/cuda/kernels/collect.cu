@@ -1,8 +1,8 @@
-// Lists and counts of active columns, gates and norms as kernels of their own; where a decoder has one sequence, its
-// products do all that themselves, but for gates whose rows do not fill whole bands.
+// Lists of active columns, gates and norms as kernels of their own; where a decoder has one sequence, its products do
+// all that themselves, but for gates whose rows do not fill whole bands.
 
-#include "union.cuh"
 #include "activations.cuh"
+#include "common.cuh"
 
 // indices[i], count: the active columns of x [columns] in ascending order, as `reference.collect` lists them.
 // Grid: 1 block of 1024 threads; each round takes 1024 columns.
@@ -32,32 +32,12 @@ extern "C" __global__ void __launch_bounds__(1024) collect(
     if (threadIdx.x == 0) *count = before;
 }
 
-// counts[c]: how many columns of chunk c of x [batch][columns] are active in any of the inputs.
-// Grid: a block of 256 threads for each chunk.
-extern "C" __global__ void __launch_bounds__(CHUNK) count_active(
-    const float* x, int batch, int columns, const float* threshold, int per_channel, const float* offset,
-    int* counts) {
-    let_next_begin();
-    after_previous();
-    const int k = blockIdx.x * CHUNK + threadIdx.x;
-    bool active = false;
-    if (k < columns) {
-        for (int b = 0; b < batch; ++b) {
-            float d = fresh(x + (long long)b * columns + k);
-            if (offset) d -= offset[k];
-            active |= fabsf(d) > threshold[per_channel ? k : 0];
-        }
-    }
-    const int found = __syncthreads_count(active);
-    if (threadIdx.x == 0) counts[blockIdx.x] = found;
-}
-
 // out [batch][width] = activation(gate) * up of stacked [batch][2 width].
 // Grid: (chunks of 256, batch).
-extern "C" __global__ void __launch_bounds__(CHUNK) gate(const float* stacked, int width, int activation, float* out) {
+extern "C" __global__ void __launch_bounds__(256) gate(const float* stacked, int width, int activation, float* out) {
     let_next_begin();
     after_previous();
-    const int i = blockIdx.x * CHUNK + threadIdx.x;
+    const int i = blockIdx.x * 256 + threadIdx.x;
     if (i >= width) return;
     const float* x = stacked + (long long)blockIdx.y * 2 * width;
     out[(long long)blockIdx.y * width + i] = __fmul_rn(activated(activation, fresh(x + i)), fresh(x + width + i));

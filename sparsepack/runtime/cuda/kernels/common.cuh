@@ -123,14 +123,6 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
     } while (!done);
 }
 
-// Arrive at a counter of the whole GPU, after and before everything that the block wrote and will read: one thread does
-// it between two barriers of the block. Returns how many came before.
-__device__ __forceinline__ u32 arrive_at(u32* counter) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
-}
-
 // Add to a counter of the whole GPU.
 __device__ __forceinline__ void add(u64* counter, int n) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"((u64)n) : "memory");

@@ -7,8 +7,9 @@
 //     block       |    0    |    1     | ..               |    0    | ...
 //
 // A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of
-// active columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units of
-// 16 by columns with value 0.
+// active columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units
+// of 16 by columns with value 0. Inputs that are multiplied together share the list: a column is active where it is in
+// any of them.
 
 #pragma once
 
@@ -19,7 +20,7 @@
 //         at a time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the
 //         kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of squares a thread
 //         takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x; PER_CHANNEL 1: a
-//         threshold for each column
+//         threshold for each column; INPUTS: how many are multiplied together, 1 with NORM or HANDED
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
@@ -30,10 +31,14 @@
 #define OFFSET 1
 #define PER_CHANNEL 1
 #endif
+#ifndef INPUTS
+#define INPUTS 1
+#endif
+static_assert(INPUTS == 1 || !NORM && !HANDED, "a norm, or words, of one input");
 
 static constexpr int CHUNK = 32;
 
-// What a site does with its input, float32 [columns].
+// What a site does with its inputs, float32 [INPUTS][columns].
 struct Site {
     const float* x;
     int columns;
@@ -64,29 +69,41 @@ struct Deal {
     }
 };
 
-// Active columns: entry i is column index[i], with value[i].
+// Active columns: entry i is column index[i]; input b has value[b * stride + i] there.
 struct List {
     float* value;
     int* index;
-    int count;
+    int stride, count;
 
-    __device__ __forceinline__ void put(int i, float v, int k) const { value[i] = v, index[i] = k; }
+    // Entry i: the inputs have v(b) at column k.
+    template <typename Value> __device__ __forceinline__ void put(int i, Value v, int k) const {
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) value[b * stride + i] = v(b);
+        index[i] = k;
+    }
     // The same where `is`, without a branch, which compilers would make of it.
-    __device__ __forceinline__ void put_if(u32 is, int i, float v, int k) const {
+    template <typename Value> __device__ __forceinline__ void put_if(u32 is, int i, Value v, int k) const {
         asm volatile(
-            "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n@p st.shared.u32 [%3], %4;\n}" ::"r"(is),
-            "r"(shared_address(value + i)), "f"(v), "r"(shared_address(index + i)), "r"(k)
+            "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
+            "@p st.shared.f32 [%1], %2;\n@p st.shared.u32 [%3], %4;\n}" ::"r"(is),
+            "r"(shared_address(value + i)), "f"(v(0)), "r"(shared_address(index + i)), "r"(k)
             : "memory");
+#pragma unroll
+        for (int b = 1; b < INPUTS; ++b) {
+            asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n}" ::"r"(is),
+                         "r"(shared_address(value + b * stride + i)), "f"(v(b))
+                         : "memory");
+        }
     }
     // Up to a whole unit. For all threads of a block.
     __device__ __forceinline__ void fill_up() const {
-        if (threadIdx.x < (-count & (COLUMNS - 1))) put(count + threadIdx.x, 0, 0);
+        if (threadIdx.x < (-count & (COLUMNS - 1))) put(count + threadIdx.x, [](int) { return 0.0f; }, 0);
     }
 };
 
-// A warp's inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
+// A warp's part of the inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
 struct Inputs {
-    float v[ROUNDS], norm[ROUNDS], least[ROUNDS], offset[ROUNDS];
+    float v[INPUTS][ROUNDS], norm[ROUNDS], least[ROUNDS], offset[ROUNDS];
 
     __device__ __forceinline__ static bool real(const Deal& deal, int chunk, int k) {
         return chunk < deal.chunks && k < deal.columns;
@@ -120,10 +137,14 @@ struct Inputs {
             wait_for(both, at);
         } else {
 #pragma unroll
-            for (int r = 0; r < ROUNDS + PARTS; ++r) both[r] = at(r) ? fresh(at(r)) : 0;
+            for (int r = 0; r < ROUNDS + PARTS; ++r) {
+                both[r] = at(r) ? fresh(at(r)) : 0;
+#pragma unroll
+                for (int b = 1; b < INPUTS; ++b) v[b][r] = at(r) ? fresh(at(r) + b * site.columns) : 0;
+            }
         }
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) v[r] = both[r];
+        for (int r = 0; r < ROUNDS; ++r) v[0][r] = both[r];
 #pragma unroll
         for (int r = 0; r < PARTS; ++r) sum += both[ROUNDS + r];
         return sum;
@@ -131,11 +152,27 @@ struct Inputs {
 
     __device__ __forceinline__ void finish(float scale) {
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            if (NORM) v[r] *= scale * norm[r];
-            if (OFFSET) v[r] -= offset[r];
+        for (int b = 0; b < INPUTS; ++b) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                if (NORM) v[b][r] *= scale * norm[r];
+                if (OFFSET) v[b][r] -= offset[r];
+            }
         }
     }
+
+    // Is the lane's column of a round active?
+    __device__ __forceinline__ bool active(int r, float limit) const {
+        bool is = false;
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) is |= fabsf(v[b][r]) > (PER_CHANNEL ? least[r] : limit);
+        return is;
+    }
+};
+
+// For each input, the largest magnitude that a thread has seen.
+struct Peaks {
+    float of[INPUTS] = {};
 };
 
 // A thread's share of the sum of x^2.
@@ -149,11 +186,11 @@ template <int THREADS> __device__ __forceinline__ float own_squares(const Site& 
     return sum;
 }
 
-// Lists the active columns of a block, or with ALL the values of all of them; returns the largest magnitude that the
-// thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float.
-// before_input() is called once everything that may be loaded before the input is on its way.
+// Lists the active columns of a block, or with ALL the values of all of them. For BLOCK_WARPS warps. found: an integer
+// of shared memory for each warp; sums: likewise a float. before_input() is called once everything that may be loaded
+// before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
-__device__ __forceinline__ float deal_out(
+__device__ __forceinline__ Peaks deal_out(
     const Site& site, const Deal& deal, List& list, int* found, float* sums, BeforeInput before_input) {
     constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -172,7 +209,7 @@ __device__ __forceinline__ float deal_out(
         for (int w = 0; w < BLOCK_WARPS; ++w) squares += sums[w];
         scale = rsqrtf(squares * share + site.eps);
     }
-    float peak = 0;
+    Peaks peaks;
     list.count = 0;
 #pragma unroll 1
     for (int turn = 0; turn < TURNS; ++turn) {
@@ -187,9 +224,13 @@ __device__ __forceinline__ float deal_out(
             for (int r = 0; r < ROUNDS; ++r) {
                 const int chunk = first + r;
                 if (chunk >= deal.chunks) continue;
-                const float v = deal.column(chunk) + lane < deal.columns ? in.v[r] : 0;
-                list.value[chunk * CHUNK + lane] = v;
-                peak = fmaxf(peak, fabsf(v));
+                const bool is = deal.column(chunk) + lane < deal.columns;
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) {
+                    const float v = is ? in.v[b][r] : 0;
+                    list.value[b * list.stride + chunk * CHUNK + lane] = v;
+                    peaks.of[b] = fmaxf(peaks.of[b], fabsf(v));
+                }
             }
             continue;
         }
@@ -197,9 +238,11 @@ __device__ __forceinline__ float deal_out(
         int mine = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            const bool is = Inputs::real(deal, first + r, deal.column(first + r) + lane) &&
-                            fabsf(in.v[r]) > (PER_CHANNEL ? in.least[r] : limit);
-            if (is) peak = fmaxf(peak, fabsf(in.v[r]));
+            const bool is = Inputs::real(deal, first + r, deal.column(first + r) + lane) && in.active(r, limit);
+            if (is) {
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) peaks.of[b] = fmaxf(peaks.of[b], fabsf(in.v[b][r]));
+            }
             masks[r] = __ballot_sync(ALL_LANES, is);
             mine += __popc(masks[r]);
         }
@@ -213,7 +256,8 @@ __device__ __forceinline__ float deal_out(
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            list.put_if(masks[r] >> lane & 1, at + before(masks[r]), in.v[r], deal.column(first + r) + lane);
+            const auto v = [&](int b) { return in.v[b][r]; };
+            list.put_if(masks[r] >> lane & 1, at + before(masks[r]), v, deal.column(first + r) + lane);
             at += __popc(masks[r]);
         }
         if (turn + 1 < TURNS) sync_first<THREADS>();
@@ -223,5 +267,5 @@ __device__ __forceinline__ float deal_out(
     } else {
         list.fill_up();
     }
-    return peak;
+    return peaks;
 }

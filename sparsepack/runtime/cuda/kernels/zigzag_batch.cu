@@ -1,8 +1,8 @@
-// Y = X[:, active] W[:, active]^T for BATCH inputs that share their active columns: those that are active in any of
+// Y = X[:, active] W[:, active]^T for INPUTS inputs that share their active columns: those that are active in any of
 // them. The matrix lies as zigzag.cuh shows, and is read once for all.
 //
-// Grid: (SPLITS, groups); union.cuh says how they share the columns. On the tensor
-// cores:
+// Grid: (SPLITS, groups). deal.cuh says which columns a block takes, meet.cuh how blocks come to their sums. On the
+// tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = q * scale, exact: up to 15 * 63, times 2^-24
 //                    B [16 columns, 8]       = x d, n = input, as the sum of two float16
@@ -11,7 +11,7 @@
 // (g / 2) and 2 (g / 2) + 1, and computes B for input g. Minima are a product of their own: A [sub-block, column] =
 // min, B = x dmin. Sums: over the columns of a warp, the warps of a block, the blocks of a group, each in order.
 //
-// Macros: those of zigzag.cuh; BATCH 1 to 8
+// Macros: those of zigzag.cuh and deal.cuh; INPUTS 1 to 8, without a norm and not handed on
 
 #ifndef WARPS
 #define WARPS 8
@@ -19,11 +19,19 @@
 #define GROUP 2
 #define DENSE 0
 #define PRODUCERS 4
-#define BATCH 8
+#define INPUTS 8
+#define SPLITS 2
+#define ROUNDS 2
+#define TURNS 1
+#define OFFSET 1
+#define PER_CHANNEL 1
 #endif
+#define HANDED 0
+#define NORM 0
+#define SQUARES 0
 
-#include "union.cuh"
-#include "zigzag.cuh"
+#include "deal.cuh"
+#include "meet.cuh"
 
 struct BatchSums {
     float low[8][4], high[8][4];  // of two bytes' nibbles
@@ -100,8 +108,9 @@ __device__ __forceinline__ void multiply(BatchSums& sums, const u8* stage, const
     }
 }
 
-// The 256 rows of a warp's band for each input into shared memory: [BATCH][256]. inverses: of the scales.
-__device__ __forceinline__ void deposit(const BatchSums& sums, const float* inverses, float* rows) {
+// The 256 rows of a warp's band for each input into shared memory: [INPUTS][256]. inverse: of the scale of the lane's
+// input.
+__device__ __forceinline__ void deposit(const BatchSums& sums, float inverse, float* rows) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -110,149 +119,144 @@ __device__ __forceinline__ void deposit(const BatchSums& sums, const float* inve
         const float mine = sums.minimum[i] * NIBBLE;
         const float low = __shfl_sync(ALL_LANES, mine, (g & ~1) * 4 + t);
         const float high = __shfl_sync(ALL_LANES, mine, (g | 1) * 4 + t);
-        if (input >= BATCH) continue;
+        const float factor = __shfl_sync(ALL_LANES, inverse, input * 4);
+        if (input >= INPUTS) continue;
         float* at = rows + input * BAND_ROWS + 64 * (g / 2) + 16 * (g & 1);
-        const float inverse = inverses[input];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             *(float2*)(at + 2 * j) = make_float2(
-                (sums.low[j][i] * NIBBLE - low) * inverse, (sums.low[j][2 + i] * NIBBLE - low) * inverse);
+                (sums.low[j][i] * NIBBLE - low) * factor, (sums.low[j][2 + i] * NIBBLE - low) * factor);
             *(float2*)(at + 32 + 2 * j) = make_float2(
-                (sums.high[j][i] * (NIBBLE / 16) - high) * inverse,
-                (sums.high[j][2 + i] * (NIBBLE / 16) - high) * inverse);
+                (sums.high[j][i] * (NIBBLE / 16) - high) * factor,
+                (sums.high[j][2 + i] * (NIBBLE / 16) - high) * factor);
         }
     }
 }
 
-// The output row of a group's row, or -1 for padding. half: bands of gate, where each group has as many of gate as of
-// up.
-__device__ __forceinline__ int row_of(int group, int r, int half, int rows) {
-    if (!half) return group * ROWS + r < rows ? group * ROWS + r : -1;
-    const int slot = r / BAND_ROWS, each = GROUP / 2, band = group * each + slot % each;
-    return band < half ? (band + slot / each * half) * BAND_ROWS + r % BAND_ROWS : -1;
+// The output row of row r of a group's band `slot`, or -1 for padding. half: bands of gate, where each group has as
+// many of gate as of up.
+__device__ __forceinline__ int row_of(int group, int slot, int r, int half, int rows) {
+    if (!half) {
+        const int row = (group * GROUP + slot) * BAND_ROWS + r;
+        return row < rows ? row : -1;
+    }
+    const int each = GROUP / 2, band = group * each + slot % each;
+    return band < half ? (band + slot / each * half) * BAND_ROWS + r : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * PRODUCERS, 1) zigzag_batch(
+static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, int half, float largest_d,
-    // x [BATCH][columns]; counts [columns / 256, rounded up], of columns that are active in any of them
-    const float* x, const float* threshold, int per_channel, const float* offset, const int* counts,
-    // y [BATCH][rows] = product + constant + added
+    // x [INPUTS][columns]
+    const float* x, const float* threshold, const float* offset,
+    // y [INPUTS][rows] = product + constant + added
     float* y, const float* constant, const float* added,
-    // sums of active columns; where blocks meet: [groups][splits][BATCH][ROWS], zeros [groups]
-    u64* active, float* partials, u32* tickets) {
+    // sums of active columns; where blocks meet: [groups][SPLITS][GROUP][INPUTS][256]
+    u64* active, float* slots) {
     extern __shared__ uint4 memory[];
-    __shared__ float peaks[WARPS], scales[8], inverses[8];
+    __shared__ float peaks[WARPS][INPUTS];
+    __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
     __shared__ int plan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
-    const int split = blockIdx.x, splits = gridDim.x, group = blockIdx.y;
+    const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
+    const Deal deal(columns, split);
 
-    // ring [STAGES], later sums [WARPS][BATCH][256]; values [BATCH]; indices
+    // ring [STAGES], later sums [WARPS][INPUTS][256]; list
     u8* ring = (u8*)memory;
     float* own = (float*)memory;
-    constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * BATCH * BAND_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
-    Part part;
-    part.stride = ((columns + COLUMNS - 1) / COLUMNS + splits - 1) / splits * COLUMNS;
-    part.value = (float*)(ring + FIRST);
-    part.index = (u32*)(part.value + BATCH * part.stride);
+    constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * BAND_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
+    const int most = Deal::most(columns);
+    float* values = (float*)(ring + FIRST);
+    List list{values, (int*)(values + INPUTS * most), most, 0};
 
     let_next_begin();
-    const Site site{x, columns, threshold, per_channel, offset};
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, (int*)part.index};
-    if (brings) stream.set_up();
-    __syncthreads();
-#if DENSE
-    part.divide(columns);
-    stream.column = part.first;
-    stream.step = 32;
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
+    stream.column = deal.column(0);
+    stream.step = SPLITS * CHUNK;
     stream.last = columns - 1;
-    stream.units = part.units;
-#endif
-    if (!brings) {
-        const float limit = threshold && !per_channel ? *threshold : 0;
-        after_previous();
-#if DENSE
-        float peak = every<WARPS, BATCH>(site, part);
-#else
-        float peak = counted<WARPS, BATCH>(site, limit, counts, part);
-#endif
-        part.fill_up(BATCH);
-        peak = warp_max(peak);
-        if (lane == 0) peaks[warp] = peak;
-        if (threadIdx.x == 0) plan = part.units;
+    Peaks peak;
+    if (brings) {  // while the input is not there yet
+        stream.set_up();
+    } else {
+        const Site site{x, columns, nullptr, 0, nullptr, 0, threshold, offset};
+        peak = deal_out<WARPS, DENSE>(site, deal, list, found, nullptr, [] { after_previous(); });
+        if (threadIdx.x == 0) plan = units(list.count);
     }
-#if DENSE
-    if (!brings) sync_first<THREADS>();
-#else
-    __syncthreads();
-    stream.units = plan;
-#endif
+    if (brings && DENSE) {  // which need not wait for the input
+        arrive<OF_ALL, ALL_THREADS>();
+        sync<OF_LAST, 32 * PRODUCERS>();
+    } else {
+        sync<OF_ALL, ALL_THREADS>();
+    }
+    stream.units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : plan;
     if (brings) {
         stream.run();
         return;
     }
 
     // Each input has a scale of its own: the largest of them must not cost the others their precision.
-    if (warp < BATCH) {
-        for (int b = warp; b < BATCH; b += WARPS) {
-            float largest = 0;
-            for (int i = lane; i < part.units * COLUMNS; i += 32)
-                largest = fmaxf(largest, fabsf(part.value[b * part.stride + i]));
-            const int exponent = exponent_for(warp_max(largest) * largest_d);
-            if (lane == 0) {
-                scales[b] = power_of_two(exponent);
-                inverses[b] = power_of_two(-exponent);
-            }
-        }
+#pragma unroll
+    for (int b = 0; b < INPUTS; ++b) {
+        const float largest = warp_max(peak.of[b]);
+        if (lane == 0) peaks[warp][b] = largest;
     }
     sync_first<THREADS>();
     const int input = lane / 4;
-    const float scale = input < BATCH ? scales[input] : 0;
+    float largest = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, input < INPUTS ? peaks[w][input] : 0);
+    const int exponent = exponent_for(largest * largest_d);
+    const float* value = input < INPUTS ? list.value + input * list.stride : nullptr;
     BatchSums sums = {};
 #pragma unroll 1
-    for (int i = set; i < part.units; i += SETS) {
+    for (int i = set; i < stream.units; i += SETS) {
         const int stage = i % STAGES;
         barrier_wait(full + stage, i / STAGES & 1);
-        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES,
-            input < BATCH ? part.value + input * part.stride + i * COLUMNS : nullptr, scale);
+        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, value ? value + i * COLUMNS : nullptr,
+            power_of_two(exponent));
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + stage);
     }
     sync_first<THREADS>();  // the ring is read
-    deposit(sums, inverses, own + warp * BATCH * BAND_ROWS);
+    deposit(sums, power_of_two(-exponent), own + warp * INPUTS * BAND_ROWS);
     sync_first<THREADS>();
 
-    for (int i = threadIdx.x; i < BATCH * ROWS; i += THREADS) {
-        const int b = i / ROWS, r = i % ROWS, row = row_of(group, r, half, rows);
-        float sum = 0;
+    constexpr int COUNT = INPUTS * ROWS;
+    float* shared_slots = slots + group * SPLITS * COUNT;
+    add_up<COUNT>(own, shared_slots + split * COUNT);
+
+    // The block's share of the sums, as many of a thread's together as make up to 16 words, since each waits for them.
+    const Share<COUNT> share(split);
+    constexpr int MINE = (share.EACH + THREADS - 1) / THREADS, MOST = SPLITS < 16 ? 16 / SPLITS : 1;
+    constexpr int ONCE = MINE < MOST ? MINE : MOST;
+#pragma unroll 1
+    for (int first = share.begin + threadIdx.x; first < share.end; first += ONCE * THREADS) {
+        const int places = (share.end - first + THREADS - 1) / THREADS;
+        float sum[ONCE] = {}, always[ONCE] = {}, before[ONCE] = {};
+        int to[ONCE];  // in y
 #pragma unroll
-        for (int w = 0; w < SETS; ++w)
-            sum += own[((w * GROUP + r / BAND_ROWS) * BATCH + b) * BAND_ROWS + r % BAND_ROWS];
-        if (splits > 1) {
-            partials[((u64)group * splits + split) * BATCH * ROWS + i] = sum;
-        } else if (row >= 0) {
-            if (constant) sum += constant[row];
-            y[(u64)b * rows + row] = added ? sum + fresh(added + (u64)b * rows + row) : sum;
+        for (int j = 0; j < ONCE; ++j) {
+            const int i = first + j * THREADS, slot = i / (INPUTS * BAND_ROWS), b = i / BAND_ROWS % INPUTS;
+            const int row = j < places ? row_of(group, slot, i % BAND_ROWS, half, rows) : -1;
+            to[j] = row < 0 ? -1 : b * rows + row;
+            if (constant && row >= 0) always[j] = constant[row];
+            if (added && row >= 0) before[j] = fresh(added + to[j]);
+        }
+        if (SPLITS > 1) {
+            take<COUNT, ONCE, THREADS>(shared_slots + first, sum, places);
+        } else {
+#pragma unroll
+            for (int j = 0; j < ONCE; ++j) {
+                if (j < places) sum[j] = own[first + j * THREADS];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < ONCE; ++j) {
+            if (to[j] >= 0) y[to[j]] = sum[j] + always[j] + before[j];
         }
     }
-    if (active && split + group == 0 && threadIdx.x == 0) *active += part.count;
-    if (splits == 1) return;
-    __shared__ int last;
-    sync_first<THREADS>();
-    if (threadIdx.x == 0) {
-        last = arrive_at(tickets + group) == splits - 1;
-        if (last) tickets[group] = 0;
-    }
-    sync_first<THREADS>();
-    if (!last) return;
-    for (int i = threadIdx.x; i < BATCH * ROWS; i += THREADS) {
-        const int b = i / ROWS, row = row_of(group, i % ROWS, half, rows);
-        if (row < 0) continue;
-        float sum = 0;
-#pragma unroll 8
-        for (int s = 0; s < splits; ++s) sum += fresh(partials + ((u64)group * splits + s) * BATCH * ROWS + i);
-        if (constant) sum += constant[row];
-        y[(u64)b * rows + row] = added ? sum + fresh(added + (u64)b * rows + row) : sum;
-    }
+    if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);
 }

@@ -33,7 +33,7 @@
 #endif
 
 #include "deal.cuh"
-#include "zigzag.cuh"
+#include "meet.cuh"
 
 struct Sums {
     float c[8][4];
@@ -149,45 +149,13 @@ template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
     for (int i = threadIdx.x; i < list.count; i += BLOCK_WARPS * 32) {
         const int k = fresh(indices + first + i);
         const float v = fresh(x + k);
-        list.put(i, v, k);
+        list.put(i, [&](int) { return v; }, k);
         peak = fmaxf(peak, fabsf(v));
     }
     list.fill_up();
     return peak;
 }
 #endif
-
-// Sums, in order, of the words that the blocks of a group wrote ROWS apart, in COUNT places of them, APART from each
-// other. The words are empty then.
-template <int COUNT, int APART> __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT]) {
-    constexpr int ONCE = SPLITS <= 16 ? SPLITS : 16;
-#pragma unroll 1
-    for (int first = 0; first < SPLITS; first += ONCE, slot += ONCE * ROWS) {
-        float values[ONCE][COUNT];
-        bool missing;
-        do {
-            missing = false;
-#pragma unroll
-            for (int s = 0; s < ONCE; ++s) {
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) {
-                    const u32 word = SPLITS % ONCE && first + s >= SPLITS ? 0 : read_word(slot + s * ROWS + i * APART);
-                    values[s][i] = __uint_as_float(word);
-                    missing |= word == EMPTY;
-                }
-            }
-        } while (missing);
-#pragma unroll
-        for (int s = 0; s < ONCE; ++s) {
-            if (SPLITS % ONCE && first + s >= SPLITS) break;
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                sums[i] += values[s][i];
-                *(u32*)(slot + s * ROWS + i * APART) = EMPTY;
-            }
-        }
-    }
-}
 
 static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
 
@@ -217,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     u8* ring = (u8*)memory;
     float* own = (float*)(ring + STAGES * STAGE_BYTES);
     const int most = Deal::most(columns);
-    List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most), 0};
+    List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most), most, 0};
 
     Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
     stream.column = deal.column(0);
@@ -237,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
         const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
         peak = deal_out<WARPS, DENSE>(site, deal, list, found, sums_of, [] {
             if (!HANDED) after_previous();
-        });
+        }).of[0];
 #endif
         if (threadIdx.x == 0) plan = units(list.count);
     }
@@ -262,15 +230,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
 
     // The rows of y that this block finishes.
     constexpr int FINISHED = GATE ? ROWS / 2 : ROWS;
-    constexpr int EACH_ROWS = (FINISHED + SPLITS - 1) / SPLITS;
-    const int begin = min(split * EACH_ROWS, FINISHED);
-    const int end = min(begin + EACH_ROWS, FINISHED), real = (GATE ? rows / 2 : rows) - group * FINISHED;
+    const Share<FINISHED> share(split);
+    const int real = (GATE ? rows / 2 : rows) - group * FINISHED;
 
     // What the first of them need besides.
     const auto addend = [&](const float* from, int r) {
-        return !GATE && from && r < min(end, real) ? fresh(from + group * FINISHED + r) : 0;
+        return !GATE && from && r < min(share.end, real) ? fresh(from + group * FINISHED + r) : 0;
     };
-    float before = addend(added, begin + threadIdx.x), always = addend(constant, begin + threadIdx.x);
+    float before = addend(added, share.begin + threadIdx.x), always = addend(constant, share.begin + threadIdx.x);
 
     // The scale, while the first columns travel.
     peak = warp_max(peak);
@@ -295,33 +262,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     if (HANDED) after_previous();  // nothing is written before
     sync_first<THREADS>();
 
-    // The warps' sums; then the blocks'.
     float* shared_slots = slots + group * SPLITS * ROWS;
-#pragma unroll 1
-    for (int r = threadIdx.x * 4; r < ROWS; r += THREADS * 4) {
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int w = 0; w < SETS; ++w) {
-            const float4 v = *(const float4*)(own + (w * GROUP + r / BAND_ROWS) * BAND_ROWS + r % BAND_ROWS);
-            sum.x += v.x;
-            sum.y += v.y;
-            sum.z += v.z;
-            sum.w += v.w;
-        }
-        if (SPLITS > 1) {
-            write_words(shared_slots + split * ROWS + r, sum);
-        } else {
-            *(float4*)(own + r) = sum;  // which no other thread reads before
-        }
-    }
-    if (SPLITS == 1) sync_first<THREADS>();
+    add_up<ROWS>(own, shared_slots + split * ROWS);
     constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
     float of_squares = 0;
 #pragma unroll 1
-    for (int r = begin + threadIdx.x; r < end; r += THREADS) {
+    for (int r = share.begin + threadIdx.x; r < share.end; r += THREADS) {
         float sum[EACH] = {};
         if (SPLITS > 1) {
-            take<EACH, FINISHED>(shared_slots + r, sum);
+            take<ROWS, EACH, FINISHED>(shared_slots + r, sum);
         } else {
             for (int j = 0; j < EACH; ++j) sum[j] = own[r + j * FINISHED];
         }
@@ -342,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     }
     if (squares_of_y) {
         of_squares = warp_sum(of_squares);
-        constexpr int WRITERS = EACH_ROWS < THREADS ? (EACH_ROWS + 31) / 32 : WARPS;  // warps that had rows
+        constexpr int WRITERS = share.EACH < THREADS ? (share.EACH + 31) / 32 : WARPS;  // warps that had rows
         if (WRITERS > 1) {
             if (lane == 0) sums_of[warp] = of_squares;
             sync_first<THREADS>();

@@ -1,0 +1,81 @@
+// How the blocks of a group come to one sum each of what they added up.
+//
+// Each of them has the same COUNT sums, first those of its warps. Where SPLITS > 1 it writes its own to words
+// (words.cuh), and finishes a share of the COUNT: it takes what all of them wrote there, in order, so that the same
+// bits come every run, and leaves the words empty.
+//
+//     slots     | COUNT words of block 0 | of block 1 | .. SPLITS - 1 | ... the next group's
+//
+// Macros: SPLITS, and those of zigzag.cuh
+
+#pragma once
+
+#include "words.cuh"
+#include "zigzag.cuh"
+
+// What a block finishes of COUNT: from begin on, before end.
+template <int COUNT> struct Share {
+    static constexpr int EACH = (COUNT + SPLITS - 1) / SPLITS;
+    int begin, end;
+
+    __device__ __forceinline__ explicit Share(int split)
+        : begin(min(split * EACH, COUNT)), end(min(begin + EACH, COUNT)) {}
+};
+
+// The sums of a block's warps, of each as many as its band has, become the block's: in its words, or where it is alone
+// at `own`.
+template <int COUNT> __device__ __forceinline__ void add_up(float* own, float* words) {
+    constexpr int OF_BAND = COUNT / GROUP;
+#pragma unroll 1
+    for (int r = threadIdx.x * 4; r < COUNT; r += THREADS * 4) {
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < SETS; ++w) {
+            const float4 v = *(const float4*)(own + (w * GROUP + r / OF_BAND) * OF_BAND + r % OF_BAND);
+            sum.x += v.x;
+            sum.y += v.y;
+            sum.z += v.z;
+            sum.w += v.w;
+        }
+        if (SPLITS > 1) {
+            write_words(words + r, sum);
+        } else {
+            *(float4*)(own + r) = sum;  // which no other thread reads before
+        }
+    }
+    if (SPLITS == 1) sync_first<THREADS>();
+}
+
+// Adds to sums, in order, the words that the blocks of a group wrote STRIDE apart, in COUNT places of them, APART from
+// each other, the last ones of which may be missing. The words are empty then.
+template <int STRIDE, int COUNT, int APART>
+__device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int places = COUNT) {
+    constexpr int ONCE = SPLITS <= 16 ? SPLITS : 16;
+#pragma unroll 1
+    for (int first = 0; first < SPLITS; first += ONCE, slot += ONCE * STRIDE) {
+        float values[ONCE][COUNT];
+        bool missing;
+        do {
+            missing = false;
+#pragma unroll
+            for (int s = 0; s < ONCE; ++s) {
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) {
+                    const bool none = SPLITS % ONCE && first + s >= SPLITS || i >= places;
+                    const u32 word = none ? 0 : read_word(slot + s * STRIDE + i * APART);
+                    values[s][i] = __uint_as_float(word);
+                    missing |= word == EMPTY;
+                }
+            }
+        } while (missing);
+#pragma unroll
+        for (int s = 0; s < ONCE; ++s) {
+            if (SPLITS % ONCE && first + s >= SPLITS) break;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                sums[i] += values[s][i];
+                if (i < places) *(u32*)(slot + s * STRIDE + i * APART) = EMPTY;
+            }
+        }
+    }
+}
