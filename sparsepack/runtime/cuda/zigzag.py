@@ -1,6 +1,7 @@
 """Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -88,9 +89,14 @@ def default_geometry(bands: int, columns: int, device: torch.device, gate: bool 
     group = 1 if bands <= 8 and not gate else 4 if bands >= 64 and not gate else 2
     splits = filling_splits(bands, columns, device, group)
     geometry = Geometry(group, warps=8, stages={1: 24, 2: 16, 4: 8}[group], splits=splits)
-    fewest = max(PRODUCERS, geometry.warps // group)
-    while geometry.stages > fewest and shared_bytes(columns, geometry) > shared_memory(device):
-        geometry = replace(geometry, stages=geometry.stages - fewest)
+    return _fitted(geometry, lambda fewer: shared_bytes(columns, fewer), device)
+
+
+def _fitted(geometry: Geometry, needed: Callable[[Geometry], int], device: torch.device) -> Geometry:
+    """With fewer stages where a block would need more shared memory than there is."""
+    least = math.lcm(PRODUCERS, geometry.warps // geometry.group)
+    while geometry.stages > least and needed(geometry) > shared_memory(device):
+        geometry = replace(geometry, stages=geometry.stages - least)
     return geometry
 
 
@@ -247,9 +253,11 @@ def batch(
     added     -- float32 [B, rows], may be y itself
     active    -- int64 []: the number of active columns is added to it
     """
-    device, geometry, inputs = matrix.blocks.device, matrix.geometry, len(x)
+    inputs = len(x)
     if not 1 <= inputs <= MOST_INPUTS:
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
+    matrix = _for_inputs(matrix, inputs)
+    device, geometry = matrix.blocks.device, matrix.geometry
     _check_blocks(matrix, inputs)
     launch(
         kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, inputs, threshold, offset), device.index or 0),
@@ -259,21 +267,30 @@ def batch(
         *(x, threshold, offset),
         *(y, constant, added),
         *(active, slots(device)),
-        shared=_batch_bytes(matrix, inputs),
+        shared=_batch_bytes(matrix.columns, geometry, inputs),
     )
 
 
 def most_inputs(matrix: ZigzagMatrix) -> int:
     """Inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as a block's shared memory has room."""
     room = shared_memory(matrix.blocks.device)
-    return sum(_batch_bytes(matrix, inputs) <= room for inputs in range(1, MOST_INPUTS + 1))
+
+    def needed(inputs: int) -> int:
+        return _batch_bytes(matrix.columns, _for_inputs(matrix, inputs).geometry, inputs)
+
+    return sum(needed(inputs) <= room for inputs in range(1, MOST_INPUTS + 1))
 
 
-def _batch_bytes(matrix: ZigzagMatrix, inputs: int) -> int:
+def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
+    """With as many stages as leave room for so many inputs."""
+    geometry = _fitted(matrix.geometry, lambda fewer: _batch_bytes(matrix.columns, fewer, inputs), matrix.blocks.device)
+    return replace(matrix, geometry=geometry)
+
+
+def _batch_bytes(columns: int, geometry: Geometry, inputs: int) -> int:
     """Dynamic shared memory of a block: the ring, later the warps' sums, and the list of its columns."""
-    geometry = matrix.geometry
     first = max(_ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
-    return first + 4 * (inputs + 1) * CHUNK * _chunks(matrix.columns, geometry)
+    return first + 4 * (inputs + 1) * CHUNK * _chunks(columns, geometry)
 
 
 def shared_bytes(columns: int, geometry: Geometry) -> int:
