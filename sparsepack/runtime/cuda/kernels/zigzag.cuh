@@ -35,6 +35,7 @@
 #endif
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
+static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
 static constexpr int SETS = WARPS / GROUP;
 static_assert(STAGES % SETS == 0 && STAGES % PRODUCERS == 0, "a stage always has the same warps");
 static constexpr int BAND_ROWS = 256;
@@ -69,7 +70,7 @@ struct Stream {
     }
 
     // Before anything else, by all warps that bring, a share of the stages each: a warp's barriers are set up one after
-    // the other (16 take 0.5 us).
+    // the other (16 take most of a microsecond).
     __device__ __forceinline__ void set_up() const {
         constexpr int SHARE = STAGES / PRODUCERS;
         const int stage = (threadIdx.x / 32 - WARPS) * SHARE + threadIdx.x % 32;
@@ -80,6 +81,16 @@ struct Stream {
 #if BULK
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
+    }
+
+    // Until the ring is set up and the columns are listed. Where DENSE, those who bring need no list, and go on.
+    __device__ __forceinline__ static void wait_for_list(bool brings) {
+        if (brings && DENSE) {
+            arrive<OF_ALL, ALL_THREADS>();
+            sync<OF_LAST, 32 * PRODUCERS>();
+        } else {
+            sync<OF_ALL, ALL_THREADS>();
+        }
     }
 
     // What the last warps do.

@@ -144,8 +144,6 @@ __device__ __forceinline__ int row_of(int group, int slot, int r, int half, int 
     return band < half ? (band + slot / each * half) * BAND_ROWS + r : -1;
 }
 
-static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
-
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, int half, float largest_d,
     // x [INPUTS][columns]
@@ -185,12 +183,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         peak = deal_out<WARPS, DENSE>(site, deal, list, found, nullptr, [] { after_previous(); });
         if (threadIdx.x == 0) plan = units(list.count);
     }
-    if (brings && DENSE) {  // which need not wait for the input
-        arrive<OF_ALL, ALL_THREADS>();
-        sync<OF_LAST, 32 * PRODUCERS>();
-    } else {
-        sync<OF_ALL, ALL_THREADS>();
-    }
+    stream.wait_for_list(brings);
     stream.units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : plan;
     if (brings) {
         stream.run();

@@ -157,8 +157,6 @@ template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
 }
 #endif
 
-static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
-
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
@@ -209,12 +207,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
 #endif
         if (threadIdx.x == 0) plan = units(list.count);
     }
-    if (brings && DENSE) {  // which need not wait for the input
-        arrive<OF_ALL, ALL_THREADS>();
-        sync<OF_LAST, 32 * PRODUCERS>();
-    } else {
-        sync<OF_ALL, ALL_THREADS>();
-    }
+    stream.wait_for_list(brings);
     stream.units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : plan;
     if (!brings || !DENSE) let_next_begin();  // not before: see words.cuh
     if (brings) {
