@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ LARGEST_FACTOR = 63  # of d: scales have 6 bits
 MOST_SPLITS = 16
 CHUNK = 32  # columns that are dealt to a block together
 MOST_ROUNDS = 8  # of a warp's chunks at a time
+LEAST_HELP = 16  # a helper takes every 16th chunk, or more of them
 MOST_VALUES = 32  # of several inputs, that a lane has at a time
 MOST_INPUTS = 8
 MOST_GROUP = 8  # of a matrix with room for so many
@@ -197,9 +199,10 @@ def gemv(
     if activation is not None and added is not None:
         raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
     _check_blocks(matrix, 1)
+    helpers, _ = help = helped(matrix) if input.indices is None else NO_HELP
     launch(
-        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
-        (geometry.splits, groups),
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, help), device.index or 0),
+        (geometry.splits * groups + helpers,) if helpers else (geometry.splits, groups),
         (geometry.warps + PRODUCERS) * 32,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
@@ -212,8 +215,31 @@ def gemv(
 
 
 def blocks(matrix: ZigzagMatrix) -> int:
-    """Of a product with it."""
+    """Of a product with it, without helpers: those that finish rows."""
     return matrix.blocks.shape[0] * matrix.geometry.splits
+
+
+class Help(NamedTuple):
+    """helpers -- blocks beside those of the groups, each for several groups (`kernels/deal.cuh`)
+    every   -- of the chunks, one in so many is theirs
+    """
+
+    helpers: int
+    every: int
+
+
+NO_HELP = Help(0, 2)
+
+
+def helped(matrix: ZigzagMatrix) -> Help:
+    """What the multiprocessors that are left over do in a product of one input."""
+    groups, splits = matrix.blocks.shape[0], matrix.geometry.splits
+    helpers = min(multiprocessors(matrix.blocks.device) - groups * splits, groups)
+    if helpers < 1:
+        return NO_HELP
+    # As much as the others have, but for an eighth: a helper has several sums to hand on.
+    every = math.ceil(9 / 8 * splits * -(-groups // helpers)) + 1
+    return Help(helpers, every) if every <= min(LEAST_HELP, -(-matrix.columns // CHUNK)) else NO_HELP
 
 
 def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
@@ -299,9 +325,11 @@ def shared_bytes(columns: int, geometry: Geometry) -> int:
     return _ring_bytes(geometry) + 4 * geometry.warps * BAND_ROWS + lists
 
 
-def _chunks(columns: int, geometry: Geometry) -> int:
+def _chunks(columns: int, geometry: Geometry, help: Help = NO_HELP) -> int:
     """Of columns, that a block takes at most."""
-    return -(-columns // (CHUNK * geometry.splits))
+    chunks = -(-columns // CHUNK)
+    theirs = chunks // help.every if help.helpers else 0
+    return max(-(-(chunks - theirs) // geometry.splits), theirs)
 
 
 def _ring_bytes(geometry: Geometry) -> int:
@@ -309,10 +337,10 @@ def _ring_bytes(geometry: Geometry) -> int:
     return geometry.stages * COLUMNS * column
 
 
-def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None, help: Help = NO_HELP) -> tuple[str, ...]:
     listed = {"ROUNDS": 1, "TURNS": 1} if input.indices is not None else {}
     values = {
-        **_macros(matrix),
+        **_macros(matrix, help=help),
         **listed,
         "GATE": int(activation is not None),
         "ACTIVATION": activation or 0,
@@ -325,6 +353,8 @@ def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tupl
         else -(-input.squares.numel() // (32 * matrix.geometry.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
+        "HELPERS": help.helpers,
+        "EVERY": help.every,
     }
     return tuple(f"{name}={value}" for name, value in values.items())
 
@@ -342,10 +372,10 @@ def _batch_defines(
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
+def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS, help: Help = NO_HELP) -> dict[str, int]:
     """What every product with a matrix is compiled for."""
     geometry = matrix.geometry
-    each = -(-_chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
+    each = -(-_chunks(matrix.columns, geometry, help) // geometry.warps)  # chunks of a warp
     turns = -(-each // most_rounds)
     return {
         "WARPS": geometry.warps,

@@ -1,5 +1,7 @@
 """Geometries that are taken where nothing was measured, on any GPU that the backend runs on."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -71,6 +73,39 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
         geometry = default_geometry(rows // 256, columns, torch.device("cuda"), gate)
         found.append(most_inputs(ZigzagMatrix(torch.empty(0), rows, columns, geometry, 0, 1.0, 1.0, 1.0)))
     assert min(found) == inputs
+
+
+@pytest.mark.parametrize("processors", [20, 46, 84, 108, 132, 144])
+def test_helpers_do_no_more_than_others_and_fit_the_gpu(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: processors)
+    helping = 0
+    for groups, splits, columns in product((1, 5, 12, 28, 56, 112), (1, 2, 3, 5, 11, 16), (40, 1030, 4096, 14336)):
+        matrix = ZigzagMatrix(torch.empty(groups, 0), 1, columns, Geometry(1, 8, 8, splits), 0, 1.0, 1.0, 1.0)
+        helpers, every = zigzag.helped(matrix)
+        if not helpers:
+            continue
+        helping += 1
+        assert groups * splits + helpers <= processors
+        assert helpers <= groups
+        chunks = -(-columns // 32)
+        theirs = chunks // every
+        assert theirs >= 1, "a helper without columns"
+        assert chunks - theirs >= splits, "a block without columns"
+        assert theirs * -(-groups // helpers) <= -(-(chunks - theirs) // splits)
+    assert helping > 5
+
+
+def test_what_helps_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gate and up of the 8B shape leave 20 of 132 multiprocessors over, a block for each three of 56 groups."""
+    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 132)
+
+    def helped(groups: int, splits: int) -> tuple[int, int]:
+        matrix = ZigzagMatrix(torch.empty(groups, 0), 1, 4096, Geometry(2, 8, 16, splits), 0, 1.0, 1.0, 1.0)
+        return zigzag.helped(matrix)
+
+    assert helped(56, 2) == (20, 8)
+    assert helped(28, 4) == (20, 10)
+    assert helped(12, 11) == helped(8, 16) == zigzag.NO_HELP
 
 
 def test_products_whose_blocks_cannot_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
