@@ -8,8 +8,9 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.attention import CACHE_TYPES
+from sparsepack.runtime.cuda.deal import BAND_ROWS
 from sparsepack.runtime.cuda.kernel import Kernel, kernel, launch
-from sparsepack.runtime.cuda.zigzag import BAND_ROWS, ZigzagMatrix, dequantise
+from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, dequantise
 
 THREADS = 512  # of a block that takes a row
 HEADS = 8  # that a block takes

@@ -9,8 +9,9 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import Architecture
+from sparsepack.runtime.cuda.deal import BAND_ROWS
 from sparsepack.runtime.cuda.rows import RowsMatrix, load_rows
-from sparsepack.runtime.cuda.zigzag import BAND_ROWS, Input, ZigzagMatrix, gemv, load_zigzag
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
 from sparsepack.runtime.reference import rotary_table
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}

@@ -12,18 +12,11 @@ from torch import Tensor
 
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime.cuda.deal import BAND_ROWS, default_geometry, filling_splits
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.geometry import SCHEMA, Geometry, profile_path, profiled, read_profile
 from sparsepack.runtime.cuda.graph import captured
-from sparsepack.runtime.cuda.zigzag import (
-    BAND_ROWS,
-    Input,
-    ZigzagMatrix,
-    default_geometry,
-    filling_splits,
-    gemv,
-    load_zigzag,
-)
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
 from sparsepack.runtime.profiles import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(

@@ -1,29 +1,33 @@
 """Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime.cuda.deal import (
+    BAND_ROWS,
+    CHUNK,
+    NO_HELP,
+    Help,
+    chunks,
+    default_geometry,
+    fitted,
+    helped,
+    ring_bytes,
+    shared_bytes,
+)
 from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
 from sparsepack.runtime.cuda.geometry import geometry as measured
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors, shared_memory
 from sparsepack.runtime.cuda.words import empty_words
 
-BAND_ROWS = 256
-BLOCK_BYTES = 144
-COLUMNS = 16  # that are multiplied together
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
-MOST_SPLITS = 16
-CHUNK = 32  # columns that are dealt to a block together
 MOST_ROUNDS = 8  # of a warp's chunks at a time
-LEAST_HELP = 16  # a helper takes every 16th chunk, or more of them
 MOST_VALUES = 32  # of several inputs, that a lane has at a time
 MOST_INPUTS = 8
 MOST_GROUP = 8  # of a matrix with room for so many
@@ -83,29 +87,6 @@ def load_zigzag(
     return ZigzagMatrix(
         grouped, matrix.rows, matrix.columns, geometry, half, LARGEST_FACTOR * d, max(d, dmin), half_scale
     )
-
-
-def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
-    """Where nothing was measured: longer pieces for larger matrices, up to a block for each multiprocessor, and as many
-    stages as fit."""
-    group = 1 if bands <= 8 and not gate else 4 if bands >= 64 and not gate else 2
-    splits = filling_splits(bands, columns, device, group)
-    geometry = Geometry(group, warps=8, stages={1: 24, 2: 16, 4: 8}[group], splits=splits)
-    return _fitted(geometry, lambda fewer: shared_bytes(columns, fewer), device)
-
-
-def _fitted(geometry: Geometry, needed: Callable[[Geometry], int], device: torch.device) -> Geometry:
-    """With fewer stages where a block would need more shared memory than there is."""
-    least = math.lcm(PRODUCERS, geometry.warps // geometry.group)
-    while geometry.stages > least and needed(geometry) > shared_memory(device):
-        geometry = replace(geometry, stages=geometry.stages - least)
-    return geometry
-
-
-def filling_splits(bands: int, columns: int, device: torch.device, group: int) -> int:
-    """How many blocks share a group's columns where there is about a block for each multiprocessor."""
-    most = min(MOST_SPLITS, -(-columns // CHUNK))
-    return max(1, min(most, multiprocessors(device) // -(-bands // group)))
 
 
 def _grouped(blocks: Tensor, group: int, gate: bool) -> Tensor:
@@ -199,10 +180,12 @@ def gemv(
     if activation is not None and added is not None:
         raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
     _check_blocks(matrix, 1)
-    helpers, _ = help = helped(matrix) if input.indices is None else NO_HELP
+    help = NO_HELP
+    if input.indices is None:
+        help = helped(groups, matrix.columns, geometry.splits, device)
     launch(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, help), device.index or 0),
-        (geometry.splits * groups + helpers,) if helpers else (geometry.splits, groups),
+        (geometry.splits * groups + help.helpers,) if help.helpers else (geometry.splits, groups),
         (geometry.warps + PRODUCERS) * 32,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
@@ -217,29 +200,6 @@ def gemv(
 def blocks(matrix: ZigzagMatrix) -> int:
     """Of a product with it, without helpers: those that finish rows."""
     return matrix.blocks.shape[0] * matrix.geometry.splits
-
-
-class Help(NamedTuple):
-    """helpers -- blocks beside those of the groups, each for several groups (`kernels/deal.cuh`)
-    every   -- of the chunks, one in so many is theirs
-    """
-
-    helpers: int
-    every: int
-
-
-NO_HELP = Help(0, 2)
-
-
-def helped(matrix: ZigzagMatrix) -> Help:
-    """What the multiprocessors that are left over do in a product of one input."""
-    groups, splits = matrix.blocks.shape[0], matrix.geometry.splits
-    helpers = min(multiprocessors(matrix.blocks.device) - groups * splits, groups)
-    if helpers < 1:
-        return NO_HELP
-    # As much as the others have, but for an eighth: a helper has several sums to hand on.
-    every = math.ceil(9 / 8 * splits * -(-groups // helpers)) + 1
-    return Help(helpers, every) if every <= min(LEAST_HELP, -(-matrix.columns // CHUNK)) else NO_HELP
 
 
 def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
@@ -309,32 +269,14 @@ def most_inputs(matrix: ZigzagMatrix) -> int:
 
 def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
     """With as many stages as leave room for so many inputs."""
-    geometry = _fitted(matrix.geometry, lambda fewer: _batch_bytes(matrix.columns, fewer, inputs), matrix.blocks.device)
+    geometry = fitted(matrix.geometry, lambda fewer: _batch_bytes(matrix.columns, fewer, inputs), matrix.blocks.device)
     return replace(matrix, geometry=geometry)
 
 
 def _batch_bytes(columns: int, geometry: Geometry, inputs: int) -> int:
     """Dynamic shared memory of a block: the ring, later the warps' sums, and the list of its columns."""
-    first = max(_ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
-    return first + 4 * (inputs + 1) * CHUNK * _chunks(columns, geometry)
-
-
-def shared_bytes(columns: int, geometry: Geometry) -> int:
-    """Dynamic shared memory of a block: the ring, the warps' sums, and the list of its columns."""
-    lists = 8 * CHUNK * _chunks(columns, geometry)
-    return _ring_bytes(geometry) + 4 * geometry.warps * BAND_ROWS + lists
-
-
-def _chunks(columns: int, geometry: Geometry, help: Help = NO_HELP) -> int:
-    """Of columns, that a block takes at most."""
-    chunks = -(-columns // CHUNK)
-    theirs = chunks // help.every if help.helpers else 0
-    return max(-(-(chunks - theirs) // geometry.splits), theirs)
-
-
-def _ring_bytes(geometry: Geometry) -> int:
-    column = geometry.group * BLOCK_BYTES // 16 // 2 * 32 + 16  # an odd number of 16 bytes
-    return geometry.stages * COLUMNS * column
+    first = max(ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
+    return first + 4 * (inputs + 1) * CHUNK * chunks(columns, geometry)
 
 
 def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None, help: Help = NO_HELP) -> tuple[str, ...]:
@@ -375,7 +317,7 @@ def _batch_defines(
 def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS, help: Help = NO_HELP) -> dict[str, int]:
     """What every product with a matrix is compiled for."""
     geometry = matrix.geometry
-    each = -(-_chunks(matrix.columns, geometry, help) // geometry.warps)  # chunks of a warp
+    each = -(-chunks(matrix.columns, geometry, help) // geometry.warps)  # chunks of a warp
     turns = -(-each // most_rounds)
     return {
         "WARPS": geometry.warps,

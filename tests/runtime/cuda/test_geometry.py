@@ -5,16 +5,15 @@ from itertools import product
 import pytest
 import torch
 
-from sparsepack.runtime.cuda import zigzag
+from sparsepack.runtime.cuda import deal, zigzag
+from sparsepack.runtime.cuda.deal import NO_HELP, default_geometry, helped, shared_bytes
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.zigzag import (
     Input,
     ZigzagMatrix,
     batch,
-    default_geometry,
     gemv,
     most_inputs,
-    shared_bytes,
 )
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
@@ -35,6 +34,13 @@ LARGE = SHAPES[-2:]
 """Of a model of 70 billion parameters, which smaller GPUs cannot hold."""
 
 
+def on_gpu(monkeypatch: pytest.MonkeyPatch, processors: int, memory: int = 227) -> None:
+    """As if on a GPU with so many multiprocessors, and so many KiB of shared memory for a block."""
+    for module in (deal, zigzag):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
+        monkeypatch.setattr(module, "shared_memory", lambda device: memory * 1024 - 2048)
+
+
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("gpu", GPUS)
@@ -44,8 +50,7 @@ def test_all_blocks_run_at_once_and_fit(
     if shape in LARGE and gpu in ("A10", "RTX 3050"):
         pytest.skip("does not fit this GPU's memory anyway")
     processors, memory = GPUS[gpu]
-    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: processors)
-    monkeypatch.setattr(zigzag, "shared_memory", lambda device: memory * 1024 - 2048)
+    on_gpu(monkeypatch, processors, memory)
     bands = -(-shape[0] // 256)
     geometry = default_geometry(bands, shape[1], torch.device("cuda"), gate)
     assert geometry.splits == 1 or geometry.splits * -(-bands // geometry.group) <= processors
@@ -55,8 +60,7 @@ def test_all_blocks_run_at_once_and_fit(
 
 
 def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(zigzag, "shared_memory", lambda device: 225 * 1024)
+    on_gpu(monkeypatch, *GPUS["H100"])
     sites = {(24, 4096, False): 11, (16, 4096, False): 16, (112, 4096, True): 2, (16, 14336, False): 16}
     for (bands, columns, gate), splits in sites.items():
         assert default_geometry(bands, columns, torch.device("cuda"), gate) == Geometry(2, 8, 16, splits)
@@ -66,8 +70,7 @@ def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPa
 def test_how_many_sequences_of_8_billion_parameters_run_together(
     gpu: str, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: GPUS[gpu][0])
-    monkeypatch.setattr(zigzag, "shared_memory", lambda device: GPUS[gpu][1] * 1024 - 2048)
+    on_gpu(monkeypatch, *GPUS[gpu])
     found = []
     for rows, columns, gate in ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)):
         geometry = default_geometry(rows // 256, columns, torch.device("cuda"), gate)
@@ -77,11 +80,10 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
 
 @pytest.mark.parametrize("processors", [20, 46, 84, 108, 132, 144])
 def test_helpers_do_no_more_than_others_and_fit_the_gpu(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: processors)
+    on_gpu(monkeypatch, processors)
     helping = 0
     for groups, splits, columns in product((1, 5, 12, 28, 56, 112), (1, 2, 3, 5, 11, 16), (40, 1030, 4096, 14336)):
-        matrix = ZigzagMatrix(torch.empty(groups, 0), 1, columns, Geometry(1, 8, 8, splits), 0, 1.0, 1.0, 1.0)
-        helpers, every = zigzag.helped(matrix)
+        helpers, every = helped(groups, columns, splits, torch.device("cuda"))
         if not helpers:
             continue
         helping += 1
@@ -97,19 +99,13 @@ def test_helpers_do_no_more_than_others_and_fit_the_gpu(processors: int, monkeyp
 
 def test_what_helps_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """gate and up of the 8B shape leave 20 of 132 multiprocessors over, a block for each three of 56 groups."""
-    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 132)
-
-    def helped(groups: int, splits: int) -> tuple[int, int]:
-        matrix = ZigzagMatrix(torch.empty(groups, 0), 1, 4096, Geometry(2, 8, 16, splits), 0, 1.0, 1.0, 1.0)
-        return zigzag.helped(matrix)
-
-    assert helped(56, 2) == (20, 8)
-    assert helped(28, 4) == (20, 10)
-    assert helped(12, 11) == helped(8, 16) == zigzag.NO_HELP
+    on_gpu(monkeypatch, 132)
+    for groups, splits, help in ((56, 2, (20, 8)), (28, 4, (20, 10)), (12, 11, NO_HELP), (8, 16, NO_HELP)):
+        assert helped(groups, 4096, splits, torch.device("cuda")) == help
 
 
 def test_products_whose_blocks_cannot_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zigzag, "multiprocessors", lambda device: 6)
+    on_gpu(monkeypatch, 6)
     monkeypatch.setattr(zigzag, "slots", zigzag.slots.__wrapped__)
     x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
 

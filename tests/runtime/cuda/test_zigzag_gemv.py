@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsepack.formats import q4_k, zigzag
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
+from sparsepack.runtime.cuda import deal
 from sparsepack.runtime.cuda import zigzag as cuda
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.kernel import multiprocessors
@@ -136,8 +137,9 @@ def test_multiprocessors_that_are_left_over_help(
     """Each of them several groups, and not all as many."""
     rows = 5 * 256 * geometry.group
     matrix = loaded(random_matrix(rows, 1000), geometry)
-    monkeypatch.setattr(cuda, "multiprocessors", lambda device: blocks(matrix) + helpers)
-    assert cuda.helped(matrix).helpers == helpers
+    groups, device = matrix.blocks.shape[0], matrix.blocks.device
+    monkeypatch.setattr(deal, "multiprocessors", lambda device: groups * geometry.splits + helpers)
+    assert deal.helped(groups, 1000, geometry.splits, device).helpers == helpers
     test_a_product_in_every_geometry(geometry, (rows, 1000))
     if geometry.group == 2:
         test_gate_and_up_become_one(geometry, rows // 2, 1)
