@@ -127,6 +127,21 @@ def test_the_search_finds_what_is_fastest(monkeypatch: pytest.MonkeyPatch) -> No
     assert (found["rows"], found["columns"]) == SHAPE
 
 
+def test_another_group_is_tried_with_splits_that_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[Imagined] = []
+
+    class Kept(Imagined):
+        def check(self) -> None:
+            trials.append(self)
+
+    monkeypatch.setattr(profile, "_Trial", Kept)
+    monkeypatch.setattr(profile, "default_geometry", lambda *_: ANY)
+    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, group: 32 // group)
+    profile._best(SHAPE, DEVICE, gate=False)
+    tried = {(geometry.group, geometry.splits) for geometry in trials[0].tried[:10]}
+    assert tried == {(ANY.group, ANY.splits), (1, 32), (2, 16), (4, 8)}
+
+
 def test_every_field_is_chosen() -> None:
     assert set(profile.CHOICES) == set(asdict(ANY)) == {name for names in profile.TOGETHER for name in names}
 

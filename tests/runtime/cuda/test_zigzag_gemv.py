@@ -130,7 +130,7 @@ def test_a_product_without_the_copy_engine(geometry: Geometry) -> None:
 
 
 @pytest.mark.parametrize("helpers", [1, 2, 4])
-@pytest.mark.parametrize("geometry", [Geometry(1, 8, 8, 1), Geometry(2, 8, 16, 3), Geometry(1, 16, 16, 2)], ids=str)
+@pytest.mark.parametrize("geometry", [Geometry(1, 8, 8, 1), Geometry(2, 8, 16, 2), Geometry(1, 16, 16, 2)], ids=str)
 def test_multiprocessors_that_are_left_over_help(
     geometry: Geometry, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

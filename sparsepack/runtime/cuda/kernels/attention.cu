@@ -381,26 +381,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         merged.store(result, pair);
     }
 #else
-    __threadfence();
-    __syncthreads();
-    const bool last = threadIdx.x == 0 && atomicAdd(tickets + sequence, 1u) == splits - 1u;
-    if (!__syncthreads_or(last)) return;
-    __threadfence();
-    if (threadIdx.x == 0) tickets[sequence] = 0;
-    const float2* all = (const float2*)(partials + sequence * splits * (GROUP * (HEAD_DIM + 2)));
-    const auto at = [&](int s, int i) { return fresh(all + s * (GROUP * (HALF + 1)) + i); };
-    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
-        const Merged<MOST_SPLITS> merged(
-            splits,
-            [&](int s) {
-                const float2 v = at(s, PAIRS + pair / HALF);
-                return Peak{v.x, v.y};
-            },
-            [&](int s) {
-                const float2 v = at(s, pair);
-                return Pair{v.x, v.y};
-            });
-        merged.store(result, pair);
-    }
+    merge_last(partials + sequence * splits * (GROUP * (HEAD_DIM + 2)), tickets + sequence, splits, result);
 #endif
 }

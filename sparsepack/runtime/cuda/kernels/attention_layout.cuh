@@ -1,22 +1,18 @@
 // Sizes of one attention step (attention.cu): how rows lie in shared memory, and which lane has what of them.
 //
-// Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; KV stored type: 1 bfloat16, 2 float16, 3 float32;
-//         WARPS, STAGES; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin;
+// Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; that of stored.cuh; WARPS, STAGES; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin;
 //         CLUSTERS 0: as before sm_90; HANDED 1: q, k and v are read as soon as they are written (words.cuh), not when
 //         the kernel before has ended
 
 #pragma once
 
-#include "common.cuh"
+#include "stored.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
 #ifndef GROUP
 #define GROUP 4
-#endif
-#ifndef KV
-#define KV 1
 #endif
 #ifndef WARPS
 #define WARPS 8
@@ -40,12 +36,6 @@
 #if __CUDA_ARCH__ < 900 || HANDED
 #undef AHEAD
 #define AHEAD 0
-#endif
-
-#if KV == 3
-typedef float Stored;
-#else
-typedef u16 Stored;
 #endif
 
 static constexpr int THREADS = WARPS * 32;

@@ -26,16 +26,6 @@ struct Share {
     }
 };
 
-__device__ __forceinline__ Stored to_stored(float x) {
-#if KV == 1
-    return float_to_bfloat(x);
-#elif KV == 2
-    return float_to_half(x);
-#else
-    return x;
-#endif
-}
-
 __device__ __forceinline__ void widen(u32 word, float* x) {
 #if KV == 1
     x[0] = bfloat_to_float((u16)word);

@@ -117,3 +117,30 @@ template <int MOST> struct Merged {
         write_word(out + 2 * pair + 1, mixed.second * scale);
     }
 };
+
+#if !CLUSTERS
+// What the blocks of a row left in `partials`, of each its PAIRS sums and GROUP peaks: the last one to come combines it
+// all, and sets the ticket back to zero. For all threads.
+__device__ __forceinline__ void merge_last(const float* partials, u32* ticket, int splits, float* result) {
+    __threadfence();
+    __syncthreads();
+    const bool last = threadIdx.x == 0 && atomicAdd(ticket, 1u) == splits - 1u;
+    if (!__syncthreads_or(last)) return;
+    __threadfence();
+    if (threadIdx.x == 0) *ticket = 0;
+    const auto at = [&](int s, int i) { return fresh((const float2*)partials + s * (GROUP * (HALF + 1)) + i); };
+    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
+        const Merged<MOST_SPLITS> merged(
+            splits,
+            [&](int s) {
+                const float2 v = at(s, PAIRS + pair / HALF);
+                return Peak{v.x, v.y};
+            },
+            [&](int s) {
+                const float2 v = at(s, pair);
+                return Pair{v.x, v.y};
+            });
+        merged.store(result, pair);
+    }
+}
+#endif

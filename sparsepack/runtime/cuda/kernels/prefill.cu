@@ -182,24 +182,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate_rows(
 
 #else  // ---- Heads --------------------------------------------------------------------------------------------------
 
-#if KV == 3
-typedef float Stored;
-#else
-typedef u16 Stored;
-#endif
+#include "stored.cuh"
 
 static constexpr int HALF = HEAD_DIM / 2;
 static constexpr int LANE_PAIRS = (HALF + 31) / 32;
-
-__device__ __forceinline__ Stored to_stored(float x) {
-#if KV == 1
-    return float_to_bfloat(x);
-#elif KV == 2
-    return float_to_half(x);
-#else
-    return x;
-#endif
-}
 
 // Norm and rotate queries and keys, and append keys and values to the cache.
 //

@@ -1,0 +1,27 @@
+// The type of cached keys and values.
+//
+// Macro: KV 1 bfloat16, 2 float16, 3 float32
+
+#pragma once
+
+#include "common.cuh"
+
+#ifndef KV
+#define KV 1
+#endif
+
+#if KV == 3
+typedef float Stored;
+#else
+typedef u16 Stored;
+#endif
+
+__device__ __forceinline__ Stored to_stored(float x) {
+#if KV == 1
+    return float_to_bfloat(x);
+#elif KV == 2
+    return float_to_half(x);
+#else
+    return x;
+#endif
+}
