@@ -1,8 +1,8 @@
 // Sizes of one attention step (attention.cu): how rows lie in shared memory, and which lane has what of them.
 //
-// Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; that of stored.cuh; WARPS, STAGES; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin;
-//         CLUSTERS 0: as before sm_90; HANDED 1: q, k and v are read as soon as they are written (words.cuh), not when
-//         the kernel before has ended
+// Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; that of stored.cuh; WARPS, STAGES;
+//         AHEAD 1: bring the first rows to the L2 cache before the kernel may begin; CLUSTERS 0: as before sm_90;
+//         HANDED 1: q, k and v are read as soon as they are written (words.cuh), not when the kernel before has ended
 
 #pragma once
 

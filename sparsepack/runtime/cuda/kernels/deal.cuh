@@ -6,8 +6,8 @@
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
-// Where groups leave multiprocessors over, HELPERS more blocks take every EVERY-th chunk, each of them for several groups:
-// helper h for the groups h, h + HELPERS, .. They have the number SPLITS among the blocks of these.
+// Where groups leave multiprocessors over, HELPERS more blocks take every EVERY-th chunk, each of them for several
+// groups: helper h for the groups h, h + HELPERS, .. They have the number SPLITS among the blocks of these.
 //
 // A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of
 // active columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units

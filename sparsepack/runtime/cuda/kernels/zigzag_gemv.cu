@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     __shared__ int plan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
 #if HELPERS
-    const int number = blockIdx.x, helper = number - ((int)gridDim.x - HELPERS), groups = (gridDim.x - HELPERS) / SPLITS;
+    const int number = blockIdx.x, others = gridDim.x - HELPERS, helper = number - others, groups = others / SPLITS;
     const int split = helper < 0 ? number % SPLITS : SPLITS, group = helper < 0 ? number / SPLITS : helper;
     const int own_groups = helper < 0 ? 1 : (groups - helper + HELPERS - 1) / HELPERS;
 #else
