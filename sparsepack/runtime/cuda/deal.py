@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -15,7 +14,6 @@ BLOCK_BYTES = 144
 COLUMNS = 16  # that are multiplied together
 CHUNK = 32  # columns that are dealt to a block together
 MOST_SPLITS = 16
-LEAST_HELP = 16  # a helper takes every 16th chunk, or more of them
 
 
 def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
@@ -41,39 +39,15 @@ def filling_splits(bands: int, columns: int, device: torch.device, group: int) -
     return max(1, min(most, multiprocessors(device) // -(-bands // group)))
 
 
-class Help(NamedTuple):
-    """helpers -- blocks beside those of the groups, each for several groups (`kernels/deal.cuh`)
-    every   -- of the chunks, one in so many is theirs
-    """
-
-    helpers: int
-    every: int
-
-
-NO_HELP = Help(0, 2)
-
-
-def helped(groups: int, columns: int, splits: int, device: torch.device) -> Help:
-    """What the multiprocessors that are left over do in a product of one input."""
-    helpers = min(multiprocessors(device) - groups * splits, groups)
-    if helpers < 1:
-        return NO_HELP
-    # As much as the others have, but for an eighth: a helper has several sums to hand on.
-    every = math.ceil(9 / 8 * splits * -(-groups // helpers)) + 1
-    return Help(helpers, every) if every <= min(LEAST_HELP, -(-columns // CHUNK)) else NO_HELP
-
-
 def shared_bytes(columns: int, geometry: Geometry) -> int:
     """Dynamic shared memory of a block: the ring, the warps' sums, and the list of its columns."""
     lists = 8 * CHUNK * chunks(columns, geometry)
     return ring_bytes(geometry) + 4 * geometry.warps * BAND_ROWS + lists
 
 
-def chunks(columns: int, geometry: Geometry, help: Help = NO_HELP) -> int:
+def chunks(columns: int, geometry: Geometry) -> int:
     """Of columns, that a block takes at most."""
-    there = -(-columns // CHUNK)
-    theirs = there // help.every if help.helpers else 0
-    return max(-(-(there - theirs) // geometry.splits), theirs)
+    return -(-columns // (CHUNK * geometry.splits))
 
 
 def ring_bytes(geometry: Geometry) -> int:

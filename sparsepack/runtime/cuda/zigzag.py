@@ -12,12 +12,9 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda.deal import (
     BAND_ROWS,
     CHUNK,
-    NO_HELP,
-    Help,
     chunks,
     default_geometry,
     fitted,
-    helped,
     ring_bytes,
     shared_bytes,
 )
@@ -180,12 +177,9 @@ def gemv(
     if activation is not None and added is not None:
         raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
     _check_blocks(matrix, 1)
-    help = NO_HELP
-    if input.indices is None:
-        help = helped(groups, matrix.columns, geometry.splits, device)
     launch(
-        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation, help), device.index or 0),
-        (geometry.splits * groups + help.helpers,) if help.helpers else (geometry.splits, groups),
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
+        (geometry.splits, groups),
         (geometry.warps + PRODUCERS) * 32,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
@@ -198,7 +192,7 @@ def gemv(
 
 
 def blocks(matrix: ZigzagMatrix) -> int:
-    """Of a product with it, without helpers: those that finish rows."""
+    """Of a product with it."""
     return matrix.blocks.shape[0] * matrix.geometry.splits
 
 
@@ -279,10 +273,10 @@ def _batch_bytes(columns: int, geometry: Geometry, inputs: int) -> int:
     return first + 4 * (inputs + 1) * CHUNK * chunks(columns, geometry)
 
 
-def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None, help: Help = NO_HELP) -> tuple[str, ...]:
+def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
     listed = {"ROUNDS": 1, "TURNS": 1} if input.indices is not None else {}
     values = {
-        **_macros(matrix, help=help),
+        **_macros(matrix),
         **listed,
         "GATE": int(activation is not None),
         "ACTIVATION": activation or 0,
@@ -295,8 +289,6 @@ def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None, help: H
         else -(-input.squares.numel() // (32 * matrix.geometry.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
-        "HELPERS": help.helpers,
-        "EVERY": help.every,
     }
     return tuple(f"{name}={value}" for name, value in values.items())
 
@@ -314,10 +306,10 @@ def _batch_defines(
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS, help: Help = NO_HELP) -> dict[str, int]:
+def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
     """What every product with a matrix is compiled for."""
     geometry = matrix.geometry
-    each = -(-chunks(matrix.columns, geometry, help) // geometry.warps)  # chunks of a warp
+    each = -(-chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
     turns = -(-each // most_rounds)
     return {
         "WARPS": geometry.warps,

@@ -1,12 +1,10 @@
 """Geometries that are taken where nothing was measured, on any GPU that the backend runs on."""
 
-from itertools import product
-
 import pytest
 import torch
 
 from sparsepack.runtime.cuda import deal, zigzag
-from sparsepack.runtime.cuda.deal import NO_HELP, default_geometry, helped, shared_bytes
+from sparsepack.runtime.cuda.deal import default_geometry, shared_bytes
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.zigzag import (
     Input,
@@ -76,32 +74,6 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
         geometry = default_geometry(rows // 256, columns, torch.device("cuda"), gate)
         found.append(most_inputs(ZigzagMatrix(torch.empty(0), rows, columns, geometry, 0, 1.0, 1.0, 1.0)))
     assert min(found) == inputs
-
-
-@pytest.mark.parametrize("processors", [20, 46, 84, 108, 132, 144])
-def test_helpers_do_no_more_than_others_and_fit_the_gpu(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu(monkeypatch, processors)
-    helping = 0
-    for groups, splits, columns in product((1, 5, 12, 28, 56, 112), (1, 2, 3, 5, 11, 16), (40, 1030, 4096, 14336)):
-        helpers, every = helped(groups, columns, splits, torch.device("cuda"))
-        if not helpers:
-            continue
-        helping += 1
-        assert groups * splits + helpers <= processors
-        assert helpers <= groups
-        chunks = -(-columns // 32)
-        theirs = chunks // every
-        assert theirs >= 1, "a helper without columns"
-        assert chunks - theirs >= splits, "a block without columns"
-        assert theirs * -(-groups // helpers) <= -(-(chunks - theirs) // splits)
-    assert helping > 5
-
-
-def test_what_helps_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gate and up of the 8B shape leave 20 of 132 multiprocessors over, a block for each three of 56 groups."""
-    on_gpu(monkeypatch, 132)
-    for groups, splits, help in ((56, 2, (20, 8)), (28, 4, (20, 10)), (12, 11, NO_HELP), (8, 16, NO_HELP)):
-        assert helped(groups, 4096, splits, torch.device("cuda")) == help
 
 
 def test_products_whose_blocks_cannot_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

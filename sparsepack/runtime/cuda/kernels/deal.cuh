@@ -6,9 +6,6 @@
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
-// Where groups leave multiprocessors over, HELPERS more blocks take every EVERY-th chunk, each of them for several
-// groups: helper h for the groups h, h + HELPERS, .. They have the number SPLITS among the blocks of these.
-//
 // A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of
 // active columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units
 // of 16 by columns with value 0. Inputs that are multiplied together share the list: a column is active where it is in
@@ -23,7 +20,7 @@
 //         at a time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the
 //         kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of squares a thread
 //         takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x; PER_CHANNEL 1: a
-//         threshold for each column; INPUTS: how many are multiplied together, 1 with NORM or HANDED; HELPERS, EVERY
+//         threshold for each column; INPUTS: how many are multiplied together, 1 with NORM or HANDED
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
@@ -36,10 +33,6 @@
 #endif
 #ifndef INPUTS
 #define INPUTS 1
-#endif
-#ifndef HELPERS
-#define HELPERS 0
-#define EVERY 2
 #endif
 static_assert(INPUTS == 1 || !NORM && !HANDED, "a norm, or words, of one input");
 
@@ -62,26 +55,18 @@ struct Deal {
     int columns, split, chunks;
 
     __device__ __forceinline__ Deal(int columns, int split)
-        : columns(columns), split(split),
-          chunks(helps() ? helped(columns) : (all(columns) - helped(columns) - split + SPLITS - 1) / SPLITS) {}
+        : columns(columns), split(split), chunks(((columns + CHUNK - 1) / CHUNK - split + SPLITS - 1) / SPLITS) {}
 
-    __device__ __forceinline__ bool helps() const { return HELPERS && split == SPLITS; }
     // The first column of a chunk.
-    __device__ __forceinline__ int column(int chunk) const {
-        if (helps()) return (chunk * EVERY + EVERY - 1) * CHUNK;
-        const int number = chunk * SPLITS + split;  // among those that no helper takes
-        return (HELPERS ? number + number / (EVERY - 1) : number) * CHUNK;
-    }
+    __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * CHUNK; }
     // How many columns it has in all.
     __device__ __forceinline__ int count() const {
         return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
     }
     // As many as any block of the group may have, filled up to whole chunks.
     __device__ __forceinline__ static int most(int columns) {
-        return max((all(columns) - helped(columns) + SPLITS - 1) / SPLITS, helped(columns)) * CHUNK;
+        return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
     }
-    __device__ __forceinline__ static int all(int columns) { return (columns + CHUNK - 1) / CHUNK; }
-    __device__ __forceinline__ static int helped(int columns) { return HELPERS ? all(columns) / EVERY : 0; }
 };
 
 // Active columns: entry i is column index[i]; input b has value[b * stride + i] there.

@@ -1,19 +1,17 @@
 // How the blocks of a group come to one sum each of what they added up.
 //
-// Each of them has the same COUNT sums, first those of its warps. Where there are several PARTS it writes its own to
-// words (words.cuh), and, unless it helps, finishes a share of the COUNT: it takes what all of them wrote there, in
-// order, so that the same bits come every run, and leaves the words empty.
+// Each of them has the same COUNT sums, first those of its warps. Where SPLITS > 1 it writes its own to words
+// (words.cuh), and finishes a share of the COUNT: it takes what all of them wrote there, in order, so that the same
+// bits come every run, and leaves the words empty.
 //
-//     slots     | COUNT words of block 0 | of block 1 | .. SPLITS - 1 | of its helper | ... the next group's
+//     slots     | COUNT words of block 0 | of block 1 | .. SPLITS - 1 | ... the next group's
 //
-// Macros: those of deal.cuh and zigzag.cuh
+// Macros: SPLITS, and those of zigzag.cuh
 
 #pragma once
 
 #include "words.cuh"
 #include "zigzag.cuh"
-
-static constexpr int PARTS = SPLITS + (HELPERS > 0);
 
 // What a block finishes of COUNT: from begin on, before end.
 template <int COUNT> struct Share {
@@ -39,22 +37,22 @@ template <int COUNT> __device__ __forceinline__ void add_up(float* own, float* w
             sum.z += v.z;
             sum.w += v.w;
         }
-        if (PARTS > 1) {
+        if (SPLITS > 1) {
             write_words(words + r, sum);
         } else {
             *(float4*)(own + r) = sum;  // which no other thread reads before
         }
     }
-    if (PARTS == 1) sync_first<THREADS>();
+    if (SPLITS == 1) sync_first<THREADS>();
 }
 
 // Adds to sums, in order, the words that the blocks of a group wrote STRIDE apart, in COUNT places of them, APART from
 // each other, the last ones of which may be missing. The words are empty then.
 template <int STRIDE, int COUNT, int APART>
 __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int places = COUNT) {
-    constexpr int ONCE = PARTS <= 16 ? PARTS : 16;
+    constexpr int ONCE = SPLITS <= 16 ? SPLITS : 16;
 #pragma unroll 1
-    for (int first = 0; first < PARTS; first += ONCE, slot += ONCE * STRIDE) {
+    for (int first = 0; first < SPLITS; first += ONCE, slot += ONCE * STRIDE) {
         float values[ONCE][COUNT];
         bool missing;
         do {
@@ -63,7 +61,7 @@ __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int plac
             for (int s = 0; s < ONCE; ++s) {
 #pragma unroll
                 for (int i = 0; i < COUNT; ++i) {
-                    const bool none = PARTS % ONCE && first + s >= PARTS || i >= places;
+                    const bool none = SPLITS % ONCE && first + s >= SPLITS || i >= places;
                     const u32 word = none ? 0 : read_word(slot + s * STRIDE + i * APART);
                     values[s][i] = __uint_as_float(word);
                     missing |= word == EMPTY;
@@ -72,7 +70,7 @@ __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int plac
         } while (missing);
 #pragma unroll
         for (int s = 0; s < ONCE; ++s) {
-            if (PARTS % ONCE && first + s >= PARTS) break;
+            if (SPLITS % ONCE && first + s >= SPLITS) break;
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 sums[i] += values[s][i];

@@ -24,7 +24,7 @@
 
 #pragma once
 
-#include "deal.cuh"
+#include "units.cuh"
 
 #ifndef BULK
 #define BULK 1
@@ -56,17 +56,26 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// What brings columns into the ring: `units` of them, and where the block helps as many of each of its groups.
+#if BULK
+// For weights: they leave the L2 cache first, so that the words and instructions that products wait for stay.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+#endif
+
+// What brings columns into the ring.
 struct Stream {
     const u8* base;     // of the group, column 0
     u8* ring;
     u64 *full, *empty;  // [STAGES]
     const int* index;   // of the block's columns
-    Deal deal;
-    int units, groups;
+    int units;
+    int column, step, last;  // DENSE: the block's first column; from the first of 32 to the next 32; the matrix's last
 
     __device__ __forceinline__ int number(int entry) const {
-        return DENSE ? min(deal.column(entry / CHUNK) + entry % CHUNK, deal.columns - 1) : index[entry];
+        return DENSE ? min(column + entry / 32 * step + entry % 32, last) : index[entry];
     }
 
     // Before anything else, by all warps that bring, a share of the stages each: a warp's barriers are set up one after
@@ -95,41 +104,23 @@ struct Stream {
 
     // What the last warps do.
     __device__ __forceinline__ void run() const {
-        const int warp = threadIdx.x / 32 - WARPS, all = HELPERS ? units * groups : units;
-        const int together = BULK ? min(all, PRODUCERS) : all;
-        Place at{0, base};
-        for (int i = 0; i < together; ++i, ++at.unit) {
+        const int warp = threadIdx.x / 32 - WARPS;
+        const int together = BULK ? min(units, PRODUCERS) : units;
+        for (int i = 0; i < together; ++i) {
             if (!BULK && i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
-            at.pass(*this);
-            fetch<COLUMNS / PRODUCERS>(i, at, warp * (COLUMNS / PRODUCERS));
+            fetch<COLUMNS / PRODUCERS>(i, warp * (COLUMNS / PRODUCERS));
         }
 #if BULK
-        at = {PRODUCERS + warp, base};
-        for (int i = PRODUCERS + warp; i < all; i += PRODUCERS, at.unit += PRODUCERS) {
+        for (int i = PRODUCERS + warp; i < units; i += PRODUCERS) {
             if (i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
-            at.pass(*this);
-            fetch<COLUMNS>(i, at, 0);
+            fetch<COLUMNS>(i, 0);
         }
 #endif
     }
 
-    // A unit of a group.
-    struct Place {
-        int unit;
-        const u8* base;
-
-        // To the next groups, where it is beyond the last unit.
-        __device__ __forceinline__ void pass(const Stream& stream) {
-            while (HELPERS && unit >= stream.units) {
-                unit -= stream.units;
-                base += (u64)HELPERS * stream.deal.columns * COLUMN_BYTES;
-            }
-        }
-    };
-
-    // COUNT columns of the i-th unit of all, from its column `first` on.
-    template <int COUNT> __device__ __forceinline__ void fetch(int i, const Place& at, int first) const {
-        const int lane = threadIdx.x % 32, entry = at.unit * COLUMNS + first;
+    // COUNT columns of unit i, from its column `first` on.
+    template <int COUNT> __device__ __forceinline__ void fetch(int i, int first) const {
+        const int lane = threadIdx.x % 32, entry = i * COLUMNS + first;
         u8* to = ring + i % STAGES * STAGE_BYTES + first * PITCH;
         u64* arrived = full + i % STAGES;
 #if BULK
@@ -141,18 +132,18 @@ struct Stream {
                 "n"(COUNT * COLUMN_BYTES), "n"(COUNT == COLUMNS ? PRODUCERS : 1)
                 : "memory");
         __syncwarp();
-        const bool neighbours = DENSE && number(entry) + COUNT - 1 < deal.columns;  // here and there
+        const bool neighbours = DENSE && number(entry) + COUNT - 1 <= last;  // here and there
         if (lane < (neighbours ? 1 : COUNT))
             asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    shared_address(to + lane * PITCH)),
-                "l"(at.base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? COUNT : 1) * COLUMN_BYTES),
-                "r"(barrier)
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
+                "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? COUNT : 1) * COLUMN_BYTES),
+                "r"(barrier), "l"(read_once())
                 : "memory");
 #else
         for (int piece = lane; piece < COUNT * PIECES; piece += 32) {
             const int c = piece / PIECES, part = piece % PIECES;
-            copy_async(to + c * PITCH + part * 16, at.base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
+            copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrived)) : "memory");
 #endif

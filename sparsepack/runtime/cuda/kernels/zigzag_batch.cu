@@ -171,7 +171,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     List list{values, (int*)(values + INPUTS * most), most, 0};
 
     let_next_begin();
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, 0, 1};
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
+    stream.column = deal.column(0);
+    stream.step = SPLITS * CHUNK;
+    stream.last = columns - 1;
     Peaks peak;
     if (brings) {  // while the input is not there yet
         stream.set_up();

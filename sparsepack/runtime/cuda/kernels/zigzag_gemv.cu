@@ -1,7 +1,7 @@
 // y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
 //
-// Grid: (SPLITS, groups), or where there are HELPERS as many blocks in a row and then these; no more than run at once,
-// since they wait for each other. deal.cuh says which columns a block takes. On the tensor cores:
+// Grid: (SPLITS, groups); where SPLITS > 1, no more blocks than run at once, since they wait for each other. deal.cuh
+// says which columns a block takes. On the tensor cores:
 //
 //     mma.m16n8k16:  A [16 rows, 16 columns] = the nibbles, as float16 with nothing but their lowest bits: q 2^-24
 //                    B [16 columns, 8]       = x d scale[n], n = sub-block
@@ -175,13 +175,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     __shared__ u64 full[STAGES], empty[STAGES];
     __shared__ int plan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
-#if HELPERS
-    const int number = blockIdx.x, others = gridDim.x - HELPERS, helper = number - others, groups = others / SPLITS;
-    const int split = helper < 0 ? number % SPLITS : SPLITS, group = helper < 0 ? number / SPLITS : helper;
-    const int own_groups = helper < 0 ? 1 : (groups - helper + HELPERS - 1) / HELPERS;
-#else
-    const int split = blockIdx.x, group = blockIdx.y, number = group * SPLITS + split, own_groups = 1;
-#endif
+    const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
     const Deal deal(columns, split);
 
@@ -191,7 +185,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const int most = Deal::most(columns);
     List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most), most, 0};
 
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, 0, own_groups};
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
+    stream.column = deal.column(0);
+    stream.step = SPLITS * CHUNK;
+    stream.last = columns - 1;
     float peak = 0;
     if (brings) {  // while the input is not there yet
         stream.set_up();
@@ -218,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
         if (emptied) {
             after_previous();
             constexpr int EACH = PRODUCERS * 32;
-            const int own = number * EACH + threadIdx.x - THREADS;
-            for (int i = own; i < emptied_count; i += gridDim.x * gridDim.y * EACH) emptied[i] = EMPTY;
+            const int own = (group * SPLITS + split) * EACH + threadIdx.x - THREADS;
+            for (int i = own; i < emptied_count; i += gridDim.y * SPLITS * EACH) emptied[i] = EMPTY;
         }
         return;
     }
@@ -245,34 +242,27 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const int exponent = exponent_for(largest * largest_scale);
     const float scale = power_of_two(exponent);
     const Bits bits(lane / 4);
-    float* shared_slots = slots + group * PARTS * ROWS;
+    Sums sums = {};
 #pragma unroll 1
-    for (int turn = 0; turn < own_groups; ++turn) {
-        Sums sums = {};
-        const int passed = HELPERS ? turn * stream.units : 0;  // units of other groups
-#pragma unroll 1
-        for (int i = HELPERS ? (set + SETS - passed % SETS) % SETS : set; i < stream.units; i += SETS) {
-            const int stage = (passed + i) % STAGES;
-            barrier_wait(full + stage, (passed + i) / STAGES & 1);
-            multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, list.value + i * COLUMNS, scale, bits);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + stage);
-        }
-        if (HELPERS && turn) sync_first<THREADS>();  // the sums before are read
-        deposit(sums, power_of_two(-exponent), own + warp * BAND_ROWS);
-        if (HANDED) after_previous();  // nothing is written before
-        sync_first<THREADS>();
-        add_up<ROWS>(own, shared_slots + (turn * HELPERS * PARTS + split) * ROWS);
+    for (int i = set; i < stream.units; i += SETS) {
+        const int stage = i % STAGES;
+        barrier_wait(full + stage, i / STAGES & 1);
+        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, list.value + i * COLUMNS, scale, bits);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + stage);
     }
-    if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);
-    if (deal.helps()) return;
+    deposit(sums, power_of_two(-exponent), own + warp * BAND_ROWS);
+    if (HANDED) after_previous();  // nothing is written before
+    sync_first<THREADS>();
 
+    float* shared_slots = slots + group * SPLITS * ROWS;
+    add_up<ROWS>(own, shared_slots + split * ROWS);
     constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
     float of_squares = 0;
 #pragma unroll 1
     for (int r = share.begin + threadIdx.x; r < share.end; r += THREADS) {
         float sum[EACH] = {};
-        if (PARTS > 1) {
+        if (SPLITS > 1) {
             take<ROWS, EACH, FINISHED>(shared_slots + r, sum);
         } else {
             for (int j = 0; j < EACH; ++j) sum[j] = own[r + j * FINISHED];
@@ -302,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
 #pragma unroll
             for (int w = 0; w < WRITERS; ++w) of_squares += sums_of[w];
         }
-        if (threadIdx.x == 0) write_word(squares_of_y + number, of_squares);
+        if (threadIdx.x == 0) write_word(squares_of_y + group * SPLITS + split, of_squares);
     }
+    if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);
 }
