@@ -67,6 +67,7 @@ def _compiled(name: str, sources: dict[str, str], arch: int, defines: Sequence[s
         define_macro=[tuple(define.split("=", 1)) for define in defines] or None,
         include_path=str(FOLDER),
         use_fast_math=False,
+        lineinfo=True,  # for profilers and sanitizers; the machine code is the same
     )
     return bytes(core.Program(sources[f"{name}.cu"], "c++", options).compile("cubin").code)
 

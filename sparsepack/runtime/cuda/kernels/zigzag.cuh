@@ -71,11 +71,12 @@ struct Stream {
     u8* ring;
     u64 *full, *empty;  // [STAGES]
     const int* index;   // of the block's columns
+    Deal deal;
+    int* listed;        // shared: how many units are, once that is announced
     int units;
-    int column, step, last;  // DENSE: the block's first column; from the first of 32 to the next 32; the matrix's last
 
     __device__ __forceinline__ int number(int entry) const {
-        return DENSE ? min(column + entry / 32 * step + entry % 32, last) : index[entry];
+        return DENSE ? min(deal.column(entry / CHUNK) + entry % CHUNK, deal.columns - 1) : index[entry];
     }
 
     // Before anything else, by all warps that bring, a share of the stages each: a warp's barriers are set up one after
@@ -92,14 +93,20 @@ struct Stream {
 #endif
     }
 
+    // By those who list the columns: how many there are.
+    __device__ __forceinline__ void announce(int count) const {
+        if (threadIdx.x == 0) *listed = ::units(count);
+    }
+
     // Until the ring is set up and the columns are listed. Where DENSE, those who bring need no list, and go on.
-    __device__ __forceinline__ static void wait_for_list(bool brings) {
+    __device__ __forceinline__ void wait_for_list(bool brings) {
         if (brings && DENSE) {
             arrive<OF_ALL, ALL_THREADS>();
             sync<OF_LAST, 32 * PRODUCERS>();
         } else {
             sync<OF_ALL, ALL_THREADS>();
         }
+        units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : *listed;
     }
 
     // What the last warps do.
@@ -132,7 +139,7 @@ struct Stream {
                 "n"(COUNT * COLUMN_BYTES), "n"(COUNT == COLUMNS ? PRODUCERS : 1)
                 : "memory");
         __syncwarp();
-        const bool neighbours = DENSE && number(entry) + COUNT - 1 <= last;  // here and there
+        const bool neighbours = DENSE && number(entry) + COUNT - 1 < deal.columns;  // here and there
         if (lane < (neighbours ? 1 : COUNT))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

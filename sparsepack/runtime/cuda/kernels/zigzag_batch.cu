@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     __shared__ float peaks[WARPS][INPUTS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
-    __shared__ int plan;
+    __shared__ int listed_units;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
     const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
@@ -171,20 +171,16 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     List list{values, (int*)(values + INPUTS * most), most, 0};
 
     let_next_begin();
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
-    stream.column = deal.column(0);
-    stream.step = SPLITS * CHUNK;
-    stream.last = columns - 1;
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_units};
     Peaks peak;
     if (brings) {  // while the input is not there yet
         stream.set_up();
     } else {
         const Site site{x, columns, nullptr, 0, nullptr, 0, threshold, offset};
         peak = deal_out<WARPS, DENSE>(site, deal, list, found, nullptr, [] { after_previous(); });
-        if (threadIdx.x == 0) plan = units(list.count);
+        stream.announce(list.count);
     }
     stream.wait_for_list(brings);
-    stream.units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : plan;
     if (brings) {
         stream.run();
         return;

@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     __shared__ float sums_of[WARPS], peaks[WARPS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
-    __shared__ int plan;
+    __shared__ int listed_units;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
     const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
@@ -185,10 +185,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const int most = Deal::most(columns);
     List list{own + WARPS * BAND_ROWS, (int*)(own + WARPS * BAND_ROWS + most), most, 0};
 
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index};
-    stream.column = deal.column(0);
-    stream.step = SPLITS * CHUNK;
-    stream.last = columns - 1;
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_units};
     float peak = 0;
     if (brings) {  // while the input is not there yet
         stream.set_up();
@@ -205,10 +202,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
             if (!HANDED) after_previous();
         }).of[0];
 #endif
-        if (threadIdx.x == 0) plan = units(list.count);
+        stream.announce(list.count);
     }
     stream.wait_for_list(brings);
-    stream.units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : plan;
     if (!brings || !DENSE) let_next_begin();  // not before: see words.cuh
     if (brings) {
         stream.run();
