@@ -89,17 +89,12 @@ def launch(
     config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
-    config.hStream = _stream()
+    config.hStream = torch.cuda.current_stream().cuda_stream
     _allow(kernel, shared, cluster)
     config.attrs = _attributes(kernel.arch, cluster)
     config.numAttrs = len(config.attrs)
     values, types = zip(*(_argument(a) for a in arguments), strict=True)
     _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
-
-
-def _stream() -> int:
-    """torch's current stream, without the Python object, which costs as much as the rest of a launch."""
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
 
 
 def _argument(value: Argument) -> tuple[Any, Any]:

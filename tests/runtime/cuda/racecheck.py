@@ -54,7 +54,10 @@ def verdict(log: str) -> tuple[list[str], bool]:
     if not summary:
         return ["no summary"], False
     seen, shown = Counter(reports(log)), log.count("Race reported")
-    lines = [f"{count} x {' and '.join(sorted(pair))}: {FALSE.get(pair, 'NOT KNOWN TO BE FALSE')}" for pair, count in seen.items()]
+    lines = [
+        f"{count} x {' and '.join(sorted(pair))}: {FALSE.get(pair, 'NOT KNOWN TO BE FALSE')}"
+        for pair, count in seen.items()
+    ]
     lines.append(f"{summary[1]} reports, {shown} of them here")
     return lines, FALSE.keys() >= seen.keys() and int(summary[1]) == shown
 
