@@ -1,0 +1,109 @@
+"""Decoding of several texts together on the GPU, dense and sparse: a Llama of 8 billion parameters.
+
+    python benchmarks/cuda_batch.py [--layers N] [--rounds N] [--json FILE]
+
+Each text has 128 random tokens of its own and then 128 given ones, whose logits stay on the GPU; a column is skipped
+where it is inactive in all of them. Dense and sparse take turns on one engine. Before anything is timed, two texts in a
+model of the same widths with two layers are compared with the reference backend, dense; what several texts skip is
+what tests compare (`tests/runtime/cuda/test_batch.py`).
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import torch
+from cuda_decode import LIMITS, NEW, PROMPT, SHOWN
+from cuda_synthetic import LLAMA_8B, find_thresholds, random_model, with_thresholds
+from cuda_timing import device_line
+from synthetic import Size, random_ids
+
+from sparsepack.bench import traffic
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.batch import BatchEngine
+from sparsepack.runtime.engine import Engine
+from sparsepack.show import table
+
+TEXTS = (2, 4, 8)
+CHECKED, PREFILLED = 24, 16
+"""Tokens of a text that is compared, and how many of them are its prompt."""
+
+
+def check(size: Size) -> float:
+    """How far logits of two texts are from the reference backend's. RuntimeError where they are another model's."""
+    packed = random_model(size, layers=2)
+    texts = [random_ids(size.vocabulary, CHECKED, seed=seed) for seed in (2, 3)]
+    together = BatchEngine(packed, "cuda", 64, sequences=len(texts), dense=True)
+    oracle = Engine(packed, "cuda", 64, backend="reference")
+    for number, text in enumerate(texts):
+        together.prefill(number, text[:PREFILLED])
+    steps = [together.step(ids) for ids in zip(*(text[PREFILLED:] for text in texts), strict=True)]
+    found = torch.stack(steps, dim=1).double()
+    expected = torch.stack([oracle.forced(text, len(text))[PREFILLED:] for text in texts]).double()
+    difference = float((found - expected).norm() / expected.norm())
+    if not difference <= LIMITS["dense"]:
+        raise RuntimeError(f"logits differ by {difference:.3g}, expected {LIMITS['dense']}; not timed")
+    return difference
+
+
+def step_seconds(engine: BatchEngine, texts: Sequence[Sequence[int]]) -> float:
+    """Of a token of each text."""
+    engine.reset()
+    for number, text in enumerate(texts):
+        engine.prefill(number, text[:PROMPT])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for ids in zip(*(text[PROMPT:] for text in texts), strict=True):
+        engine.step(ids)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / NEW
+
+
+def measure(packed: PackedModel, sequences: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Dense and sparse decoding in turns."""
+    engine = BatchEngine(packed, "cuda", PROMPT + NEW, sequences=sequences)
+    texts = [random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3 + number) for number in range(sequences)]
+    samples: dict[str, list[float]] = {"dense": [], "sparse": []}
+    skipped = {}
+    for round in range(-1, rounds):
+        for mode, taken in samples.items():
+            engine.dense = mode == "dense"
+            seconds = step_seconds(engine, texts)
+            skipped[mode] = traffic.realised_sparsity(packed, engine.activity())
+            if round >= 0:
+                taken.append(seconds)
+    return {mode: {"seconds": statistics.median(taken), "sparsity": skipped[mode]} for mode, taken in samples.items()}
+
+
+@click.command()
+@click.option("--layers", type=int, help="Of the model, to try the script.")
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
+def main(layers: int | None, rounds: int, path: Path | None) -> None:
+    """Print the table."""
+    click.echo(f"{device_line()}; {LLAMA_8B.name}, logits differ from the reference backend's by {check(LLAMA_8B):.1e}")
+    packed = random_model(replace(LLAMA_8B, layers=layers or LLAMA_8B.layers))
+    packed = with_thresholds(packed, find_thresholds(packed, [SHOWN])[SHOWN])
+    results = {sequences: measure(packed, sequences, rounds) for sequences in TEXTS}
+    lines = [
+        [
+            str(sequences),
+            mode,
+            f"{result['sparsity']:.1%}",
+            f"{result['seconds'] * 1e6:.0f}",
+            f"{sequences / result['seconds']:.0f}",
+        ]
+        for sequences, modes in results.items()
+        for mode, result in modes.items()
+    ]
+    click.echo(table(["texts", "runtime", "skipped", "us a step", "t/s"], lines))
+    if path:
+        path.write_text(json.dumps({"device": device_line(), "texts": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
