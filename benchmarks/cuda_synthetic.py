@@ -92,7 +92,9 @@ def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Genera
 
 def _random_rows(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
     parts = [
-        encode_rows(scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), "Q6_K")
+        encode_rows(
+            scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), "Q6_K"
+        )
         for at in range(0, rows, 16384)
     ]
     return PackedMatrix(torch.cat(parts), "Q6_K", rows, columns)
