@@ -11,6 +11,8 @@ racecheck (CUDA 13.0) does not see two orders. Of kernels of ten lines that have
     the copy engine writes w once that mbarrier has all its arrivals
 
 Without the first barrier of some warps, and where every lane arrives, it reports nothing.
+
+A race between the functions of a pair in FALSE passes, too: this does not notice a barrier that is lost there.
 """
 
 import re

@@ -57,7 +57,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
 }
 
 #if BULK
-// For weights: they leave the L2 cache first, so that the words and instructions that products wait for stay.
+// For weights: they leave the L2 cache first, which makes a token 2 % faster (benchmarks/CUDA_NOTES.md).
 __device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
