@@ -22,9 +22,13 @@ def cubin(name: str, arch: int, defines: Sequence[str] = ()) -> bytes:
     arch    -- compute capability times ten, 80 or more
     defines -- macros, `NAME=VALUE`
 
+    Where the environment has $SPARSEPACK_CUDA_CHECKED, with barriers that racecheck sees (`kernels/common.cuh`).
+
     Raises `UserError` where cuda.core or NVRTC is missing, or for an older GPU.
     """
     check_architecture(arch)
+    if os.environ.get("SPARSEPACK_CUDA_CHECKED"):
+        defines = (*defines, "CHECKED=1")
     options = {"arch": f"sm_{arch}", "defines": tuple(defines), "nvrtc": nvrtc_version()}
     sources = {file: text for file, text in _sources().items() if file == f"{name}.cu" or file.endswith(".cuh")}
     key = hashlib.sha256(repr((name, sorted(sources.items()), sorted(options.items()))).encode()).hexdigest()[:24]

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsepack.formats.matrices import ZIGZAG
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda.deal import (
+    BAND_PLACES,
     BAND_ROWS,
     CHUNK,
     chunks,
@@ -269,7 +270,7 @@ def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
 
 def _batch_bytes(columns: int, geometry: Geometry, inputs: int) -> int:
     """Dynamic shared memory of a block: the ring, later the warps' sums, and the list of its columns."""
-    first = max(ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_ROWS)
+    first = max(ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_PLACES)
     return first + 4 * (inputs + 1) * CHUNK * chunks(columns, geometry)
 
 

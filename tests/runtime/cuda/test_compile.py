@@ -83,6 +83,17 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
         assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])
+def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(64)
+    matrix = ZigzagMatrix(torch.empty(0), 512, 64, Geometry(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
+    gemv, batch = zigzag._defines(matrix, Input(x, threshold=x), None), zigzag._batch_defines(matrix, 2, x, None)
+    defines = gemv if name == "zigzag_gemv" else batch
+    usual = cubin(name, 90, defines)
+    monkeypatch.setenv("SPARSEPACK_CUDA_CHECKED", "1")
+    assert cubin(name, 90, defines) != usual
+
+
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     code = cubin("collect", 80)
     monkeypatch.setattr(compiler, "_compiled", lambda *_: pytest.fail("compiled again"))

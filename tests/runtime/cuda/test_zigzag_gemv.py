@@ -23,16 +23,18 @@ pytestmark = [
 GEOMETRIES = [
     Geometry(1, 8, 24, 1),
     Geometry(1, 8, 8, 8),
+    Geometry(1, 8, 24, 32),
     Geometry(2, 8, 16, 5),
     Geometry(2, 4, 4, 16),
     Geometry(4, 8, 8, 3),
     Geometry(4, 16, 4, 2),
     Geometry(8, 8, 4, 2),
+    Geometry(8, 8, 8, 9),
 ]
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 LIMIT = 1e-5
 """Of the norm of a result: inputs count as the sum of two float16, sums are float32. They are cut off, not rounded: it
-is twice as much where a warp adds up thousands of columns, which no geometry that is chosen makes it do."""
+is twice as much where a warp adds up more than a thousand columns."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
@@ -91,7 +93,7 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
     squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
     each = shape[1] * geometry.group / (geometry.splits * geometry.warps)  # columns that a warp adds up
-    limit = 2 * LIMIT if each > 4000 else LIMIT
+    limit = 2 * LIMIT if each > 1000 else LIMIT
 
     gemv(matrix, Input(x), y, active=active)
     assert_close(y, w @ x.double(), limit)

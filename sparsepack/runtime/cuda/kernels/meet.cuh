@@ -6,12 +6,19 @@
 //
 //     slots     | COUNT words of block 0 | of block 1 | .. SPLITS - 1 | ... the next group's
 //
+// The warps' sums lie in shared memory, 256 of a band after the other (of each input, then of the next band). Lanes
+// that write at a time are 64 apart, which would be the same bank: so 4 places stay empty after each 64, and 20 after
+// 256.
+//
 // Macros: SPLITS, and those of zigzag.cuh
 
 #pragma once
 
 #include "words.cuh"
 #include "zigzag.cuh"
+
+static constexpr int PLACES = BAND_ROWS + 20;  // of a band's sums
+__device__ __forceinline__ int place(int i) { return i / BAND_ROWS * PLACES + i % BAND_ROWS + i % BAND_ROWS / 64 * 4; }
 
 // What a block finishes of COUNT: from begin on, before end.
 template <int COUNT> struct Share {
@@ -23,15 +30,14 @@ template <int COUNT> struct Share {
 };
 
 // The sums of a block's warps, of each as many as its band has, become the block's: in its words, or where it is alone
-// at `own`.
+// in its first warps' places, so that sum i is at own[place(i)].
 template <int COUNT> __device__ __forceinline__ void add_up(float* own, float* words) {
-    constexpr int OF_BAND = COUNT / GROUP;
 #pragma unroll 1
     for (int r = threadIdx.x * 4; r < COUNT; r += THREADS * 4) {
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-        for (int w = 0; w < SETS; ++w) {
-            const float4 v = *(const float4*)(own + (w * GROUP + r / OF_BAND) * OF_BAND + r % OF_BAND);
+        for (int set = 0; set < SETS; ++set) {
+            const float4 v = *(const float4*)(own + place(set * COUNT + r));
             sum.x += v.x;
             sum.y += v.y;
             sum.z += v.z;
@@ -40,7 +46,7 @@ template <int COUNT> __device__ __forceinline__ void add_up(float* own, float* w
         if (SPLITS > 1) {
             write_words(words + r, sum);
         } else {
-            *(float4*)(own + r) = sum;  // which no other thread reads before
+            *(float4*)(own + place(r)) = sum;  // which no other thread reads before
         }
     }
     if (SPLITS == 1) sync_first<THREADS>();

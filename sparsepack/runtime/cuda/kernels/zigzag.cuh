@@ -15,7 +15,7 @@
 //     weight = d * scale[s] * q - dmin * min[s],  s = row / 32
 //
 // The columns of a block travel into a ring of STAGES in shared memory, a unit of 16 at a time. The last PRODUCERS
-// warps bring them: the first units together, so that they are there soon, then each of them one unit after the other.
+// warps bring them, each of them one unit after the other.
 // The other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage. From sm_90 on the copy
 // engine takes a column in one piece.
 //
@@ -85,8 +85,8 @@ struct Stream {
         constexpr int SHARE = STAGES / PRODUCERS;
         const int stage = (threadIdx.x / 32 - WARPS) * SHARE + threadIdx.x % 32;
         if (threadIdx.x % 32 < SHARE) {
-            barrier_init(full + stage, BULK ? PRODUCERS : 32 * PRODUCERS);
-            barrier_init(empty + stage, GROUP);
+            barrier_init(full + stage, BULK ? 1 : 32 * PRODUCERS);
+            barrier_init(empty + stage, GROUP * ARRIVALS);
         }
 #if BULK
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -109,50 +109,38 @@ struct Stream {
         units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : *listed;
     }
 
-    // What the last warps do.
+    // What the last warps do: each of them one unit after the other, or before sm_90 all of them each unit.
     __device__ __forceinline__ void run() const {
-        const int warp = threadIdx.x / 32 - WARPS;
-        const int together = BULK ? min(units, PRODUCERS) : units;
-        for (int i = 0; i < together; ++i) {
-            if (!BULK && i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
-            fetch<COLUMNS / PRODUCERS>(i, warp * (COLUMNS / PRODUCERS));
-        }
-#if BULK
-        for (int i = PRODUCERS + warp; i < units; i += PRODUCERS) {
+        for (int i = BULK ? threadIdx.x / 32 - WARPS : 0; i < units; i += BULK ? PRODUCERS : 1) {
             if (i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
-            fetch<COLUMNS>(i, 0);
+            fetch(i);
         }
-#endif
     }
 
-    // COUNT columns of unit i, from its column `first` on.
-    template <int COUNT> __device__ __forceinline__ void fetch(int i, int first) const {
-        const int lane = threadIdx.x % 32, entry = i * COLUMNS + first;
-        u8* to = ring + i % STAGES * STAGE_BYTES + first * PITCH;
-        u64* arrived = full + i % STAGES;
+    __device__ __forceinline__ void fetch(int i) const {
+        const int lane = threadIdx.x % 32, entry = i * COLUMNS;
+        u8* to = ring + i % STAGES * STAGE_BYTES;
+        const u32 arrived = shared_address(full + i % STAGES);
 #if BULK
-        const u32 barrier = shared_address(arrived);
         if (lane == 0)
-            asm volatile(
-                "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;\n"
-                "mbarrier.arrive.shared::cta.b64 _, [%0], %2;" ::"r"(barrier),
-                "n"(COUNT * COLUMN_BYTES), "n"(COUNT == COLUMNS ? PRODUCERS : 1)
-                : "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
+                         "n"(COLUMNS * COLUMN_BYTES)
+                         : "memory");
         __syncwarp();
-        const bool neighbours = DENSE && number(entry) + COUNT - 1 < deal.columns;  // here and there
-        if (lane < (neighbours ? 1 : COUNT))
+        const bool neighbours = DENSE && number(entry) + COLUMNS - 1 < deal.columns;  // here and there
+        if (lane < (neighbours ? 1 : COLUMNS))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                 "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
-                "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? COUNT : 1) * COLUMN_BYTES),
-                "r"(barrier), "l"(read_once())
+                "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? COLUMNS : 1) * COLUMN_BYTES),
+                "r"(arrived), "l"(read_once())
                 : "memory");
 #else
-        for (int piece = lane; piece < COUNT * PIECES; piece += 32) {
+        for (int piece = threadIdx.x - THREADS; piece < COLUMNS * PIECES; piece += 32 * PRODUCERS) {
             const int c = piece / PIECES, part = piece % PIECES;
             copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrived)) : "memory");
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif
     }
 };

@@ -48,12 +48,6 @@ __device__ __forceinline__ u32 numbers(u32 first, u32 second) {
     return c;
 }
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
-    u32 c;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
-
 // Add 16 columns. value: of the lane's input; scale: a power of two that brings x d into the range of float16.
 __device__ __forceinline__ void multiply(BatchSums& sums, const u8* stage, const float* value, float scale) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, p = g / 2;
@@ -108,7 +102,7 @@ __device__ __forceinline__ void multiply(BatchSums& sums, const u8* stage, const
     }
 }
 
-// The 256 rows of a warp's band for each input into shared memory: [INPUTS][256]. inverse: of the scale of the lane's
+// The 256 rows of a warp's band for each input into shared memory: [INPUTS][PLACES]. inverse: of the scale of the lane's
 // input.
 __device__ __forceinline__ void deposit(const BatchSums& sums, float inverse, float* rows) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -121,7 +115,7 @@ __device__ __forceinline__ void deposit(const BatchSums& sums, float inverse, fl
         const float high = __shfl_sync(ALL_LANES, mine, (g | 1) * 4 + t);
         const float factor = __shfl_sync(ALL_LANES, inverse, input * 4);
         if (input >= INPUTS) continue;
-        float* at = rows + input * BAND_ROWS + 64 * (g / 2) + 16 * (g & 1);
+        float* at = rows + place(input * BAND_ROWS + 64 * (g / 2) + 16 * (g & 1));
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             *(float2*)(at + 2 * j) = make_float2(
@@ -161,11 +155,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
     const Deal deal(columns, split);
+    set_up_first<THREADS>();
 
-    // ring [STAGES], later sums [WARPS][INPUTS][256]; list
+    // ring [STAGES], later sums [WARPS][INPUTS][PLACES]; list
     u8* ring = (u8*)memory;
     float* own = (float*)memory;
-    constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * BAND_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
+    constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * PLACES * 4, FIRST = RING > OWN ? RING : OWN;
     const int most = Deal::most(columns);
     float* values = (float*)(ring + FIRST);
     List list{values, (int*)(values + INPUTS * most), most, 0};
@@ -185,7 +180,6 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         stream.run();
         return;
     }
-
     // Each input has a scale of its own: the largest of them must not cost the others their precision.
 #pragma unroll
     for (int b = 0; b < INPUTS; ++b) {
@@ -206,11 +200,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         barrier_wait(full + stage, i / STAGES & 1);
         multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, value ? value + i * COLUMNS : nullptr,
             power_of_two(exponent));
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + stage);
+        warp_arrive(empty + stage);
     }
     sync_first<THREADS>();  // the ring is read
-    deposit(sums, power_of_two(-exponent), own + warp * INPUTS * BAND_ROWS);
+    deposit(sums, power_of_two(-exponent), own + warp * INPUTS * PLACES);
     sync_first<THREADS>();
 
     constexpr int COUNT = INPUTS * ROWS;
@@ -239,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         } else {
 #pragma unroll
             for (int j = 0; j < ONCE; ++j) {
-                if (j < places) sum[j] = own[first + j * THREADS];
+                if (j < places) sum[j] = own[place(first + j * THREADS)];
             }
         }
 #pragma unroll

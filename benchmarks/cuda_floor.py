@@ -1,0 +1,193 @@
+"""How fast a product with half of its columns could be on a GPU that knew them and had nothing to multiply.
+
+    python benchmarks/cuda_floor.py
+
+As in `cuda_gemv.py` products are a chain, each needs what the one before made, and a chain is replayed as a CUDA graph
+over more than 600 MB of weights. But here (`cuda_floor.cu`) a block does only what no product of a zigzag matrix can do
+without: it waits for its input, reads its active columns, which it knew before, and adds up with the blocks that have
+other columns of the same rows. Of all layouts tried for a shape the fastest counts. A product of that kind that also
+finds its columns and multiplies takes longer; how much of that could be hidden, this does not say.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import click
+import torch
+from cuda_gemv import ANCHORS, BYTES, FEWEST, SUMMED
+from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
+from torch import Tensor
+
+from sparsepack.runtime.cuda.compiler import FOLDER, cuda_core
+from sparsepack.runtime.cuda.kernel import Kernel, architecture, launch, multiprocessors
+from sparsepack.runtime.cuda.words import empty_words
+from sparsepack.show import table
+
+SUPERBLOCK = 144
+GROUPS = (1, 2, 4, 8)
+BLOCKS = ((256, 8), (512, 4), (512, 8), (1024, 4))
+"""Threads of a block, and reads that each of them has on their way."""
+ROUNDS = 5
+TARGETS = (0.75, 1.8)
+"""Of the bandwidth, and over llama.cpp."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """group  -- bands of 256 rows that lie together
+    splits   -- blocks that share a group's columns
+    threads  -- of a block
+    at_once  -- reads of 16 bytes that a thread has on their way
+    """
+
+    group: int
+    splits: int
+    threads: int
+    at_once: int
+
+    def __str__(self) -> str:
+        return f"{self.group}, {self.splits} x {self.threads} x {self.at_once}"
+
+
+def layouts(rows: int, columns: int, processors: int) -> Iterator[Layout]:
+    """Those that suit a shape: about a block for each multiprocessor."""
+    for group, (threads, at_once) in product(GROUPS, BLOCKS):
+        groups, rest = divmod(rows, 256 * group)
+        if rest or groups > processors:
+            continue
+        yield Layout(group, min(processors // groups, columns // 32), threads, at_once)
+
+
+class Chain:
+    """Products of a shape that feed each other, like those of `cuda_chain.py`, over parts of one buffer.
+
+    blocks -- uint8 [matrices, rows / 256 * columns * 144]
+    """
+
+    def __init__(self, rows: int, columns: int, layout: Layout, blocks: Tensor, length: int, read: bool) -> None:
+        self._rows, self._columns, self._layout, self._blocks = rows, columns, layout, blocks
+        self._kernel = _kernel(layout, read)
+        device = blocks.device
+        dealt = [
+            torch.arange(columns, device=device).view(-1, 32)[s :: layout.splits].flatten()
+            for s in range(layout.splits)
+        ]
+        chosen = [part[torch.randperm(len(part), device=device)[: len(part) // 2]].sort().values for part in dealt]
+        self._most = len(chosen[0])
+        self.active = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).int()
+        self._words, self._buffers = empty_words([max(rows, columns)] * 4, device)
+        self._start, begin = empty_words([max(rows, columns)] * 4, device)
+        begin[0].fill_(1)
+        for buffer in begin[1:]:
+            buffer[rows:].fill_(1)
+        self._slots = empty_words([rows * layout.splits], device)[0]
+        self.length = length
+
+    def run(self, number: int) -> None:
+        """Put a product on the current stream, after those before it."""
+        if number == 0:
+            self._words.copy_(self._start)
+        launch(
+            self._kernel,
+            (self._layout.splits, self._rows // 256 // self._layout.group),
+            self._layout.threads,
+            *(self._blocks[number % len(self._blocks)], self.active, self._most, self._columns),
+            *(self._buffers[number % 4][: self._columns], self.made(number), self._slots),
+            *(self._buffers[(number - 1) % 4][: self._rows].view(torch.int32), self._rows),
+            shared=4 * self._most,
+        )
+
+    def made(self, number: int) -> Tensor:
+        """What a product made, float32 [rows], until the second after it runs."""
+        return self._buffers[(number + 1) % 4][: self._rows]
+
+
+def _kernel(layout: Layout, read: bool) -> Kernel:
+    from cuda.bindings import driver
+
+    arch = architecture(0)
+    macros = {"GROUP": layout.group, "SPLITS": layout.splits, "BLOCK": layout.threads, "AT_ONCE": layout.at_once}
+    options = cuda_core().ProgramOptions(
+        std="c++17",
+        arch=f"sm_{arch}",
+        define_macro=[(name, str(value)) for name, value in {**macros, "READ": int(read)}.items()],
+        include_path=str(FOLDER),
+    )
+    source = Path(__file__).with_suffix(".cu").read_text()
+    code = bytes(cuda_core().Program(source, "c++", options).compile("cubin").code)
+    error, module = driver.cuModuleLoadData(code)
+    error, function = (error, None) if int(error) else driver.cuModuleGetFunction(module, b"cuda_floor")
+    if int(error):
+        raise RuntimeError(f"CUDA: {error.name} in cuda_floor")
+    return Kernel(function, arch, "cuda_floor")
+
+
+def check() -> None:
+    """RuntimeError unless blocks read their active columns, all of them and no others, and add up."""
+    rows, columns, layout = 1024, 288, Layout(2, 4, 256, 8)
+    blocks = torch.zeros(1, rows // 512, columns, 2 * SUPERBLOCK, dtype=torch.uint8, device="cuda")
+    chain = Chain(rows, columns, layout, blocks.flatten(1), 1, read=True)
+    active = torch.zeros(columns, dtype=torch.bool, device="cuda")
+    active[chain.active[chain.active >= 0].long()] = True
+
+    def made(group: int, column: int, byte: int) -> list[float]:
+        blocks.zero_()
+        blocks[0, group, column, byte] = 1
+        chain.run(0)
+        return [float(part.unique()) for part in chain.made(0).clone().split(512)]
+
+    for column in range(columns):
+        for byte in (0, 2 * SUPERBLOCK - 1):
+            more = float(layout.splits + int(active[column]))
+            expected = [more, float(layout.splits)]
+            if made(0, column, byte) != expected or made(1, column, byte) != expected[::-1]:
+                raise RuntimeError(f"column {column}, byte {byte}: not what its blocks should have read; not timed")
+
+
+def measure(rows: int, columns: int) -> tuple[dict[bool, float], Layout, int]:
+    """Seconds of the fastest product with and without reading, the former's layout, and the bytes that it reads."""
+    nbytes = rows // 256 * columns * SUPERBLOCK
+    copies = min(128, max(4, -(-BYTES // nbytes)))
+    blocks = torch.randint(0, 256, (copies, nbytes), dtype=torch.uint8, device="cuda")
+    length = copies * -(-FEWEST // copies)
+    best: dict[bool, tuple[float, Layout, int]] = {}
+    for layout in layouts(rows, columns, multiprocessors(blocks.device)):
+        chains = {read: Chain(rows, columns, layout, blocks, length, read) for read in (False, True)}
+        seconds = interleaved({str(read): graph_seconds(chain.run, length) for read, chain in chains.items()}, ROUNDS)
+        for read, chain in chains.items():
+            found = (seconds[str(read)], layout, rows // 256 * int((chain.active >= 0).sum()) * SUPERBLOCK)
+            best[read] = min(best.get(read, found), found, key=lambda one: one[0])
+    return {read: one[0] for read, one in best.items()}, *best[True][1:]
+
+
+@click.command()
+def main() -> None:
+    """Print the table."""
+    check()
+    bandwidth = read_bandwidth()
+    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    lines = []
+    for (rows, columns), anchor in ANCHORS.items():
+        seconds, layout, nbytes = measure(rows, columns)
+        name = f"{rows} x {columns}" + (f" ({SUMMED[rows, columns]})" if (rows, columns) in SUMMED else "")
+        wanted = nbytes / bandwidth / TARGETS[0] * 1e6, anchor / TARGETS[1]
+        lines.append(
+            [
+                name,
+                f"{seconds[False] * 1e6:.2f}",
+                f"{seconds[True] * 1e6:.2f}",
+                f"{nbytes / seconds[True] / bandwidth:.0%}",
+                f"{anchor / seconds[True] / 1e6:.2f}",
+                *(f"{us:.2f}" for us in wanted),
+                str(layout),
+            ]
+        )
+    head = ["shape", "us, nothing read", "us", "of bandwidth", "x", "us for 75 %", "us for 1.8 x", "layout"]
+    click.echo(table(head, lines))
+    click.echo("x: llama.cpp's dense time over this one; layout: group, splits x threads x reads at once")
+
+
+if __name__ == "__main__":
+    main()
