@@ -43,7 +43,7 @@ SKIPPED = {"dense": 0.0, "50 %": 0.5}
 BYTES = 600 << 20
 FEWEST = 40
 """Products of a chain: its beginning, one copy of some words, is part of the time."""
-LIMIT = 2e-5
+LIMIT = 1e-5
 ROUNDS = 9
 
 

@@ -34,7 +34,7 @@ GEOMETRIES = [
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 LIMIT = 1e-5
 """Of the norm of a result: inputs count as the sum of two float16, sums are float32. They are cut off, not rounded: it
-is twice as much where a warp adds up more than a thousand columns."""
+is twice as much where a warp adds up thousands of columns."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
@@ -81,6 +81,18 @@ def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> Zigz
     return matrix
 
 
+def test_every_row_is_exact_beside_a_column_a_thousand_times_the_others() -> None:
+    stored = random_matrix(2048, 40)
+    matrix, w = load_zigzag(stored, "cuda", Geometry(8, 8, 8, 1)), weights(stored)
+    x = normal(40)
+    x[3] *= 1000
+    y = torch.empty(2048, device="cuda")
+    gemv(matrix, Input(x), y)
+    stored.blocks[..., 3] ^= 0x80  # minima are added instead of taken off: nothing cancels
+    size = weights(stored) @ x.double().abs()
+    assert float(((y.double() - w @ x.double()).abs() / size).max()) < 2e-6
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int]) -> None:
@@ -93,7 +105,7 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
     squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
     each = shape[1] * geometry.group / (geometry.splits * geometry.warps)  # columns that a warp adds up
-    limit = 2 * LIMIT if each > 1000 else LIMIT
+    limit = 2 * LIMIT if each > 2000 else LIMIT
 
     gemv(matrix, Input(x), y, active=active)
     assert_close(y, w @ x.double(), limit)
