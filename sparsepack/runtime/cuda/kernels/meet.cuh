@@ -7,8 +7,8 @@
 //     slots     | COUNT words of block 0 | of block 1 | .. SPLITS - 1 | ... the next group's
 //
 // The warps' sums lie in shared memory, 256 of a band after the other (of each input, then of the next band). Lanes
-// that write at a time are 64 apart, which would be the same bank: so 4 places stay empty after each 64, and 20 after
-// 256.
+// that write at a time are 64 apart, which would be the same bank: so 4 places stay empty after each 64, and 4 more
+// after 256.
 //
 // Macros: SPLITS, and those of zigzag.cuh
 
