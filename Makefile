@@ -64,7 +64,7 @@ SANITIZED := tests/runtime/test_engine.py tests/runtime/cuda/test_zigzag_gemv.py
 	-k "cuda and prefill_and_steps or gate_and_up and 768-0 or hands_its_results_on or several_inputs and 3-False"
 test-gpu-sanitize:
 	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(PYTHON) -m pytest -q -m gpu $(SANITIZED)
-	$(PYTHON) tests/runtime/cuda/racecheck.py $(PYTHON) -m pytest -q -m gpu $(SANITIZED)
+	SPARSEPACK_CUDA_CHECKED=1 $(PYTHON) tests/runtime/cuda/racecheck.py $(PYTHON) -m pytest -q -m gpu $(SANITIZED)
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e

@@ -1,7 +1,7 @@
 """Products with zigzag matrices on the GPU that feed each other, as in a decoder: none can begin before the last one's
 result is there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,12 +10,44 @@ from sparsepack.runtime.cuda.words import empty_words
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv
 
 
-class Chain:
-    """Products with matrices of one shape, in order. Each takes what the one before made, as far as it goes: its first
-    columns where there are more rows; where there are fewer, the other columns stay as they are.
+class Buffers:
+    """What products of a chain hand on. Each takes what the one before made, as far as it goes: its first columns where
+    there are more rows; where there are fewer, the other columns stay as they are.
 
     Of four buffers, product i reads number i % 4, writes the next one, and empties the one before, which product i + 2
     will write (`kernels/words.cuh`).
+
+    fill -- puts values into a part that no product writes, in place
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device, fill: Callable[[Tensor], object]) -> None:
+        self._rows, self._columns = rows, columns
+        sizes = [max(rows, columns)] * 4
+        self._words, self._buffers = empty_words(sizes, device)
+        self._start, begin = empty_words(sizes, device)
+        fill(begin[0])
+        for buffer in begin[1:]:
+            fill(buffer[rows:])
+
+    def begin(self) -> None:
+        """The first input, and nothing yet that products make."""
+        self._words.copy_(self._start)
+
+    def taken(self, number: int) -> Tensor:
+        """What a product takes, float32 [columns]."""
+        return self._buffers[number % 4][: self._columns]
+
+    def made(self, number: int) -> Tensor:
+        """What it makes, float32 [rows], until the second after it runs."""
+        return self._buffers[(number + 1) % 4][: self._rows]
+
+    def emptied(self, number: int) -> Tensor:
+        """What it empties, int32 [rows]."""
+        return self._buffers[(number - 1) % 4][: self._rows].view(torch.int32)
+
+
+class Chain:
+    """Products with matrices of one shape, in order.
 
     matrices -- take turns
     length   -- products
@@ -24,52 +56,43 @@ class Chain:
 
     def __init__(self, matrices: Sequence[ZigzagMatrix], length: int, generator: torch.Generator) -> None:
         self._matrices, self._length = matrices, length
-        self._rows, self._columns = matrices[0].rows, matrices[0].columns
-        sizes, device = [max(self._rows, self._columns)] * 4, matrices[0].blocks.device
-        self._words, self._buffers = empty_words(sizes, device)
-        self._start, begin = empty_words(sizes, device)
-        begin[0].normal_(generator=generator)
-        for buffer in begin[1:]:
-            buffer[self._rows :].normal_(generator=generator)
+        device = matrices[0].blocks.device
+        self._buffers = Buffers(
+            matrices[0].rows, matrices[0].columns, device, lambda part: part.normal_(generator=generator)
+        )
         self._thresholds: list[Tensor] | None = None
         self.active = 1.0
 
     def run(self, number: int) -> None:
         """Put a product on the current stream, after those before it."""
         if number == 0:
-            self._begin()
-        emptied = self._buffers[(number - 1) % 4][: self._rows].view(torch.int32)
-        x = self._buffers[number % 4][: self._columns]
+            self._buffers.begin()
         threshold = self._thresholds[number] if self._thresholds else None
         gemv(
             self._matrices[number % len(self._matrices)],
-            Input(x, threshold=threshold, handed=True),
+            Input(self._buffers.taken(number), threshold=threshold, handed=True),
             self.made(number),
-            emptied=emptied,
+            emptied=self._buffers.emptied(number),
         )
 
     def made(self, number: int) -> Tensor:
         """What a product made, float32 [rows], until the second after it runs."""
-        return self._buffers[(number + 1) % 4][: self._rows]
+        return self._buffers.made(number)
 
     def taken(self, number: int) -> Tensor:
         """What it multiplies, float32 [columns], inactive ones zero; to be asked for before the next one runs."""
-        x = self._buffers[number % 4][: self._columns]
+        x = self._buffers.taken(number)
         return torch.where(x.abs() > self._thresholds[number], x, 0) if self._thresholds else x.clone()
 
     def skip(self, share: float) -> None:
         """Leave out a share of the columns from now on. Every product has a threshold of its own: the quantile of what
         it takes, everything before it already sparse."""
-        self._thresholds = [torch.zeros(1, device=self._start.device) for _ in range(self._length)]
-        self._begin()
+        self._thresholds = [torch.zeros(1, device=self.made(0).device) for _ in range(self._length)]
+        self._buffers.begin()
         total = 0.0
         for number, threshold in enumerate(self._thresholds):
-            magnitudes = self._buffers[number % 4][: self._columns].abs()
-            threshold.copy_(magnitudes.kthvalue(round(share * self._columns)).values)
+            magnitudes = self._buffers.taken(number).abs()
+            threshold.copy_(magnitudes.kthvalue(round(share * magnitudes.numel())).values)
             total += float((magnitudes > threshold).float().mean())
             self.run(number)
         self.active = total / len(self._thresholds)
-
-    def _begin(self) -> None:
-        """The first input, and nothing yet that products make."""
-        self._words.copy_(self._start)

@@ -3,10 +3,10 @@
     python benchmarks/cuda_floor.py
 
 As in `cuda_gemv.py` products are a chain, each needs what the one before made, and a chain is replayed as a CUDA graph
-over more than 600 MB of weights. But here (`cuda_floor.cu`) a block does only what no product of a zigzag matrix can do
-without: it waits for its input, reads its active columns, which it knew before, and adds up with the blocks that have
-other columns of the same rows. Of all layouts tried for a shape the fastest counts. A product of that kind that also
-finds its columns and multiplies takes longer; how much of that could be hidden, this does not say.
+over more than 600 MB of weights. But here (`cuda_floor.cu`) a block only waits for its input, reads its active columns,
+which it knew before, and adds up with the blocks that have other columns of the same rows. Of the layouts tried for a
+shape the fastest counts. Products that share columns between blocks as ours do have all of this to do, and more; other
+ways to read or to add up may be faster than the ones here.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 import torch
+from cuda_chain import Buffers
 from cuda_gemv import ANCHORS, BYTES, FEWEST, SUMMED
 from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
 from torch import Tensor
@@ -61,12 +62,12 @@ def layouts(rows: int, columns: int, processors: int) -> Iterator[Layout]:
 
 
 class Chain:
-    """Products of a shape that feed each other, like those of `cuda_chain.py`, over parts of one buffer.
+    """Products of a shape that feed each other, over parts of one buffer.
 
     blocks -- uint8 [matrices, rows / 256 * columns * 144]
     """
 
-    def __init__(self, rows: int, columns: int, layout: Layout, blocks: Tensor, length: int, read: bool) -> None:
+    def __init__(self, rows: int, columns: int, layout: Layout, blocks: Tensor, read: bool) -> None:
         self._rows, self._columns, self._layout, self._blocks = rows, columns, layout, blocks
         self._kernel = _kernel(layout, read)
         device = blocks.device
@@ -77,31 +78,26 @@ class Chain:
         chosen = [part[torch.randperm(len(part), device=device)[: len(part) // 2]].sort().values for part in dealt]
         self._most = len(chosen[0])
         self.active = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).int()
-        self._words, self._buffers = empty_words([max(rows, columns)] * 4, device)
-        self._start, begin = empty_words([max(rows, columns)] * 4, device)
-        begin[0].fill_(1)
-        for buffer in begin[1:]:
-            buffer[rows:].fill_(1)
+        self._buffers = Buffers(rows, columns, device, lambda part: part.fill_(1))
         self._slots = empty_words([rows * layout.splits], device)[0]
-        self.length = length
 
     def run(self, number: int) -> None:
         """Put a product on the current stream, after those before it."""
         if number == 0:
-            self._words.copy_(self._start)
+            self._buffers.begin()
         launch(
             self._kernel,
             (self._layout.splits, self._rows // 256 // self._layout.group),
             self._layout.threads,
             *(self._blocks[number % len(self._blocks)], self.active, self._most, self._columns),
-            *(self._buffers[number % 4][: self._columns], self.made(number), self._slots),
-            *(self._buffers[(number - 1) % 4][: self._rows].view(torch.int32), self._rows),
+            *(self._buffers.taken(number), self.made(number), self._slots),
+            *(self._buffers.emptied(number), self._rows),
             shared=4 * self._most,
         )
 
     def made(self, number: int) -> Tensor:
         """What a product made, float32 [rows], until the second after it runs."""
-        return self._buffers[(number + 1) % 4][: self._rows]
+        return self._buffers.made(number)
 
 
 def _kernel(layout: Layout, read: bool) -> Kernel:
@@ -128,20 +124,19 @@ def check() -> None:
     """RuntimeError unless blocks read their active columns, all of them and no others, and add up."""
     rows, columns, layout = 1024, 288, Layout(2, 4, 256, 8)
     blocks = torch.zeros(1, rows // 512, columns, 2 * SUPERBLOCK, dtype=torch.uint8, device="cuda")
-    chain = Chain(rows, columns, layout, blocks.flatten(1), 1, read=True)
+    chain = Chain(rows, columns, layout, blocks.flatten(1), read=True)
     active = torch.zeros(columns, dtype=torch.bool, device="cuda")
     active[chain.active[chain.active >= 0].long()] = True
 
-    def made(group: int, column: int, byte: int) -> list[float]:
+    def made(group: int, column: int, byte: int) -> list[list[float]]:
         blocks.zero_()
         blocks[0, group, column, byte] = 1
         chain.run(0)
-        return [float(part.unique()) for part in chain.made(0).clone().split(512)]
+        return [part.unique().tolist() for part in chain.made(0).clone().split(512)]
 
     for column in range(columns):
         for byte in (0, 2 * SUPERBLOCK - 1):
-            more = float(layout.splits + int(active[column]))
-            expected = [more, float(layout.splits)]
+            expected = [[layout.splits + int(active[column])], [layout.splits]]
             if made(0, column, byte) != expected or made(1, column, byte) != expected[::-1]:
                 raise RuntimeError(f"column {column}, byte {byte}: not what its blocks should have read; not timed")
 
@@ -154,7 +149,7 @@ def measure(rows: int, columns: int) -> tuple[dict[bool, float], Layout, int]:
     length = copies * -(-FEWEST // copies)
     best: dict[bool, tuple[float, Layout, int]] = {}
     for layout in layouts(rows, columns, multiprocessors(blocks.device)):
-        chains = {read: Chain(rows, columns, layout, blocks, length, read) for read in (False, True)}
+        chains = {read: Chain(rows, columns, layout, blocks, read) for read in (False, True)}
         seconds = interleaved({str(read): graph_seconds(chain.run, length) for read, chain in chains.items()}, ROUNDS)
         for read, chain in chains.items():
             found = (seconds[str(read)], layout, rows // 256 * int((chain.active >= 0).sum()) * SUPERBLOCK)

@@ -15,13 +15,15 @@ BLOCK_BYTES = 144
 COLUMNS = 16  # that are multiplied together
 CHUNK = 32  # columns that are dealt to a block together
 STAGES = {8: 8, 4: 8, 2: 16, 1: 24}
-"""By the bands of a group, largest first."""
+"""By the bands of a group."""
+MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
+"""Likewise: their sums have to be added up."""
 
 
 def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
     """Where nothing was measured: the largest group, whose pieces are the longest, that fits and with which there is a
-    block for almost every multiprocessor; as many stages as fit."""
-    enough = 0.95 * multiprocessors(device)
+    block for almost every multiprocessor; as many stages as fit. A gate's groups are of 2: in a decoder groups of 4
+    lose more dense than they gain sparse, and larger ones were not measured there (benchmarks/CUDA_NOTES.md)."""
 
     def needed(geometry: Geometry) -> int:
         return shared_bytes(columns, geometry)
@@ -30,16 +32,12 @@ def default_geometry(bands: int, columns: int, device: torch.device, gate: bool 
         splits = filling_splits(bands, columns, device, group)
         return fitted(Geometry(group, warps=8, stages=STAGES[group], splits=splits), needed, device)
 
-    *larger, smallest = (of(group) for group in STAGES if group > 1 or not gate)
-    return next(
-        (
-            geometry
-            for geometry in larger
-            if -(-bands // geometry.group) * _most_splits(columns, geometry.group) >= enough
-            and needed(geometry) <= shared_memory(device)
-        ),
-        smallest,
-    )
+    for group in () if gate else (8, 4):
+        geometry = of(group)
+        enough = -(-bands // group) * _most_splits(columns, group) >= 0.95 * multiprocessors(device)
+        if enough and needed(geometry) <= shared_memory(device):
+            return geometry
+    return of(2 if gate or bands >= 4 else 1)
 
 
 def fitted(geometry: Geometry, needed: Callable[[Geometry], int], device: torch.device) -> Geometry:
@@ -56,8 +54,8 @@ def filling_splits(bands: int, columns: int, device: torch.device, group: int) -
 
 
 def _most_splits(columns: int, group: int) -> int:
-    """Blocks that may share a group's columns: their sums have to be added up, and each needs columns."""
-    return min(16 if group > 1 else 32, -(-columns // CHUNK))
+    """Blocks that may share a group's columns: each needs some."""
+    return min(MOST_SPLITS[group], -(-columns // CHUNK))
 
 
 def shared_bytes(columns: int, geometry: Geometry) -> int:
