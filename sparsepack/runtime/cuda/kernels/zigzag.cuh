@@ -72,8 +72,8 @@ struct Stream {
     u64 *full, *empty;  // [STAGES]
     const int* index;   // of the block's columns
     Deal deal;
-    int* listed;        // shared: how many columns are, once that is announced
-    int count, units;
+    int* listed;        // shared: how many units are, once that is announced
+    int units;
 
     __device__ __forceinline__ int number(int entry) const {
         return DENSE ? min(deal.column(entry / CHUNK) + entry % CHUNK, deal.columns - 1) : index[entry];
@@ -95,7 +95,7 @@ struct Stream {
 
     // By those who list the columns: how many there are.
     __device__ __forceinline__ void announce(int count) const {
-        if (threadIdx.x == 0) *listed = count;
+        if (threadIdx.x == 0) *listed = ::units(count);
     }
 
     // Until the ring is set up and the columns are listed. Where DENSE, those who bring need no list, and go on.
@@ -106,8 +106,7 @@ struct Stream {
         } else {
             sync<OF_ALL, ALL_THREADS>();
         }
-        count = DENSE ? deal.chunks * CHUNK : *listed;
-        units = ::units(count);
+        units = DENSE ? deal.chunks * (CHUNK / COLUMNS) : *listed;
     }
 
     // What the last warps do: each of them one unit after the other, or before sm_90 all of them each unit.
@@ -118,24 +117,18 @@ struct Stream {
         }
     }
 
-    // Columns that fill up the last unit are not read: their headers become zero, whatever the nibbles then are.
     __device__ __forceinline__ void fetch(int i) const {
-        const int lane = threadIdx.x % 32, entry = i * COLUMNS, real = DENSE ? COLUMNS : min(COLUMNS, count - entry);
+        const int lane = threadIdx.x % 32, entry = i * COLUMNS;
         u8* to = ring + i % STAGES * STAGE_BYTES;
         const u32 arrived = shared_address(full + i % STAGES);
 #if BULK
-        if (real < COLUMNS) {
-            for (int c = real + lane / GROUP; c < COLUMNS; c += 32 / GROUP)
-                *(uint4*)(to + c * PITCH + lane % GROUP * BLOCK_BYTES) = make_uint4(0, 0, 0, 0);
-            __syncwarp();
-        }
         if (lane == 0)
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
-                         "r"(real * COLUMN_BYTES)
+                         "n"(COLUMNS * COLUMN_BYTES)
                          : "memory");
         __syncwarp();
         const bool neighbours = DENSE && number(entry) + COLUMNS - 1 < deal.columns;  // here and there
-        if (lane < (neighbours ? 1 : real))
+        if (lane < (neighbours ? 1 : COLUMNS))
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                 "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
@@ -145,7 +138,7 @@ struct Stream {
 #else
         for (int piece = threadIdx.x - THREADS; piece < COLUMNS * PIECES; piece += 32 * PRODUCERS) {
             const int c = piece / PIECES, part = piece % PIECES;
-            copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16, c < real);
+            copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
 #endif

@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     __shared__ float peaks[WARPS][INPUTS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
-    __shared__ int listed_columns;
+    __shared__ int listed_units;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
     const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     List list{values, (int*)(values + INPUTS * most), most, 0};
 
     let_next_begin();
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_columns};
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_units};
     Peaks peak;
     if (brings) {  // while the input is not there yet
         stream.set_up();

@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     __shared__ float sums_of[WARPS], peaks[WARPS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
-    __shared__ int listed_columns;
+    __shared__ int listed_units;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
     const int split = blockIdx.x, group = blockIdx.y;
     const bool brings = warp >= WARPS;
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const int most = Deal::most(columns);
     List list{own + WARPS * PLACES, (int*)(own + WARPS * PLACES + most), most, 0};
 
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_columns};
+    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_units};
     float peak = 0;
     if (brings) {  // while the input is not there yet
         stream.set_up();
