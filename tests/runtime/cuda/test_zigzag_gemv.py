@@ -33,8 +33,8 @@ GEOMETRIES = [
 ]
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 LIMIT = 1e-5
-"""Of the norm of a result: inputs count as the sum of two float16, sums are float32. They are cut off, not rounded: it
-is twice as much where a warp adds up thousands of columns."""
+"""Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a
+warp adds up: 1e-6 for 32 columns, 1.6e-5 for 4096 on an H100."""
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
@@ -81,7 +81,9 @@ def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> Zigz
     return matrix
 
 
-def test_every_row_is_exact_beside_a_column_a_thousand_times_the_others() -> None:
+def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
+    """What tensor cores cut off is relative to their largest product, of whatever row it is: on an H100 up to 6e-5 of a
+    row that has little of it, where inputs of float16 would cost 5e-4."""
     stored = random_matrix(2048, 40)
     matrix, w = load_zigzag(stored, "cuda", Geometry(8, 8, 8, 1)), weights(stored)
     x = normal(40)
@@ -90,7 +92,7 @@ def test_every_row_is_exact_beside_a_column_a_thousand_times_the_others() -> Non
     gemv(matrix, Input(x), y)
     stored.blocks[..., 3] ^= 0x80  # minima are added instead of taken off: nothing cancels
     size = weights(stored) @ x.double().abs()
-    assert float(((y.double() - w @ x.double()).abs() / size).max()) < 2e-6
+    assert float(((y.double() - w @ x.double()).abs() / size).max()) < 2e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -105,7 +107,7 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
     squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
     each = shape[1] * geometry.group / (geometry.splits * geometry.warps)  # columns that a warp adds up
-    limit = 2 * LIMIT if each > 4000 else LIMIT
+    limit = max(LIMIT, 1e-8 * each)
 
     gemv(matrix, Input(x), y, active=active)
     assert_close(y, w @ x.double(), limit)
@@ -176,7 +178,7 @@ def test_a_sum_that_is_no_number_is_handed_on() -> None:
     ("geometry", "width", "activation"),
     [
         *((g, width, 0) for g in GEOMETRIES if g.group > 1 for width in (256, 1280, 768)),
-        *((GEOMETRIES[2], 768, activation) for activation in (1, 2, 3)),
+        *((Geometry(2, 8, 16, 5), 768, activation) for activation in (1, 2, 3)),
     ],
     ids=str,
 )
@@ -217,7 +219,14 @@ def test_more_blocks_than_run_at_once_are_refused() -> None:
 @pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize(
     ("geometry", "columns"),
-    [(GEOMETRIES[0], 40), (GEOMETRIES[1], 700), (GEOMETRIES[2], 3001), (GEOMETRIES[3], 513), (GEOMETRIES[4], 700)],
+    [
+        (Geometry(1, 8, 24, 1), 40),
+        (Geometry(1, 8, 8, 8), 700),
+        (Geometry(1, 8, 24, 32), 3001),
+        (Geometry(2, 8, 16, 5), 3001),
+        (Geometry(2, 4, 4, 16), 513),
+        (Geometry(4, 8, 8, 3), 700),
+    ],
     ids=str,
 )
 def test_several_inputs_share_their_active_columns(geometry: Geometry, columns: int, inputs: int, gate: bool) -> None:
@@ -264,7 +273,7 @@ def test_several_inputs_without_the_copy_engine(geometry: Geometry) -> None:
 
 def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
     stored = random_matrix(1100, 1100)
-    one, several = loaded(stored, GEOMETRIES[1]), loaded(stored, GEOMETRIES[2])
+    one, several = loaded(stored, Geometry(1, 8, 8, 8)), loaded(stored, Geometry(2, 8, 16, 5))
     x, w = normal(8, 1100), weights(stored)
     y, alone = torch.empty(8, 1100, device="cuda"), torch.empty(1100, device="cuda")
     for _ in range(20):
