@@ -82,8 +82,8 @@ def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> Zigz
 
 
 def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
-    """What tensor cores cut off is relative to their largest product, of whatever row it is: on an H100 up to 6e-5 of a
-    row that has little of it, where inputs of float16 would cost 5e-4."""
+    """Tensor cores cut off what is small beside their largest product: on an H100 4e-6 of a row's size in the mean, 6e-4
+    at worst. Inputs as one float16 instead of two would cost 2e-4 in the mean."""
     stored = random_matrix(2048, 40)
     matrix, w = load_zigzag(stored, "cuda", Geometry(8, 8, 8, 1)), weights(stored)
     x = normal(40)
@@ -92,7 +92,9 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
     gemv(matrix, Input(x), y)
     stored.blocks[..., 3] ^= 0x80  # minima are added instead of taken off: nothing cancels
     size = weights(stored) @ x.double().abs()
-    assert float(((y.double() - w @ x.double()).abs() / size).max()) < 2e-4
+    error = (y.double() - w @ x.double()).abs() / size
+    assert float(error.mean()) < 1e-5
+    assert float(error.max()) < 2e-3
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
