@@ -82,8 +82,8 @@ def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> Zigz
 
 
 def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
-    """Tensor cores cut off what is small beside their largest product: on an H100 4e-6 of a row's size in the mean, 6e-4
-    at worst. Inputs as one float16 instead of two would cost 2e-4 in the mean."""
+    """Tensor cores cut off what is small beside their largest product: on an H100 4e-6 of a row's size in the mean,
+    6e-4 at worst. Inputs as one float16 instead of two would cost 2e-4 in the mean."""
     stored = random_matrix(2048, 40)
     matrix, w = load_zigzag(stored, "cuda", Geometry(8, 8, 8, 1)), weights(stored)
     x = normal(40)
