@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 
-def graph_seconds(run: Callable[[int], None], count: int) -> Callable[[], float]:
+def graph_seconds(run: Callable[[int], object], count: int) -> Callable[[], float]:
     """A function that replays run(0), run(1), ... run(count - 1), and returns the seconds of one of them."""
     for i in range(count):
         run(i)
