@@ -1,6 +1,7 @@
 """What every test may use."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         profiled_cpu.cache_clear()
         profiled_cuda.cache_clear()
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_interrupts() -> None:
+    """A shell starts what runs in its background with Ctrl-C ignored; tests that interrupt themselves would then hang."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
