@@ -28,7 +28,7 @@ def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_interrupts() -> None:
-    """A shell starts what runs in its background with Ctrl-C ignored; tests that interrupt themselves would then hang."""
+    """What a shell starts in its background ignores Ctrl-C; tests that interrupt themselves would then hang."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
