@@ -4,8 +4,8 @@
 
 A step is one of a single sequence. Ours also rotates q and k and appends k and v, which torch is spared. Steps are
 replayed as a CUDA graph, over more than 600 MB of keys and values, so that no cache serves them; both take turns. They
-wait for each other, but ours may bring rows near before its turn, as it does in a decoder. Both are compared with
-float64 before anything is timed.
+wait for each other, but ours, as batches run it, may bring rows near before its turn. Both are compared with float64
+before anything is timed.
 """
 
 import json

@@ -23,7 +23,7 @@ MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
 def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
     """Where nothing was measured: the largest group, whose pieces are the longest, that fits and with which there is a
     block for almost every multiprocessor; as many stages as fit. A gate's groups are of 2: in a decoder groups of 4
-    lose more dense than they gain sparse, and larger ones were not measured there (benchmarks/CUDA_NOTES.md)."""
+    lose more dense than they gain sparse, and groups of 8 lose both (benchmarks/CUDA_NOTES.md)."""
 
     def needed(geometry: Geometry) -> int:
         return shared_bytes(columns, geometry)

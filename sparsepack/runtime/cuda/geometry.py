@@ -21,7 +21,7 @@ PRODUCERS = 4
 MOST_WARPS = 32
 """Of a block, those that bring columns included."""
 MOST_STAGES = 32
-"""Lanes of the warp that sets their barriers up (`kernels/zigzag.cuh`)."""
+"""More than fit into shared memory with any group."""
 
 
 @dataclass(frozen=True)

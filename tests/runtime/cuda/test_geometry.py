@@ -58,7 +58,7 @@ def test_all_blocks_run_at_once_and_fit(
 
 
 def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what was measured: the gate in a decoder, with groups of 2 and 4, others in chains (CUDA_NOTES.md)."""
+    """Of what was measured: the gate in a decoder, with groups of 2, 4 and 8, others in chains (CUDA_NOTES.md)."""
     on_gpu(monkeypatch, *GPUS["H100"])
     best = {
         (6144, 4096, False): Geometry(2, 8, 16, 11),
