@@ -21,7 +21,7 @@ PRODUCERS = 4
 MOST_WARPS = 32
 """Of a block, those that bring columns included."""
 MOST_STAGES = 32
-"""More than fit into shared memory with any group."""
+"""More than any geometry that is tried."""
 
 
 @dataclass(frozen=True)
