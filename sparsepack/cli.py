@@ -1,5 +1,6 @@
 """The command line: one thin click command per verb. Only click is imported here, so that `--help` answers at once."""
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from sparsepack.cli_options import (
     emit,
     json_output,
     overwrite_flag,
+    seed_option,
     set_threads,
     thread_count,
     window,
@@ -41,6 +43,16 @@ class _Verbs(click.Group):
         except UserError as error:
             click.echo(f"sparsepack: {' '.join(str(error).split())}", err=True)
             ctx.exit(2)
+        except KeyboardInterrupt:
+            resumes = ctx.invoked_subcommand in ("calibrate", "thresholds", "pack", "run")
+            click.echo(f"sparsepack: interrupted{'; the same command goes on from what was done' * resumes}", err=True)
+            ctx.exit(1)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            click.echo("sparsepack: standard output: the disk is full; free some space and run again", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
+            ctx.exit(1)
         except MemoryError:
             click.echo("sparsepack: out of memory; use a smaller --batch or --context", err=True)
             ctx.exit(1)
@@ -64,10 +76,22 @@ def main() -> None:
 @click.option("--text", "texts", multiple=True, help="What to run; repeats.")
 @click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
 @window
-@click.option("--samples", default=128, show_default=True, help="Windows drawn at random; 0 for all, in order.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--sinks", default=4, show_default=True, help="First positions of a window left out of the statistics.")
-@click.option("--batch", default=2, show_default=True, help="Windows at a time.")
+@click.option(
+    "--samples",
+    type=click.IntRange(0),
+    default=128,
+    show_default=True,
+    help="Windows drawn at random; 0 for all, in order.",
+)
+@seed_option
+@click.option(
+    "--sinks",
+    type=click.IntRange(0),
+    default=4,
+    show_default=True,
+    help="First positions of a window left out of the statistics.",
+)
+@click.option("--batch", type=click.IntRange(1), default=2, show_default=True, help="Windows at a time.")
 @compute
 @overwrite_flag
 def calibrate(
@@ -243,7 +267,7 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option("--task-path", type=PATH, help="Folder of local task YAML; nothing is looked up on a network then.")
 @click.option("--limit", type=click.IntRange(1), help="Documents per task.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="Overrides the tasks' own.")
-@click.option("--batch", default=1, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
     "--runtime",
     type=click.Choice(["transformers", "cpu", "cuda", "reference"]),
@@ -274,7 +298,7 @@ def evaluate(
 @click.option("-n", "--generate", "n_gen", default=128, show_default=True, help="Tokens of the decoding test; 0: none.")
 @click.option("-r", "--repetitions", default=5, show_default=True)
 @click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
-@click.option("--seed", default=0, show_default=True)
+@seed_option
 @click.option(
     "--batch",
     type=click.IntRange(1, 8),
@@ -347,11 +371,13 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
     required=True,
     help="Text to continue. Repeats, up to 8 times with --device cuda: all are continued together.",
 )
-@click.option("-n", "--tokens", default=64, show_default=True, help="Tokens to generate at most.")
+@click.option(
+    "-n", "--tokens", type=click.IntRange(0), default=64, show_default=True, help="Tokens to generate at most."
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=click.IntRange(1))
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
-@click.option("--seed", default=0, show_default=True)
+@seed_option
 @click.option("--dense", is_flag=True, help="Skip nothing.")
 @click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
 @device_option

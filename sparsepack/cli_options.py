@@ -1,6 +1,7 @@
 """Options that several verbs share, and what they do with them. Only click is imported at the top."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +22,26 @@ def _usable_device(context: click.Context, parameter: click.Parameter, name: str
     """Refuse a device that this machine lacks before any work is done."""
     if name == "cpu":
         return name
+    if not re.fullmatch(r"cuda(:\d+)?|mps", name):
+        raise UserError(f"--device {name}: expected cpu, cuda, cuda:N or mps")
     import torch
 
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"--device {name}: not usable here ({reason}); expected cpu, cuda, cuda:N or mps") from error
+        reason = str(error).strip().split("\n")[0].split(". ")[0]
+        there = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
+        raise UserError(f"--device {name}: not usable here ({reason}); this machine has {', '.join(there)}") from error
     return name
+
+
+def _writable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """Refuse a file for the result that cannot be written before there is one."""
+    from sparsepack.files.atomic import check_output
+
+    if path and path != "-":
+        check_output(Path(path), overwrite=True)
+    return path
 
 
 device_option = click.option(
@@ -50,12 +63,13 @@ compute = _options(
 )
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(
-    "--json", "json_path", metavar="FILE", help="Write the result as JSON; - for standard output."
+    "--json", "json_path", metavar="FILE", callback=_writable, help="Write the result as JSON; - for standard output."
 )
 window = click.option(
     "--context", type=click.IntRange(2), help="Tokens per window (default 2048, or what MODEL was made for if less)."
 )
-thread_count = click.option("--threads", type=click.IntRange(1), help="CPU threads (default: all cores).")
+thread_count = click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads (default: all cores).")
+seed_option = click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 
 allocation = _options(
     click.option("--sparsity", type=float, help="Share of the weights that a decoded token skips, 0 to below 1."),
@@ -80,7 +94,7 @@ allocation = _options(
     click.option("--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."),
     click.option("--steps", type=click.IntRange(1), help="global: optimiser steps."),
     click.option("--batch", type=click.IntRange(1), help="global: windows per step."),
-    click.option("--seed", default=0, show_default=True),
+    seed_option,
 )
 
 
@@ -107,7 +121,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
-    """Print a result as a table, or write it as JSON to a file, or to standard output for `-`."""
+    """Print a result as a table, and write it as JSON to a file; for `-` print JSON alone."""
     import json
 
     from sparsepack.files.atomic import write_json
@@ -115,6 +129,6 @@ def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> Non
     if json_path == "-":
         click.echo(json.dumps(result, indent=2, ensure_ascii=False))
         return
+    click.echo(table(result))
     if json_path:
         write_json(Path(json_path), result)
-    click.echo(table(result))

@@ -167,3 +167,35 @@ def test_a_failed_gate_exits_3(tmp_path: Path) -> None:
     result = sparsepack("run", recipe, "-w", tmp_path / "w", *small, "--set", "activation.sparsity=0.75")
     assert result.exit_code == 3, result.output
     assert "FAIL" in result.stdout.upper()
+
+
+def test_where_the_result_cannot_go_is_said_before_any_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: pytest.fail("evaluated"))
+    nowhere = tiny / "none" / "x.json"
+    line = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", "--json", nowhere)
+    assert f"the folder {nowhere.parent} does not exist" in line
+
+
+def test_mistakes_say_what_is_wrong_and_no_more(tiny: Path) -> None:
+    packed = tiny / "m.gguf"
+    assert fails("pack", "shipped:tiny", "--thresholds", tiny / "none.json", "-o", tiny / "x.gguf").endswith(
+        "none.json: cannot be read (No such file or directory)"
+    )
+    assert fails("generate", packed, "--prompt", "a", "--device", "foo").endswith(
+        "--device foo: expected cpu, cuda, cuda:N or mps"
+    )
+    assert "a text without a name" in fails("calibrate", "shipped:tiny", "--text", "", "-o", tiny / "c")
+    long = fails("generate", packed, "--prompt", "once " * 3000, "-n", 1)
+    assert long.endswith("shorten it")
+    small = fails("generate", packed, "--prompt", "once " * 300, "-n", 1, "--context", 64)
+    assert small.endswith("shorten it or give a larger context")
+
+
+def test_numbers_out_of_range_name_their_flag(tiny: Path) -> None:
+    for flag, value in (("--seed", 2**64), ("--threads", 9999), ("-n", -1)):
+        result = sparsepack("generate", tiny / "m.gguf", "--prompt", "a", flag, value)
+        assert result.exit_code == 2
+        assert f"Invalid value for '{flag}'" in result.output
+    result = sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", "--batch", 0)
+    assert result.exit_code == 2
+    assert "Invalid value for '--batch'" in result.output

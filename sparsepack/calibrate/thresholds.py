@@ -119,7 +119,9 @@ def read_thresholds(path: Path) -> Thresholds:
     """Read a table. Raises `ThresholdsError` naming the row and field that is wrong."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ThresholdsError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
         raise ThresholdsError(f"{path}: not a thresholds table ({error})") from error
     if not isinstance(value, dict) or value.get("kind") != "thresholds" or value.get("schema") != SCHEMA:
         raise ThresholdsError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.files.tensors import save_tensors
 
@@ -53,7 +54,10 @@ class Unfinished:
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
         if self.path is not None:
-            self.path.mkdir(exist_ok=True)
+            try:
+                self.path.mkdir(exist_ok=True)
+            except OSError as error:
+                raise OutputError(f"{self.path}: cannot be made ({error.strerror})") from error
             with atomic_file(self._file(self.path, name), overwrite=True) as temporary:
                 save_tensors(tensors, temporary)
 

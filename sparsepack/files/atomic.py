@@ -1,11 +1,14 @@
 """Outputs that appear whole or not at all: written under a temporary name beside the target, then renamed."""
 
 import errno
+import glob
 import json
 import os
+import platform
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from sparsepack.errors import OutputError
 
 
 def check_output(path: Path, overwrite: bool, folder: bool = False) -> None:
-    """Refuse an output that exists (unless `overwrite`) or whose folder does not, before any work is done for it.
+    """Refuse an output that exists (unless `overwrite`), or whose folder does not or cannot be written, before any work
+    is done for it.
 
     Even `overwrite` replaces only a file by a file, and a folder by a folder.
     """
@@ -22,8 +26,11 @@ def check_output(path: Path, overwrite: bool, folder: bool = False) -> None:
         raise OutputError(f"{path}: a {is_a}; expected the name of a {expected}")
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: exists already; give another name or --overwrite")
-    if not path.absolute().parent.is_dir():
-        raise OutputError(f"{path}: the folder {path.absolute().parent} does not exist; create it first")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise OutputError(f"{path}: the folder {parent} does not exist; create it first")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{path}: cannot be written, since the folder {parent} cannot; name another")
 
 
 @contextmanager
@@ -33,7 +40,7 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises `OutputError` where the output exists or the disk refuses it (full, read-only, no permission).
     """
     check_output(path, overwrite)
-    temporary = path.absolute().parent / f".{path.name}.partial-{os.getpid()}"
+    temporary = _temporary(path)
     try:
         with _disk_errors(path):
             yield temporary
@@ -41,7 +48,7 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[Path]:
                 os.fsync(file.fileno())
             temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
 
 
 @contextmanager
@@ -51,15 +58,15 @@ def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises `OutputError` as `atomic_file` does.
     """
     check_output(path, overwrite, folder=True)
-    temporary = path.absolute().parent / f".{path.name}.partial-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = _temporary(path)
+    _remove(temporary)
     try:
         with _disk_errors(path):
             temporary.mkdir()
             yield temporary
             _swap(temporary, path)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -72,6 +79,38 @@ def write_bytes(path: Path, value: bytes) -> None:
     """Write `value`, atomically, replacing what is there."""
     with atomic_file(path, overwrite=True) as temporary:
         temporary.write_bytes(value)
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that says whose it is: a process of this machine. What killed ones left there is removed."""
+    machine = re.sub(r"\W", "-", platform.node())[:32]
+    parent, start = path.absolute().parent, f".{path.name}.partial-{machine}-"
+    for left in parent.glob(f"{glob.escape(start)}*"):
+        process = left.name.removeprefix(start)
+        if process.isdecimal() and not _runs(int(process)):
+            _remove(left)
+    return parent / f"{start}{os.getpid()}"
+
+
+def _runs(process: int) -> bool:
+    if os.name == "nt":  # where a signal of 0 is none
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's
+    return True
+
+
+def _remove(path: Path) -> None:
+    """A file or a folder, if it is there and the disk lets go of it."""
+    with suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _swap(temporary: Path, path: Path) -> None:
@@ -97,9 +136,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OutputError(
-                f"{path}: the disk is full ({error.strerror}); nothing was kept: free some space and run again"
-            ) from error
+            raise OutputError(f"{path}: the disk is full ({error.strerror}); free some space and run again") from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
         raise

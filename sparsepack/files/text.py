@@ -63,6 +63,8 @@ def _without_surrogates(document: str) -> str:
 def _documents(name: str) -> list[str]:
     if name.startswith("shipped:"):
         return _shipped(name)
+    if not name.strip():
+        raise TextError("a text without a name; expected a file, shipped:train or the like, or a data set")
     path = Path(name)
     plain = path.with_suffix("") if path.suffix in _OPENERS else path
     if path.is_dir():
@@ -81,6 +83,8 @@ def _read_file(path: Path, lines: bool) -> list[str]:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:  # type: ignore[operator]
             content = file.read()
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise TextError(f"{path}: cannot be read ({error.strerror})") from error
         raise TextError(f"{path}: cannot be read ({error}); is it whole?") from error
     except UnicodeDecodeError as error:
         raise TextError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error

@@ -116,9 +116,8 @@ def _check_count(max_tokens: int) -> None:
 def _fitting_prompt(engine: Engine | BatchEngine, tokenizer: Tokenizer, prompt: str) -> list[int]:
     ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos)
     if len(ids) > engine.context:
-        raise UserError(
-            f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it or give a larger context"
-        )
+        larger = " or give a larger context" if engine.context < engine.architecture.context else ""
+        raise UserError(f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it{larger}")
     return ids
 
 

@@ -1,7 +1,9 @@
 """Outputs appear whole or not at all."""
 
 import errno
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,3 +165,34 @@ def test_tensors_are_readable_by_whom_the_umask_allows(tmp_path):
     save_tensors({"a": torch.arange(6).reshape(2, 3).t()}, tmp_path / "a.safetensors")
     (tmp_path / "b").touch()
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_what_a_killed_run_left_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+    path = tmp_path / "out.bin"
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(b"whole")
+        mine = temporary.name
+    start = mine.removesuffix(str(os.getpid()))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    kept = [tmp_path / name for name in (f"{start}1", f"{start}1.old", f"{start}{ended.pid}.old", ".out.bin.partial-x")]
+    for left in (*kept, tmp_path / f"{start}{ended.pid}"):
+        left.write_bytes(b"half")
+    with atomic_file(path, overwrite=True):
+        assert {entry.name for entry in tmp_path.iterdir()} == {"out.bin", *(left.name for left in kept)}
+        (tmp_path / mine).write_bytes(b"")
+
+
+def test_a_clean_up_that_fails_does_not_hide_why(tmp_path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OutputError, match=r"out: cannot be written \(Read-only file system\)"):
+        _fail_in(atomic_file(tmp_path / "out"), lambda _: None, OSError(errno.EROFS, os.strerror(errno.EROFS)))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OutputError, match="cannot be written, since the folder"):
+        check_output(tmp_path / "out", overwrite=True)

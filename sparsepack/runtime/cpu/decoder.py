@@ -1,5 +1,7 @@
 """A decoder that computes whole tokens natively (`native/decoder.h`)."""
 
+import errno
+import os
 from typing import Any
 
 import torch
@@ -42,7 +44,12 @@ class NativeDecoder:
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
         self._vocabulary = packed.architecture.vocabulary
-        self.native = native().Decoder(_built(packed, context, self.threads), self.instruction_set, self.threads)
+        try:
+            self.native = native().Decoder(_built(packed, context, self.threads), self.instruction_set, self.threads)
+        except RuntimeError as error:
+            if os.strerror(errno.EAGAIN) not in str(error):
+                raise
+            raise UserError(f"{self.threads} threads: the system does not start so many; give fewer") from error
 
     @property
     def description(self) -> str:
