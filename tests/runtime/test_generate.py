@@ -57,7 +57,7 @@ class Script:
     """In place of an engine: says the tokens of a script, whatever it is fed."""
 
     def __init__(self, script: Sequence[int], bos: int | None = 1, eos: tuple[int, ...] = (2,), context: int = 4096):
-        self.architecture = SimpleNamespace(bos=bos, eos=eos)
+        self.architecture = SimpleNamespace(bos=bos, eos=eos, context=1024)
         self.script, self.context = script, context
         self.fed: list[int] = []
 
@@ -221,7 +221,7 @@ def test_bos_comes_once() -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_an_error_before_anything_runs() -> None:
-    with pytest.raises(UserError, match="prompt of 6 tokens: the context holds 4"):
+    with pytest.raises(UserError, match="prompt of 6 tokens: the context holds 4; shorten it or give a larger context"):
         generate(Script([], context=4), TOKENIZERS["byte-level"].to_str(), "abcde", 5)  # type: ignore[arg-type]
 
 
