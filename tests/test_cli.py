@@ -199,3 +199,22 @@ def test_numbers_out_of_range_name_their_flag(tiny: Path) -> None:
     result = sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", "--batch", 0)
     assert result.exit_code == 2
     assert "Invalid value for '--batch'" in result.output
+
+
+def test_ctrl_c_is_one_line_that_says_whether_the_command_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparsepack.pack.pack", interrupted)
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", interrupted)
+    assert fails("pack", "shipped:tiny", "-o", tiny / "x.gguf", code=1).endswith("goes on from what was done")
+    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == "sparsepack: interrupted"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_a_standard_output_that_is_full_is_one_line(tiny: Path) -> None:
+    command = [sys.executable, "-m", "sparsepack.cli", "inspect", str(tiny / "m.gguf")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "sparsepack: standard output: the disk is full; free some space and run again\n"

@@ -21,6 +21,8 @@ def check_output(path: Path, overwrite: bool, folder: bool = False) -> None:
 
     Even `overwrite` replaces only a file by a file, and a folder by a folder.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OutputError(f"{path}: a device or the like, which would be replaced; expected the name of a file")
     if path.exists() and path.is_dir() != folder:
         is_a, expected = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise OutputError(f"{path}: a {is_a}; expected the name of a {expected}")

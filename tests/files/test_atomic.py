@@ -192,6 +192,11 @@ def test_a_clean_up_that_fails_does_not_hide_why(tmp_path, monkeypatch):
         _fail_in(atomic_file(tmp_path / "out"), lambda _: None, OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
 
+def test_a_device_is_not_replaced():
+    with pytest.raises(OutputError, match="/dev/null: a device or the like"):
+        check_output(Path("/dev/null"), overwrite=True)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(OutputError, match="cannot be written, since the folder"):
