@@ -1,6 +1,5 @@
 """The command line: one thin click command per verb. Only click is imported here, so that `--help` answers at once."""
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import click
 
 from sparsepack import __version__
+from sparsepack.cli_errors import Verbs
 from sparsepack.cli_options import (
     PATH,
     allocation,
@@ -24,41 +24,13 @@ from sparsepack.cli_options import (
     thread_count,
     window,
 )
-from sparsepack.errors import UserError
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-class _Verbs(click.Group):
-    """Lists the verbs in the order in which they are used, and turns a user's mistake into one line and exit 2."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            click.echo(f"sparsepack: {' '.join(str(error).split())}", err=True)
-            ctx.exit(2)
-        except KeyboardInterrupt:
-            resumes = ctx.invoked_subcommand in ("calibrate", "thresholds", "pack", "run")
-            click.echo(f"sparsepack: interrupted{'; the same command goes on from what was done' * resumes}", err=True)
-            ctx.exit(1)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            click.echo("sparsepack: standard output: the disk is full; free some space and run again", err=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
-            ctx.exit(1)
-        except MemoryError:
-            click.echo("sparsepack: out of memory; use a smaller --batch or --context", err=True)
-            ctx.exit(1)
-
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="sparsepack")
 def main() -> None:
     """Find where a language model is sparse, pack it so that hardware profits, prove it is still the same model.

@@ -1,14 +1,18 @@
 """The command line as its users meet it: the whole chain on every family, and one clear line for every mistake."""
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from sparsepack.cli import main
+from sparsepack.cli_options import emit
+from sparsepack.errors import OutputError
 from tests.models_for_tests import make_model
 
 VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "profile", "generate", "run")
@@ -201,14 +205,24 @@ def test_numbers_out_of_range_name_their_flag(tiny: Path) -> None:
     assert "Invalid value for '--batch'" in result.output
 
 
-def test_ctrl_c_is_one_line_that_says_whether_the_command_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsepack.pack.pack", interrupted)
     monkeypatch.setattr("sparsepack.eval.run.evaluate", interrupted)
-    assert fails("pack", "shipped:tiny", "-o", tiny / "x.gguf", code=1).endswith("goes on from what was done")
     assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == "sparsepack: interrupted"
+
+
+def test_another_full_disk_is_not_called_standard_output(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(full))
+    assert sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout").exception is full
+
+
+def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(OutputError, match="does not exist"):
+        emit({}, str(tmp_path / "none" / "x.json"), lambda _: "the table")
+    assert capsys.readouterr().out == "the table\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")

@@ -27,9 +27,17 @@ def unfinished_path(output: Path) -> Path:
 
 @contextmanager
 def state_beside(output: Path) -> Iterator[Path]:
-    """Yield the folder for the state of the run that makes `output`; it is removed once the output is written."""
+    """Yield the folder for the state of the run that makes `output`; it is removed once the output is written.
+
+    An interrupt says whether there is a state to go on from.
+    """
     path = unfinished_path(output)
-    yield path
+    try:
+        yield path
+    except KeyboardInterrupt as interrupt:
+        if not path.is_dir():
+            raise
+        raise KeyboardInterrupt(f"{path} keeps what was done, and the same command goes on from there") from interrupt
     shutil.rmtree(path, ignore_errors=True)
 
 

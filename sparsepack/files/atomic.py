@@ -84,14 +84,23 @@ def write_bytes(path: Path, value: bytes) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """A name beside `path` that says whose it is: a process of this machine. What killed ones left there is removed."""
-    machine = re.sub(r"\W", "-", platform.node())[:32]
-    parent, start = path.absolute().parent, f".{path.name}.partial-{machine}-"
+    """A name beside `path` that says whose it is: a process of this machine or container. What killed ones left there
+    is removed."""
+    parent, start = path.absolute().parent, f".{path.name}.partial-{_machine()}-"
     for left in parent.glob(f"{glob.escape(start)}*"):
         process = left.name.removeprefix(start)
         if process.isdecimal() and not _runs(int(process)):
             _remove(left)
     return parent / f"{start}{os.getpid()}"
+
+
+def _machine() -> str:
+    """Where a process has a number of its own: containers may share a machine's name, but not its processes."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux
+        namespace = ""
+    return re.sub(r"\W+", "-", f"{platform.node()[:32]}-{namespace}").strip("-")
 
 
 def _runs(process: int) -> bool:

@@ -1,0 +1,50 @@
+"""What ends a command early, as one line and an exit status. Only click is imported here."""
+
+import errno
+import os
+import sys
+from typing import Any
+
+import click
+
+from sparsepack.errors import UserError
+
+
+class Verbs(click.Group):
+    """Lists the verbs in the order in which they are used, and says what ended one in one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            _say(error)
+            ctx.exit(2)
+        except KeyboardInterrupt as interrupt:
+            _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+            ctx.exit(1)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not _output_is_full():
+                raise
+            _say("standard output: the disk is full; free some space and run again")
+            ctx.exit(1)
+        except MemoryError:
+            _say("out of memory; use a smaller --batch or --context")
+            ctx.exit(1)
+
+
+def _say(what: object) -> None:
+    click.echo(f"sparsepack: {' '.join(str(what).split())}", err=True)
+
+
+def _output_is_full() -> bool:
+    """Whether not even a line's end can be printed. What was not is dropped then, so that leaving does not fail."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
