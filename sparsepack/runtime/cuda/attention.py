@@ -1,24 +1,25 @@
 """Attention of one decoding step on the GPU: one launch that also norms, rotates, and appends to the cache."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.kernel import blocks_at_once, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.words import slots
 
 CACHE_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """Type of cached keys and values -> the kernel's macro KV."""
 
-MOST_SPLITS = 16
+SPLITS = (1, 2, 4, 8, 16, 32)
+MOST_SPLITS = SPLITS[-1]
+PART_WORDS = 4
+"""Of a pair of the result, as blocks hand it on."""
+
 MOST_GROUP = 16
 MOST_HEAD_DIM = 256
 FEWEST_POSITIONS = 64
 """Of the whole context, that a block should have."""
-
-LARGE_CLUSTERS = (90, 100, 103)
-"""Architectures whose clusters may have 16 blocks; 8 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Variant:
         }
         return tuple(f"{name}={value}" for name, value in values.items())
 
-    def shared_bytes(self, splits: int, clusters: bool) -> int:
-        """Dynamic shared memory of a block: rings, queries, weights, peaks, and what a cluster's blocks send."""
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: rings, queries, weights, peaks."""
         chunk = 16 // self.dtype.itemsize
         chunks = -(-self.head_dim // chunk)
         lanes = min(32, 1 << (chunks - 1).bit_length())
@@ -56,34 +58,11 @@ class Variant:
         batch = 2 * (32 // lanes)
         ring = max(self.stages * 2 * batch * width * self.dtype.itemsize, -(-self.group * self.head_dim // 4) * 16)
         scratch = 4 * (2 * self.group * batch + -(-self.group // 4) * 4)
-        own = self.warps * (ring + scratch + 8 * self.group) + 4 * self.group * width
-        return own + (8 + 8 * splits * (self.group + self.slice(splits)) if clusters and splits > 1 else 0)
+        return self.warps * (ring + scratch + 8 * self.group) + 4 * self.group * width
 
     def slice(self, splits: int) -> int:
-        """Pairs of a key head's result that a block combines."""
+        """Pairs of a key head's result that a block finishes."""
         return -(-self.group * self.head_dim // 2 // splits)
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Where blocks meet that form no cluster. Steps on one stream may share it.
-
-    partials -- float32: for each block its heads' sums, and what they are relative to
-    tickets  -- int32 zeros, one for each key head of each sequence
-    """
-
-    partials: Tensor
-    tickets: Tensor
-
-
-@cache
-def shared_workspace(device: torch.device) -> Workspace:
-    """Room for as many blocks as `splits_for` chooses on a device, in any variant."""
-    blocks = most_blocks(multiprocessors(device))
-    return Workspace(
-        torch.empty(blocks * MOST_GROUP * (MOST_HEAD_DIM + 2), device=device),
-        torch.zeros(blocks, dtype=torch.int32, device=device),
-    )
 
 
 def attend(
@@ -102,8 +81,6 @@ def attend(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     splits: int | None = None,
-    workspace: Workspace | None = None,
-    clusters: bool = True,
     handed: bool = False,
 ) -> None:
     """Put the attention of one new position per sequence on the current stream: norm and rotate q and k, append k and v
@@ -118,9 +95,7 @@ def attend(
     out            -- float32 [B, heads * head_dim]
     window         -- how many positions a query sees, its own included; 0: all
     q_norm, k_norm -- float32 [head_dim]: RMSNorm of every head before it is rotated, with `eps`
-    splits         -- blocks that share a key head's positions, 1 to 16; None: as many as fill the GPU
-    workspace      -- where blocks meet that form no cluster; None: the one that all steps share
-    clusters       -- False: as on GPUs before sm_90
+    splits         -- blocks that share a key head's positions, a power of two up to 32; None: as many as fill the GPU
     handed         -- qkv is words (`words.py`), read as soon as they are written; out may be read so in any case
 
     Raises `ValueError` naming the argument that does not fit.
@@ -130,54 +105,44 @@ def attend(
     device = qkv.device
     if device.type != "cuda":
         raise ValueError(f"qkv: on {device}, expected a CUDA device")
-    arch = architecture(device.index or 0)
-    in_clusters = clusters and arch >= 90
-    most = MOST_SPLITS if arch in LARGE_CLUSTERS or not in_clusters else 8
+    rows, index = batch * kv_heads, device.index or 0
+    compiled = kernel("attention", "attention", (*variant.defines, f"HANDED={int(handed)}"), index)
+    at_once = blocks_at_once(compiled, device, variant.warps * 32, variant.shared_bytes)
     if splits is None:
         seen = min(context, window) if window else context
-        splits = splits_for(batch * kv_heads, seen, multiprocessors(device), most)
-    if not 1 <= splits <= most:
-        raise ValueError(f"splits: {splits}, expected 1 to {most}")
-    meet = None
-    if splits > 1 and not in_clusters:
-        meet = workspace or shared_workspace(device)
-        _check_workspace(meet, batch * kv_heads, splits * variant.group * (variant.head_dim + 2))
+        splits = splits_for(rows, seen, multiprocessors(device), at_once)
+    if splits not in SPLITS:
+        raise ValueError(f"splits: {splits}, expected a power of two up to {MOST_SPLITS}")
+    if splits > 1 and rows * splits > at_once:
+        raise ValueError(f"splits: {splits} of {rows} rows wait for each other, but only {at_once} blocks run at once")
     slice = variant.slice(splits)
-    switches = [f"HANDED={int(handed)}", *(() if clusters else ("CLUSTERS=0",))]
+    _check_slots(slots(device), PART_WORDS * rows * splits**2 * slice if splits > 1 else 0)
     launch(
-        kernel("attention", "attention", (*variant.defines, *switches), device.index or 0),
+        compiled,
         (splits, kv_heads, batch),
         variant.warps * 32,
         *(qkv, keys, values, positions, cos, sin, q_norm, k_norm, out),
-        *((meet.partials, meet.tickets) if meet else (None, None)),
-        *(kv_heads, context, window, float(eps)),
-        *(slice, _magic(splits), _magic(slice)),
-        shared=variant.shared_bytes(splits, in_clusters),
-        cluster=splits if in_clusters else 1,
+        *(slots(device), kv_heads, context, window, float(eps)),
+        *(slice, _magic(slice)),
+        shared=variant.shared_bytes,
     )
 
 
 def _magic(divisor: int) -> int:
-    """What makes a division a multiplication (`kernels/attention_rows.cuh`), as the bits of an int."""
+    """What makes a division of what is below 2^16 a multiplication (`kernels/attention.cu`), as the bits of an int."""
     return (2**32 // divisor + (2**32 % divisor > 0)) % 2**32
 
 
-@cache
-def splits_for(rows: int, context: int, processors: int, most: int = MOST_SPLITS) -> int:
-    """How many blocks share the positions of a key head: a power of two, so that clusters pack well.
+def splits_for(rows: int, context: int, processors: int, at_once: int) -> int:
+    """How many blocks share the positions of a key head.
 
-    rows    -- key heads times sequences: blocks that there are with one split
-    context -- positions that a query sees at most
+    rows       -- key heads times sequences: blocks that there are with one split
+    context    -- positions that a query sees at most
+    processors -- multiprocessors, a quarter of which may have a second block
+    at_once    -- blocks that run at the same time
     """
-    splits, blocks = 1, most_blocks(processors)
-    while 2 * splits <= most and rows * 2 * splits <= blocks and context >= 2 * splits * FEWEST_POSITIONS:
-        splits *= 2
-    return splits
-
-
-def most_blocks(processors: int) -> int:
-    """That share the positions of key heads."""
-    return 5 * processors // 4
+    most = min(5 * processors // 4, at_once)
+    return max(s for s in SPLITS if s == 1 or (rows * s <= most and context >= s * FEWEST_POSITIONS))
 
 
 def _checked(
@@ -232,10 +197,9 @@ def _check(
         raise ValueError(f"{name}: at an address that is no multiple of {alignment}; copy it")
 
 
-def _check_workspace(meet: Workspace, tickets: int, floats: int) -> None:
-    if meet.tickets.numel() < tickets or meet.partials.numel() < tickets * floats:
-        room = f"{meet.partials.numel()} partials and {meet.tickets.numel()} tickets"
-        raise ValueError(f"workspace: {room}, expected {tickets * floats} and {tickets}")
+def _check_slots(room: Tensor, words: int) -> None:
+    if words > room.numel():
+        raise ValueError(f"{words} words where blocks meet, more than {room.numel()}; take fewer splits")
 
 
 def _described(tensor: Tensor) -> str:

@@ -75,13 +75,11 @@ def launch(
     threads: int,
     *arguments: Argument,
     shared: int = 0,
-    cluster: int = 1,
 ) -> None:
     """Put a kernel on torch's current stream. It may begin before the one ahead has ended (`common.cuh`).
 
-    grid    -- blocks, up to three numbers
-    shared  -- bytes of dynamic shared memory
-    cluster -- how many blocks, neighbours in the grid's first dimension, form a cluster; needs sm_90
+    grid   -- blocks, up to three numbers
+    shared -- bytes of dynamic shared memory
     """
     from cuda.bindings import driver
 
@@ -90,8 +88,8 @@ def launch(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     config.hStream = torch.cuda.current_stream().cuda_stream
-    _allow(kernel, shared, cluster)
-    config.attrs = _attributes(kernel.arch, cluster)
+    _allow(kernel, shared)
+    config.attrs = _attributes(kernel.arch)
     config.numAttrs = len(config.attrs)
     values, types = zip(*(_argument(a) for a in arguments), strict=True)
     _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
@@ -106,7 +104,7 @@ def _argument(value: Argument) -> tuple[Any, Any]:
 
 
 @cache
-def _attributes(arch: int, cluster: int) -> list[Any]:
+def _attributes(arch: int) -> list[Any]:
     from cuda.bindings import driver
 
     if arch < 90:
@@ -114,28 +112,28 @@ def _attributes(arch: int, cluster: int) -> list[Any]:
     early = driver.CUlaunchAttribute()
     early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     early.value.programmaticStreamSerializationAllowed = 1
-    if cluster == 1:
-        return [early]
-    together = driver.CUlaunchAttribute()
-    together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    dimension = together.value.clusterDim
-    dimension.x, dimension.y, dimension.z = cluster, 1, 1
-    return [early, together]
+    return [early]
 
 
-def _allow(kernel: Kernel, shared: int, cluster: int) -> None:
-    """Ask for what exceeds the defaults of a kernel, and what it was allowed before."""
+def _allow(kernel: Kernel, shared: int) -> None:
+    """Ask for more shared memory than a kernel has by default, or was allowed before."""
     from cuda.bindings import driver
 
-    attribute = driver.CUfunction_attribute
-    if shared > kernel.allowed.get("shared", STATIC_SHARED):
-        what = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
-        kernel.allowed["shared"] = shared
-    if cluster > kernel.allowed.get("cluster", 8):
-        what = attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-        _checked(driver.cuFuncSetAttribute(kernel.function, what, 1), kernel.name)
-        kernel.allowed["cluster"] = cluster
+    if shared <= kernel.allowed.get("shared", STATIC_SHARED):
+        return
+    what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
+    kernel.allowed["shared"] = shared
+
+
+@cache
+def blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: int) -> int:
+    """How many of its blocks, with so much dynamic shared memory, run on a GPU at the same time."""
+    from cuda.bindings import driver
+
+    _allow(kernel, shared)
+    each = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, threads, shared), kernel.name)
+    return int(each) * multiprocessors(device)
 
 
 def _checked(result: tuple[Any, ...], name: str = "") -> Any:

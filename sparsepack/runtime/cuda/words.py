@@ -1,12 +1,18 @@
 """Memory through which kernels hand on values before they end (`kernels/words.cuh`)."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from sparsepack.runtime.cuda.kernel import multiprocessors
+
 EMPTY = -1
 """The bits of a word, as an int32, that nobody has written."""
+
+SLOT_WORDS = 1 << 14
+"""For each multiprocessor: the sums of a block with the most rows (`zigzag.MOST_GROUP` bands of 256) and inputs (8)."""
 
 
 def empty_words(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -15,3 +21,9 @@ def empty_words(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, lis
     words = torch.full((sum(room),), EMPTY, dtype=torch.int32, device=device)
     parts = torch.split(words.view(torch.float32), room)
     return words, [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+@cache
+def slots(device: torch.device) -> Tensor:
+    """Empty words where the blocks of a kernel meet, and which they leave empty. Kernels on one stream share them."""
+    return empty_words([multiprocessors(device) * SLOT_WORDS], device)[0]

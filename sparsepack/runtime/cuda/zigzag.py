@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from sparsepack.runtime.cuda.deal import (
 from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
 from sparsepack.runtime.cuda.geometry import geometry as measured
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors, shared_memory
-from sparsepack.runtime.cuda.words import empty_words
+from sparsepack.runtime.cuda.words import slots
 
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
 MOST_ROUNDS = 8  # of a warp's chunks at a time
@@ -139,13 +138,6 @@ class Input:
     @property
     def dense(self) -> bool:
         return self.threshold is None and self.indices is None
-
-
-@cache
-def slots(device: torch.device) -> Tensor:
-    """Empty words (`words.py`) where the blocks of a product meet: as many as any needs. Products on one stream share
-    them."""
-    return empty_words([multiprocessors(device) * MOST_GROUP * BAND_ROWS * MOST_INPUTS], device)[0]
 
 
 def gemv(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparsepack.runtime.cuda import deal, zigzag
+from sparsepack.runtime.cuda import deal, words, zigzag
 from sparsepack.runtime.cuda.deal import default_geometry, shared_bytes
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.zigzag import (
@@ -87,7 +87,8 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
 
 def test_products_whose_blocks_cannot_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 6)
-    monkeypatch.setattr(zigzag, "slots", zigzag.slots.__wrapped__)
+    monkeypatch.setattr(zigzag, "slots", words.slots.__wrapped__)
+    monkeypatch.setattr(words, "multiprocessors", lambda device: 6)
     x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
 
     def matrix(groups: int, geometry: Geometry) -> ZigzagMatrix:

@@ -12,8 +12,8 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cuda import zigzag as cuda
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.kernel import multiprocessors
-from sparsepack.runtime.cuda.words import EMPTY, empty_words
-from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, load_zigzag, most_inputs, slots
+from sparsepack.runtime.cuda.words import EMPTY, empty_words, slots
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, load_zigzag, most_inputs
 from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
 
 pytestmark = [

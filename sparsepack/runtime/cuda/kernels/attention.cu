@@ -5,8 +5,9 @@
 //     cos, sin   float32 [context, HEAD_DIM / 2]
 //     out        float32 [B, heads, HEAD_DIM]
 //
-// Grid: (splits, kv_heads, B), clusters of `splits` blocks from sm_90 on. A row of blocks computes the GROUP heads that
-// share a key head, and divides the positions before the new one; the last block takes the new one, too, as its row 0.
+// Grid: (splits, kv_heads, B), splits a power of two up to 32; where it is more than 1, no more blocks than run at once,
+// since they wait for each other. A row of blocks computes the GROUP heads that share a key head, and divides the
+// positions before the new one; the last block takes the new one, too, as its row 0.
 // Every block prepares the queries for itself. The warps of a block take BATCH rows in turn:
 //
 //     split 0                                      split 1       ...      last split
@@ -18,9 +19,12 @@
 // (position, head) pairs. Those become weights, which meet in shared memory; of values, each lane then takes the same
 // channels of all rows, so that its sums need no other lane's.
 //
-// Sums over a warp's rows, the warps of a block, the blocks: each in order, so that the same bits come every run. From
-// sm_90 on each block combines a slice of the result, which the others of the cluster send to its shared memory.
-// Before, the blocks meet in `partials`, and the last one to come combines everything.
+// Sums over a warp's rows, the warps of a block, the blocks: each in order, so that the same bits come every run. Each
+// block finishes a slice of the result: the others write it their parts, which are words (words.cuh). Blocks of a
+// cluster could write them to each other's shared memory, but a cluster of 16 needs as many multiprocessors next to each
+// other: an H100 has room for 7, and with 8 key heads two share theirs, which took as long as all others together.
+//
+//     slots     | for block 0: parts [slice] of block 0 | of block 1 | .. | for block 1: ... | the next row's
 //
 // The position is read before the kernel may begin. Where q is handed on, an earlier kernel than the one that hands it
 // on wrote it (words.cuh), and rows are fetched while q is waited for. Else it is a guess: where the previous kernels
@@ -33,10 +37,10 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const float* qkv, Stored* keys, Stored* values, const int* positions, const float* cos, const float* sin,
-              const float* q_norm, const float* k_norm, float* out, float* partials, u32* tickets, int kv_heads,
-              int context, int window, float eps,
-              // pairs of the result that a block combines: as many as all blocks together need; for Divisor
-              int slice, u32 splits_magic, u32 slice_magic) {
+              const float* q_norm, const float* k_norm, float* out, float4* slots, int kv_heads, int context,
+              int window, float eps,
+              // pairs of the result that a block finishes, and 2^32 / slice, rounded up
+              int slice, u32 slice_magic) {
     extern __shared__ __align__(16) u8 memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, b = blockIdx.z;
@@ -61,25 +65,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int noted = fresh(positions + b);
     if (HANDED) ask();
 
-    const Divisor by_splits{splits, splits_magic};
-
     u8* ring = memory + warp * RING_BYTES;
     float* query = (float*)(memory + WARPS * RING_BYTES);          // [GROUP][WIDTH]
     float* scratch = query + QUERY_FLOATS;                         // [WARPS] weights [2][GROUP][BATCH], factors [GROUP]
     Peak* warp_peaks = (Peak*)(scratch + WARPS * SCRATCH_FLOATS);  // [WARPS][GROUP]
 
-#if CLUSTERS
-    u64* mailbox = (u64*)(warp_peaks + WARPS * GROUP);
-    Peak* block_peaks = (Peak*)(mailbox + 1);                  // [splits][GROUP], by all blocks
-    Pair* block_sums = (Pair*)(block_peaks + splits * GROUP);  // [splits][slice], likewise
-    if (splits > 1) {
-        const int own_slice = max(0, min(slice, PAIRS - split * slice));
-        if (threadIdx.x == 0) barrier_expect(mailbox, splits * (GROUP * sizeof(Peak) + own_slice * sizeof(Pair)));
-        __syncwarp();
-        cluster_begun();
-    }
-#endif
-    const Divisor by_slice{slice, slice_magic};
     const long long sequence = (long long)b * kv_heads + kv_head;
     keys += sequence * context * HEAD_DIM;
     values += sequence * context * HEAD_DIM;
@@ -87,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int position = min(max(noted, 0), context - 1);  // within the context whatever is there
 #if AHEAD
     {
-        const Share share(position, window, by_splits, split);
+        const Share share(position, window, splits, split);
         const u32 bytes = min(share.count, (STAGES - 1) * TURN) * HEAD_DIM * (int)sizeof(Stored);
         const long long from = (long long)share.first * HEAD_DIM;
         if (ALIGNED && bytes && threadIdx.x == 0) prefetch_bytes(keys + from, bytes);
@@ -122,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         next_key += TURN * HEAD_DIM, next_value += TURN * HEAD_DIM, left -= TURN;
     };
     for (;;) {
-        const Share share(position, window, by_splits, split);
+        const Share share(position, window, splits, split);
         rows = share.count + newest;
         left = rows - lane_row;
         const long long from = (long long)(share.first - newest + lane_row) * HEAD_DIM + lane % LANES * CHUNK;
@@ -337,50 +327,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         }
     }
-#if CLUSTERS
-    if (splits > 1) cluster_wait();  // all blocks of the cluster have started
-#endif
     __syncthreads();
 
     if (HANDED) after_previous();  // nothing but the cache's row is written before: words.cuh
     float* result = out + sequence * GROUP * HEAD_DIM;
+    slots += sequence * splits * splits * slice;
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
-        const int g = pair / HALF;
-        const Merged<WARPS> merged(
-            working, [&](int w) { return warp_peaks[w * GROUP + g]; },
+        const Part part = over_warps(
+            working, [&](int w) { return warp_peaks[w * GROUP + pair / HALF]; },
             [&](int w) { return ((const Pair*)(memory + w * RING_BYTES))[pair]; });
         if (splits == 1) {
-            merged.store(result, pair);
+            part.store(result, pair);
             continue;
         }
-#if CLUSTERS
-        const int to = by_slice.into(pair);
-        send(in_block(block_sums + split * slice + pair - to * slice, to), merged.mixed.first, merged.mixed.second,
-             in_block(mailbox, to));
-#pragma unroll 1
-        for (int r = pair % HALF; r < splits; r += HALF)
-            send(in_block(block_peaks + split * GROUP + g, r), merged.total.score, merged.total.weight,
-                 in_block(mailbox, r));
-#else
-        float* own = partials + (sequence * splits + split) * (GROUP * (HEAD_DIM + 2));
-        ((Pair*)own)[pair] = merged.mixed;
-        if (pair % HALF == 0) ((Peak*)own)[PAIRS + g] = merged.total;
-#endif
+        const int to = slice == 1 ? pair : (int)__umulhi(pair, slice_magic);
+        part.write(slots + (to * splits + split) * slice + pair - to * slice);
     }
     if (splits == 1) return;
 
-#if CLUSTERS
-    if (warp > 0 && warp * 32 >= slice) return;
-    barrier_received(mailbox);
-    for (int i = threadIdx.x; i < slice; i += THREADS) {
-        const int pair = split * slice + i;
-        if (pair >= PAIRS) break;
-        const Merged<MOST_SPLITS> merged(
-            splits, [&](int s) { return block_peaks[s * GROUP + pair / HALF]; },
-            [&](int s) { return block_sums[s * slice + i]; });
-        merged.store(result, pair);
+    // A lane for each block's part of a pair.
+    for (int first = warp * 32; first < slice * splits; first += THREADS) {
+        const int i = (first + lane) >> log2_of(splits), from = lane & (splits - 1), pair = split * slice + i;
+        const bool real = i < slice && pair < PAIRS;
+        Part part = {{0, 0}, {NO_SCORE, 0}};
+        if (real) part = Part::take(slots + (split * splits + from) * slice + i);
+        part = over_lanes(part, splits);
+        if (real && from == 0) part.store(result, pair);
     }
-#else
-    merge_last(partials + sequence * splits * (GROUP * (HEAD_DIM + 2)), tickets + sequence, splits, result);
-#endif
 }

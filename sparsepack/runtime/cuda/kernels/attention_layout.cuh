@@ -1,7 +1,7 @@
 // Sizes of one attention step (attention.cu): how rows lie in shared memory, and which lane has what of them.
 //
 // Macros: HEAD_DIM even, 2 to 256; GROUP heads per key head, 1 to 16; that of stored.cuh; WARPS, STAGES;
-//         AHEAD 1: bring the first rows to the L2 cache before the kernel may begin; CLUSTERS 0: as before sm_90;
+//         AHEAD 1: bring the first rows to the L2 cache before the kernel may begin;
 //         HANDED 1: q, k and v are read as soon as they are written (words.cuh), not when the kernel before has ended
 
 #pragma once
@@ -23,15 +23,8 @@
 #ifndef AHEAD
 #define AHEAD 1
 #endif
-#ifndef CLUSTERS
-#define CLUSTERS 1
-#endif
 #ifndef HANDED
 #define HANDED 0
-#endif
-#if __CUDA_ARCH__ < 900
-#undef CLUSTERS
-#define CLUSTERS 0
 #endif
 #if __CUDA_ARCH__ < 900 || HANDED
 #undef AHEAD
@@ -39,7 +32,6 @@
 #endif
 
 static constexpr int THREADS = WARPS * 32;
-static constexpr int MOST_SPLITS = 16;
 static constexpr int HALF = HEAD_DIM / 2;
 static constexpr int PAIRS = GROUP * HALF;  // of output channels
 

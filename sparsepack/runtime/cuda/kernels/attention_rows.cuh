@@ -5,21 +5,16 @@
 #include "attention_layout.cuh"
 #include "words.cuh"
 
-// Division by a number that the host knows, too: magic = 2^32 / by, rounded up. Of what is below 2^28 by 16 at most, or
-// of what is below 2^16.
-struct Divisor {
-    int by;
-    u32 magic;
-    __device__ __forceinline__ int into(int x) const { return by == 1 ? x : (int)__umulhi(x, magic); }
-};
+// Of a power of two.
+__device__ __forceinline__ int log2_of(int x) { return 31 - __clz(x); }
 
-// A block's share of the positions before the new one: first, first + 1, ..
+// A block's share of the positions before the new one: first, first + 1, .. splits is a power of two.
 struct Share {
     int first, count;
-    __device__ __forceinline__ Share(int position, int window, const Divisor& splits, int split) {
+    __device__ __forceinline__ Share(int position, int window, int splits, int split) {
         const int oldest = window ? max(0, position + 1 - window) : 0;
         const int old = position - oldest;
-        const int each = splits.into(old + splits.by - 1);
+        const int each = (old + splits - 1) >> log2_of(splits);
         const int begin = min(split * each, old);
         first = oldest + begin;
         count = min(each, old - begin);

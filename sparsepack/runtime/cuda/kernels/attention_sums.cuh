@@ -69,78 +69,66 @@ template <typename Operation> __device__ __forceinline__ void over_positions(flo
     }
 }
 
-#if __CUDA_ARCH__ >= 900
-// A mailbox is a barrier that counts the bytes that the blocks of the cluster send. They wait for each other once, so
-// that all have opened theirs; a barrier at the end would need a fence of the whole GPU's memory, which takes longer
-// than the bytes.
-__device__ __forceinline__ void send(u32 address, float first, float second, u32 mailbox) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-                 "f"(first), "f"(second), "r"(mailbox)
-                 : "memory");
-}
-#endif
-
 template <int COUNT> __device__ __forceinline__ float largest_of(const float* x) {
     if constexpr (COUNT > 1) return fmaxf(largest_of<COUNT / 2>(x), largest_of<COUNT / 2>(x + COUNT / 2));
     return x[0];
 }
 
-// A pair of the result as the sum of up to MOST parts, a power of two, in order. peak(p) and sum(p): of part p.
-template <int MOST> struct Merged {
-    Peak total = {NO_SCORE, 0};
-    Pair mixed = {0, 0};
+// A part of two channels of the result: 16 bytes, as blocks hand it on.
+struct Part {
+    Pair sum;
+    Peak peak;
 
-    template <typename PeakOf, typename SumOf>
-    __device__ __forceinline__ Merged(int parts, PeakOf peak, SumOf sum) {
-        float score[MOST], weight[MOST];
-#pragma unroll
-        for (int p = 0; p < MOST; ++p) {
-            Peak own = total;
-            if (p < parts) own = peak(p);
-            score[p] = own.score;
-            weight[p] = own.weight;
-        }
-        total.score = largest_of<MOST>(score);
-#pragma unroll
-        for (int p = 0; p < MOST; ++p) {
-            Pair part = {0, 0};
-            if (p < parts) part = sum(p);
-            const float factor = power(score[p] - total.score);
-            total.weight += factor * weight[p];
-            mixed.first += factor * part.first;
-            mixed.second += factor * part.second;
-        }
+    __device__ __forceinline__ void write(void* slot) const {
+        write_words(slot, make_float4(sum.first, sum.second, peak.score, peak.weight));
     }
+    __device__ __forceinline__ static Part take(void* slot) {
+        const float4 words = take_words(slot);
+        return {{words.x, words.y}, {words.z, words.w}};
+    }
+    // As the whole result.
     __device__ __forceinline__ void store(float* out, int pair) const {
-        const float scale = __fdividef(1, total.weight);
-        write_word(out + 2 * pair, mixed.first * scale);
-        write_word(out + 2 * pair + 1, mixed.second * scale);
+        const float scale = __fdividef(1, peak.weight);
+        write_word(out + 2 * pair, sum.first * scale);
+        write_word(out + 2 * pair + 1, sum.second * scale);
     }
 };
 
-#if !CLUSTERS
-// What the blocks of a row left in `partials`, of each its PAIRS sums and GROUP peaks: the last one to come combines it
-// all, and sets the ticket back to zero. For all threads.
-__device__ __forceinline__ void merge_last(const float* partials, u32* ticket, int splits, float* result) {
-    __threadfence();
-    __syncthreads();
-    const bool last = threadIdx.x == 0 && atomicAdd(ticket, 1u) == splits - 1u;
-    if (!__syncthreads_or(last)) return;
-    __threadfence();
-    if (threadIdx.x == 0) *ticket = 0;
-    const auto at = [&](int s, int i) { return fresh((const float2*)partials + s * (GROUP * (HALF + 1)) + i); };
-    for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
-        const Merged<MOST_SPLITS> merged(
-            splits,
-            [&](int s) {
-                const float2 v = at(s, PAIRS + pair / HALF);
-                return Peak{v.x, v.y};
-            },
-            [&](int s) {
-                const float2 v = at(s, pair);
-                return Pair{v.x, v.y};
-            });
-        merged.store(result, pair);
+// Parts of the warps that had rows become one. peak(w) and sum(w): of warp w.
+template <typename PeakOf, typename SumOf>
+__device__ __forceinline__ Part over_warps(int working, PeakOf peak, SumOf sum) {
+    Part whole = {{0, 0}, {NO_SCORE, 0}};
+    float score[WARPS], weight[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        Peak own = whole.peak;
+        if (w < working) own = peak(w);
+        score[w] = own.score;
+        weight[w] = own.weight;
     }
+    whole.peak.score = largest_of<WARPS>(score);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        Pair part = {0, 0};
+        if (w < working) part = sum(w);
+        const float factor = power(score[w] - whole.peak.score);
+        whole.peak.weight += factor * weight[w];
+        whole.sum.first += factor * part.first;
+        whole.sum.second += factor * part.second;
+    }
+    return whole;
 }
-#endif
+
+// Parts of so many lanes side by side, a power of two, become one, in each of them.
+__device__ __forceinline__ Part over_lanes(const Part& part, int lanes) {
+    float score = part.peak.score;
+    for (int step = lanes / 2; step; step /= 2) score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, step));
+    const float factor = power(part.peak.score - score);
+    float first = factor * part.sum.first, second = factor * part.sum.second, weight = factor * part.peak.weight;
+    for (int step = lanes / 2; step; step /= 2) {
+        first += __shfl_xor_sync(ALL_LANES, first, step);
+        second += __shfl_xor_sync(ALL_LANES, second, step);
+        weight += __shfl_xor_sync(ALL_LANES, weight, step);
+    }
+    return {{first, second}, {score, weight}};
+}

@@ -169,41 +169,9 @@ __device__ __forceinline__ void add(u64* counter, int n) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"((u64)n) : "memory");
 }
 
-// Blocks of a cluster. Before sm_90 there are none: kernels that use them have another way there.
 #if __CUDA_ARCH__ >= 900
 // Bring bytes into the L2 cache: a multiple of 16, aligned to 16.
 __device__ __forceinline__ void prefetch_bytes(const void* p, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
-
-// Where all blocks have begun, one may write into another's memory. Nothing but barriers that were set up is published.
-__device__ __forceinline__ void cluster_begun() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Where the block of a rank has what lies at `own` here.
-__device__ __forceinline__ u32 in_block(const void* own, u32 rank) {
-    u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
-    return address;
-}
-// A barrier that so many bytes will be sent to, once.
-__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
-    barrier_init(barrier, 1);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-// Until everything that was sent is there.
-__device__ __forceinline__ void barrier_received(u64* barrier) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(shared_address(barrier))
-            : "memory");
-    } while (!done);
 }
 #endif

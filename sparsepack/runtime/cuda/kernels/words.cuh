@@ -36,6 +36,19 @@ __device__ __forceinline__ void write_words(void* p, float4 x) {
                  : "memory");
 }
 
+// Four words that one block wrote and this thread alone reads, as soon as all are there. They are empty then.
+__device__ __forceinline__ float4 take_words(void* p) {
+    u32 x, y, z, w;
+    do {
+        asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
+                     : "l"(p)
+                     : "memory");
+    } while (x == EMPTY || y == EMPTY || z == EMPTY || w == EMPTY);
+    *(uint4*)p = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    return make_float4(__uint_as_float(x), __uint_as_float(y), __uint_as_float(z), __uint_as_float(w));
+}
+
 // COUNT values; at(i): where the i-th is, or null for 0. All of them are asked for before any is waited for.
 template <int COUNT, typename At> __device__ __forceinline__ void wait_for(float (&values)[COUNT], At at) {
     bool missing;
