@@ -11,8 +11,8 @@ from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv
 
 
 class Buffers:
-    """What products of a chain hand on. Each takes what the one before made, as far as it goes: its first columns where
-    there are more rows; where there are fewer, the other columns stay as they are.
+    """What products of a chain hand on. Each takes what the one before made, as far as it goes: the last rows where
+    there are more than columns, since those are there last; where there are fewer, the other columns stay as they are.
 
     Of four buffers, product i reads number i % 4, writes the next one, and empties the one before, which product i + 2
     will write (`kernels/words.cuh`).
@@ -35,7 +35,7 @@ class Buffers:
 
     def taken(self, number: int) -> Tensor:
         """What a product takes, float32 [columns]."""
-        return self._buffers[number % 4][: self._columns]
+        return self._buffers[number % 4][max(self._rows - self._columns, 0) :][: self._columns]
 
     def made(self, number: int) -> Tensor:
         """What it makes, float32 [rows], until the second after it runs."""
