@@ -107,8 +107,11 @@ class Checkpoint:
             else:
                 tokenizer = AutoTokenizer.from_pretrained(str(self.path))
         except Exception as error:  # the library raises many kinds for one mistake
-            reason = str(error).strip().split("\n")[0]
-            raise CheckpointError(f"{self.name}: its tokenizer cannot be loaded ({reason})") from error
+            reason = str(error).strip().split("\n")[0].rstrip(" :")
+            raise CheckpointError(
+                f"{self.name}: its tokenizer cannot be loaded ({reason}); expected in the GGUF itself, "
+                "or as tokenizer.json in the folder of the weights"
+            ) from error
         if len(tokenizer) > self.config.vocab_size:
             raise CheckpointError(
                 f"{self.name}: the tokenizer has {len(tokenizer)} tokens, the model {self.config.vocab_size}; "
