@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from typing import Any
 
@@ -30,9 +31,31 @@ class Verbs(click.Group):
                 raise
             _say("standard output: the disk is full; free some space and run again")
             ctx.exit(1)
-        except MemoryError:
-            _say("out of memory; use a smaller --batch or --context")
+        except (MemoryError, RuntimeError) as error:
+            if not (missing := _memory_missing(error)):
+                raise
+            _say(missing)
             ctx.exit(1)
+
+
+def _memory_missing(error: Exception) -> str:
+    """What is said where memory is full, or nothing where it is not: torch has several ways to say it."""
+    remedy = "use a smaller --batch or --context"
+    text = " ".join(str(error).split())
+    gpu = re.search(r"Tried to allocate (.+?)\. (GPU \d+) has a total capacity of (.+?) of which (.+?) is free", text)
+    if gpu:
+        wanted, where, total, free = gpu.groups()
+        return (
+            f"out of memory on {where}: {wanted} more are needed, {free} of {total} are free; "
+            f"{remedy}, another --device, or end what else uses it"
+        )
+    torch = sys.modules.get("torch")
+    if torch and isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory on the device; {remedy}, or another --device"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        tried = re.search(r"you tried to allocate (\d+) bytes", text)
+        return f"out of memory{f', {int(tried[1]) / 2**30:.1f} GiB more are needed' if tried else ''}; {remedy}"
+    return ""
 
 
 def _say(what: object) -> None:

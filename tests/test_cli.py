@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from sparsepack.cli import main
@@ -217,6 +218,42 @@ def test_another_full_disk_is_not_called_standard_output(tiny: Path, monkeypatch
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(full))
     assert sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout").exception is full
+
+
+OUT_OF_MEMORY = [
+    (MemoryError(), "out of memory; use a smaller --batch or --context"),
+    (
+        # As torch 2.11 says it.
+        torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB "
+            "is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+        ),
+        "out of memory on GPU 0: 2.00 GiB more are needed, 1.06 GiB of 79.11 GiB are free; use a smaller --batch or "
+        "--context, another --device, or end what else uses it",
+    ),
+    (
+        torch.OutOfMemoryError("MPS backend out of memory"),
+        "out of memory on the device; use a smaller --batch or --context, or another --device",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), OUT_OF_MEMORY)
+def test_no_memory_is_one_line(error: Exception, expected: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(error))
+    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == f"sparsepack: {expected}"
+
+
+def test_no_memory_for_a_tensor_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: torch.empty(1 << 50, dtype=torch.int8))
+    message = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1)
+    assert message == "sparsepack: out of memory, 1048576.0 GiB more are needed; use a smaller --batch or --context"
+
+
+def test_other_errors_keep_their_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("a mistake of ours")
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(error))
+    assert sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout").exception is error
 
 
 def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path, capsys: Any) -> None:
