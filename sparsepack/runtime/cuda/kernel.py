@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -83,14 +83,8 @@ def launch(
     """
     from cuda.bindings import driver
 
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared
-    config.hStream = torch.cuda.current_stream().cuda_stream
     _allow(kernel, shared)
-    config.attrs = _attributes(kernel.arch)
-    config.numAttrs = len(config.attrs)
+    config = _config(kernel.arch, tuple(grid), threads, shared, torch.cuda.current_stream().cuda_stream)
     values, types = zip(*(_argument(a) for a in arguments), strict=True)
     _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
 
@@ -103,16 +97,23 @@ def _argument(value: Argument) -> tuple[Any, Any]:
     return value, ctypes.c_int if isinstance(value, int) else ctypes.c_float
 
 
-@cache
-def _attributes(arch: int) -> list[Any]:
+@lru_cache(maxsize=4096)
+def _config(arch: int, grid: tuple[int, ...], threads: int, shared: int, stream: int) -> Any:
+    """Kept, since making one takes the host 5 us."""
     from cuda.bindings import driver
 
-    if arch < 90:
-        return []
-    early = driver.CUlaunchAttribute()
-    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    early.value.programmaticStreamSerializationAllowed = 1
-    return [early]
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    if arch >= 90:
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [early]
+        config.numAttrs = 1
+    return config
 
 
 def _allow(kernel: Kernel, shared: int) -> None:
