@@ -16,59 +16,99 @@ from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda import decoder
 from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
 from sparsepack.runtime.cuda.device import usable
-from sparsepack.runtime.cuda.elementwise import gate, norm_rows
+from sparsepack.runtime.cuda.elementwise import gate
 from sparsepack.runtime.cuda.graph import captured, replay
 from sparsepack.runtime.cuda.model import Cache, Model, load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
 from sparsepack.runtime.cuda.rows import product
 from sparsepack.runtime.cuda.sequences import Sequences, counted, state_parts
-from sparsepack.runtime.cuda.zigzag import batch, most_inputs
+from sparsepack.runtime.cuda.zigzag import batch, blocks, most_inputs
 from sparsepack.runtime.sampling import Sampler, not_finite
 
 
 class BatchStep(Sequences):
-    """The kernels of a token of each of several sequences: norms and gates are kernels of their own."""
+    """The kernels of a token of each of several sequences: five a layer, or six, as `Step` has them.
+
+    What they hand on is read when the kernel before has ended, and written again only when its readers have
+    (`kernels/common.cuh`). So one buffer of a kind is enough, and what a block makes of `hidden` takes its place.
+    """
 
     def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
         super().__init__(model, cache, sequences)
         a, device = model.architecture, model.device
         heads = a.heads * a.head_dim
-        self._normed = torch.empty_like(self._embedded)
+        parts = {name: blocks(site.matrix) for name, site in model.layers[0].sites.items()}  # as in all layers
         self._qkv = torch.empty(sequences, heads + 2 * a.kv_heads * a.head_dim, device=device)
         self._mixed = torch.empty(sequences, heads, device=device)
+        self._between_squares = torch.empty(sequences, parts["attn_out"], device=device)
         self._stacked = torch.empty(sequences, 2 * a.intermediate, device=device)
         self._mid = torch.empty(sequences, a.intermediate, device=device)
+        self._squares = torch.empty(sequences, parts["mlp_mid"], device=device)
 
     def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
-        norms = self._model.layers[number].norms
-        norm_rows(hidden, norms["attn_norm"], self._eps, self._normed)
-        self._products(number, "attn_in", self._normed, self._qkv, sparse)
+        layer = self._model.layers[number]
+        first, last = number == 0, number == len(self._model.layers) - 1
+        self._product(
+            number,
+            "attn_in",
+            hidden,
+            self._qkv,
+            sparse,
+            norm=layer.norms["attn_norm"],
+            squares=None if first else self._squares,
+        )
         self._attend(number, self._qkv, self._mixed)
-        self._products(number, "attn_out", self._mixed, hidden, sparse, added=hidden)
-        norm_rows(hidden, norms["mlp_norm"], self._eps, self._normed)
-        self._products(number, "mlp_in", self._normed, self._stacked, sparse)
-        gate(self._stacked, self._model.activation, self._mid)
-        self._products(number, "mlp_mid", self._mid, hidden, sparse, added=hidden)
+        self._product(number, "attn_out", self._mixed, hidden, sparse, added=hidden, squares_of_y=self._between_squares)
+        fused = layer.sites["mlp_in"].matrix.half > 0
+        self._product(
+            number,
+            "mlp_in",
+            hidden,
+            self._mid if fused else self._stacked,
+            sparse,
+            norm=layer.norms["mlp_norm"],
+            squares=self._between_squares,
+            activation=self._model.activation if fused else None,
+        )
+        if not fused:
+            gate(self._stacked, self._model.activation, self._mid)
+        self._product(
+            number,
+            "mlp_mid",
+            self._mid,
+            hidden,
+            sparse,
+            added=hidden,
+            squares_of_y=None if last else self._squares,
+        )
         return hidden
 
-    def _products(
-        self, number: int, name: str, x: Tensor, y: Tensor, sparse: bool, *, added: Tensor | None = None
+    def _product(
+        self,
+        number: int,
+        name: str,
+        x: Tensor,
+        y: Tensor,
+        sparse: bool,
+        *,
+        norm: Tensor | None = None,
+        squares: Tensor | None = None,
+        added: Tensor | None = None,
+        activation: int | None = None,
+        squares_of_y: Tensor | None = None,
     ) -> None:
         """A site's output rows of all sequences; its active columns are counted."""
         site = self._model.layers[number].sites[name]
-        active = self.active[number, SITES.index(name)]
-        if not sparse or site.threshold is None:
-            batch(site.matrix, x, y, constant=site.bias, added=added, active=active)
-            return
+        input = self._taken(site, x, sparse, norm=norm, squares=squares)
         batch(
             site.matrix,
-            x,
+            input,
             y,
-            threshold=site.threshold,
-            offset=site.offset,
-            constant=site.constant,
+            constant=site.bias if input.dense else site.constant,
             added=added,
-            active=active,
+            activation=activation,
+            squares=squares_of_y,
+            active=self.active[number, SITES.index(name)],
         )
 
 

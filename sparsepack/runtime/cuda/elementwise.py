@@ -1,4 +1,4 @@
-"""Lists of active columns, gates and norms as kernels of their own (`kernels/collect.cu`)."""
+"""Lists of active columns and gates as kernels of their own (`kernels/collect.cu`)."""
 
 import torch
 from torch import Tensor
@@ -36,14 +36,4 @@ def gate(stacked: Tensor, activation: int, out: Tensor) -> None:
         (-(-width // 256), out.numel() // width),
         256,
         *(stacked, width, activation, out),
-    )
-
-
-def norm_rows(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Put out = RMSNorm(x) of every row on the current stream: float32 [B, columns], weight [columns]."""
-    launch(
-        kernel("collect", "norm_rows", (), x.device.index or 0),
-        (len(x),),
-        1024,
-        *(x, x.shape[1], weight, float(eps), out),
     )

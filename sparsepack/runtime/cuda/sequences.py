@@ -8,8 +8,9 @@ from torch import Tensor
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda.attention import attend
 from sparsepack.runtime.cuda.choose import advance
-from sparsepack.runtime.cuda.model import Cache, Model
+from sparsepack.runtime.cuda.model import Cache, Model, Site
 from sparsepack.runtime.cuda.rows import embed, new_candidates, product
+from sparsepack.runtime.cuda.zigzag import Input
 
 
 class Sequences(ABC):
@@ -53,6 +54,27 @@ class Sequences(ABC):
     @abstractmethod
     def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
         """A decoder block: what it makes of float32 [B, hidden]."""
+
+    def _taken(
+        self,
+        site: Site,
+        x: Tensor,
+        sparse: bool,
+        *,
+        norm: Tensor | None = None,
+        squares: Tensor | None = None,
+        handed: bool = False,
+    ) -> Input:
+        """What a site's product takes: where the step is sparse, by the site's policy."""
+        return Input(
+            x,
+            norm=norm,
+            eps=self._eps,
+            squares=squares,
+            threshold=site.threshold if sparse else None,
+            offset=site.offset if sparse and site.threshold is not None else None,
+            handed=handed,
+        )
 
     def _attend(self, number: int, qkv: Tensor, mixed: Tensor, handed: bool = False) -> None:
         a, layer = self._model.architecture, self._model.layers[number]

@@ -9,7 +9,7 @@ from sparsepack.runtime.cuda.elementwise import gate
 from sparsepack.runtime.cuda.model import Cache, Model
 from sparsepack.runtime.cuda.sequences import Sequences
 from sparsepack.runtime.cuda.words import empty_words
-from sparsepack.runtime.cuda.zigzag import Input, blocks, gemv
+from sparsepack.runtime.cuda.zigzag import blocks, gemv
 
 
 class Step(Sequences):
@@ -104,20 +104,12 @@ class Step(Sequences):
     ) -> None:
         """A site's output rows; its active columns are counted."""
         site = self._model.layers[number].sites[name]
-        skips = sparse and site.threshold is not None
+        input = self._taken(site, x, sparse, norm=norm, squares=squares, handed=handed)
         gemv(
             site.matrix,
-            Input(
-                x,
-                norm=norm,
-                eps=self._eps,
-                squares=squares,
-                threshold=site.threshold if skips else None,
-                offset=site.offset if skips else None,
-                handed=handed,
-            ),
+            input,
             y,
-            constant=site.constant if skips else site.bias,
+            constant=site.bias if input.dense else site.constant,
             added=added,
             activation=activation,
             squares=squares_of_y,

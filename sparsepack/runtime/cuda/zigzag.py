@@ -116,9 +116,10 @@ def _padded(blocks: Tensor, multiple: int) -> Tensor:
 class Input:
     """What a product takes and which columns it reads. Fields not given have no effect.
 
-    x               -- float32 [columns]
+    x               -- float32 [columns]; [B, columns] of several inputs
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
-    squares         -- parts of the sum of x^2, which the norm needs: float32 [..]; else the product adds them up
+    squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
+                       product adds them up
     threshold       -- float32 [1] or [columns]; None: every column is active
     offset          -- float32 [columns], taken from x before it is compared and multiplied
     indices, count  -- the active columns themselves, and how many: int32 [columns], int32 []
@@ -167,8 +168,7 @@ def gemv(
         raise ValueError("an input that is handed on, with a norm and without squares")
     if input.indices is not None and (input.norm is not None or input.offset is not None):
         raise ValueError("a list of active columns, with a norm or an offset: the input is taken as it is")
-    if activation is not None and added is not None:
-        raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
+    _check_gate(matrix, activation, added)
     _check_blocks(matrix, 1)
     launch(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
@@ -189,6 +189,13 @@ def blocks(matrix: ZigzagMatrix) -> int:
     return matrix.blocks.shape[0] * matrix.geometry.splits
 
 
+def _check_gate(matrix: ZigzagMatrix, activation: int | None, added: Tensor | None) -> None:
+    if activation is not None and added is not None:
+        raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
+    if (activation is not None) != (matrix.half > 0):
+        raise ValueError(f"activation {activation} for {matrix.half} bands of gate: one needs the other")
+
+
 def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
     """Raises `ValueError` where a block would have no columns, or blocks could not meet."""
     geometry, device = matrix.geometry, matrix.blocks.device
@@ -207,38 +214,42 @@ def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
 
 def batch(
     matrix: ZigzagMatrix,
-    x: Tensor,
+    input: Input,
     y: Tensor,
     *,
-    threshold: Tensor | None = None,
-    offset: Tensor | None = None,
     constant: Tensor | None = None,
     added: Tensor | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
     active: Tensor | None = None,
 ) -> None:
     """Put y = W[:, active] x[active] + constant + added for several inputs on the current stream; W is read once.
 
-    x         -- float32 [B, columns], B at most `MOST_INPUTS`
-    y         -- float32 [B, rows]
-    threshold -- float32 [1] or [columns]: a column is active where it is in any of the inputs; None: all are
-    offset    -- float32 [columns], taken from every x before
-    constant  -- float32 [rows]
-    added     -- float32 [B, rows], may be y itself
-    active    -- int64 []: the number of active columns is added to it
+    input      -- of B, at most `MOST_INPUTS`; a column is active where it is in any of them. Not words, and no list
+    y          -- float32 [B, rows]; [B, rows / 2] with an activation
+    constant   -- float32 [rows]
+    added      -- float32 [B, rows], may be y itself
+    activation -- for rows of gate and up, as `gemv` takes it
+    squares    -- float32 [B, blocks(matrix)]: what the blocks' rows add to the sums of y^2
+    active     -- int64 []: the number of active columns is added to it
     """
-    inputs = len(x)
+    inputs = len(input.x)
     if not 1 <= inputs <= MOST_INPUTS:
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
+    if input.handed or input.indices is not None:
+        raise ValueError("several inputs, handed on or with a list of active columns: gemv takes one such input")
+    _check_gate(matrix, activation, added)
     matrix = _for_inputs(matrix, inputs)
     device, geometry = matrix.blocks.device, matrix.geometry
     _check_blocks(matrix, inputs)
     launch(
-        kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, inputs, threshold, offset), device.index or 0),
+        kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, activation), device.index or 0),
         (geometry.splits, matrix.blocks.shape[0]),
         (geometry.warps + PRODUCERS) * 32,
-        *(matrix.blocks, matrix.columns, matrix.rows, matrix.half, matrix.largest_d),
-        *(x, threshold, offset),
-        *(y, constant, added),
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d),
+        *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
+        *(input.threshold, input.offset),
+        *(y, constant, added, squares),
         *(active, slots(device)),
         shared=_batch_bytes(matrix.columns, geometry, inputs),
     )
@@ -271,32 +282,36 @@ def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tupl
     values = {
         **_macros(matrix),
         **listed,
+        **_of_input(matrix, input, activation),
+        "LISTED": int(input.indices is not None),
+        "HANDED": int(input.handed),
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _batch_defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+    inputs = len(input.x)
+    values = {
+        **_macros(matrix, min(MOST_ROUNDS, MOST_VALUES // inputs)),
+        **_of_input(matrix, input, activation),
+        "INPUTS": inputs,
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dict[str, int]:
+    """What a product does with what it takes."""
+    return {
         "GATE": int(activation is not None),
         "ACTIVATION": activation or 0,
         "DENSE": int(input.dense),
-        "LISTED": int(input.indices is not None),
-        "HANDED": int(input.handed),
         "NORM": int(input.norm is not None),
         "SQUARES": 0
         if input.norm is None or input.squares is None
-        else -(-input.squares.numel() // (32 * matrix.geometry.warps)),
+        else -(-input.squares.shape[-1] // (32 * matrix.geometry.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
     }
-    return tuple(f"{name}={value}" for name, value in values.items())
-
-
-def _batch_defines(
-    matrix: ZigzagMatrix, inputs: int, threshold: Tensor | None, offset: Tensor | None
-) -> tuple[str, ...]:
-    values = {
-        **_macros(matrix, min(MOST_ROUNDS, MOST_VALUES // inputs)),
-        "INPUTS": inputs,
-        "DENSE": int(threshold is None),
-        "OFFSET": int(offset is not None),
-        "PER_CHANNEL": _per_channel(threshold),
-    }
-    return tuple(f"{name}={value}" for name, value in values.items())
 
 
 def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:

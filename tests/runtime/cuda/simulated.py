@@ -1,12 +1,14 @@
 """Kernels of the cuda backend in plain torch on the CPU, so that the chain of a decoder can be tested without a GPU.
 
-Each function stands in for the one of its name. A launch of `kernels/prefill.cu` or `kernels/collect.cu` is computed
-from the arguments that the kernel would get, in the order in which it would get them.
+Each function stands in for the one of its name. A launch of `kernels/prefill.cu`, `kernels/collect.cu` or
+`kernels/zigzag_batch.cu` is computed from the macros and arguments that the kernel would get, in the order in which it
+would get them.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +20,16 @@ from sparsepack.formats.matrices import decode_matrix
 from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import batch as batches
-from sparsepack.runtime.cuda import decoder, dense, elementwise, model, prefill, rows, sequences, step
-from sparsepack.runtime.cuda.words import EMPTY
+from sparsepack.runtime.cuda import deal, decoder, dense, elementwise, model, prefill, rows, sequences, step, zigzag
+from sparsepack.runtime.cuda.deal import BAND_ROWS
+from sparsepack.runtime.cuda.geometry import Geometry
+from sparsepack.runtime.cuda.words import EMPTY, SLOT_WORDS
 from sparsepack.runtime.cuda.words import empty_words as real_empty_words
 from sparsepack.runtime.cuda.zigzag import Input
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
+ONE_SPLIT = Geometry(2, 8, 8, 1)
+MULTIPROCESSORS, SHARED_MEMORY = 132, 225 << 10  # as an H100 has them
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,26 @@ class Matrix:
     columns: int
     half: int = 0
     half_scale: float = 4.0
+    geometry: Geometry = ONE_SPLIT
+    largest_d: float = 1.0
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The weights where the real ones have their superblocks: float32 [groups, columns, group, 256]."""
+        padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -self.rows % BAND_ROWS))
+        bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
+        return zigzag._grouped(bands, self.geometry.group, self.half > 0)
 
 
 def load_zigzag(matrix: PackedMatrix, device: Any, geometry: Any = None, *, gate: bool = False) -> Matrix:
     assert not gate or matrix.rows % 512 == 0
-    return Matrix(decode_matrix(matrix), matrix.rows, matrix.columns, half=matrix.rows // 512 if gate else 0)
+    return Matrix(
+        decode_matrix(matrix),
+        matrix.rows,
+        matrix.columns,
+        half=matrix.rows // 512 if gate else 0,
+        geometry=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // deal.CHUNK))),
+    )
 
 
 def load_rows(matrix: PackedMatrix, device: Any) -> Matrix:
@@ -83,10 +104,6 @@ def gemv(
         active += on.sum()
 
 
-def blocks(matrix: Matrix) -> int:
-    return 3
-
-
 WORDS: dict[int, Tensor] = {}
 """The words of `empty_words` by where they lie; kept, so that nothing else lies there."""
 
@@ -106,30 +123,6 @@ def _write(to: Tensor, x: Tensor) -> None:
     if to.untyped_storage().data_ptr() in WORDS:
         assert bool((to.view(torch.int32) == EMPTY).all()), "who reads these words would take what was there before"
     to.copy_(x)
-
-
-def batch(
-    matrix: Matrix,
-    x: Tensor,
-    y: Tensor,
-    *,
-    threshold: Tensor | None = None,
-    offset: Tensor | None = None,
-    constant: Tensor | None = None,
-    added: Tensor | None = None,
-    active: Tensor | None = None,
-) -> None:
-    x = x if offset is None else x - offset
-    on = torch.ones(x.shape[1], dtype=torch.bool) if threshold is None else (x.abs() > threshold).any(0)
-    product = torch.where(on, x, 0) @ matrix.weight.t()
-    product = product if constant is None else product + constant
-    y.copy_(product if added is None else product + added)
-    if active is not None:
-        active += on.sum()
-
-
-def most_inputs(matrix: Matrix) -> int:
-    return 8
 
 
 def dequantise(matrix: Matrix, out: Tensor, first: int, bands: int) -> None:
@@ -207,7 +200,7 @@ def advance(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | N
         positions += 1
 
 
-# kernels/prefill.cu and kernels/collect.cu
+# kernels/prefill.cu, kernels/collect.cu and kernels/zigzag_batch.cu
 
 
 def _finished(product: Tensor, factor: Tensor, inverse: float, bias: Tensor | None) -> Tensor:
@@ -254,9 +247,42 @@ def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int,
     out.copy_(ACTIVATIONS[activation](first) * second)
 
 
-def _norm_rows(defines: Any, grid: Any, x: Tensor, columns: int, weight: Tensor, eps: float, out: Tensor) -> None:
-    assert (*grid, columns) == x.shape == out.shape
-    out.copy_(reference.rms_norm(x, weight, eps))
+def _zigzag_batch(
+    defines: Any, grid: Any, blocks: Tensor, columns: int, rows: int, largest_d: float, *rest: Any
+) -> None:
+    x, norm, eps, squares, parts, threshold, offset, y, constant, added, squares_of_y, active, slots = rest
+    macros = {name: int(value) for name, value in defines.items()}
+    inputs, group, each = macros["INPUTS"], macros["GROUP"], 2 if macros["GATE"] else 1
+    assert grid == (macros["SPLITS"], len(blocks))
+    assert (x.shape, blocks.shape[1:3]) == ((inputs, columns), (columns, group))
+    assert slots.dtype == torch.int32
+    if macros["NORM"]:
+        if macros["SQUARES"]:
+            assert squares.shape == (inputs, parts)
+            assert (macros["SQUARES"] - 1) * 32 * macros["WARPS"] < parts <= macros["SQUARES"] * 32 * macros["WARPS"]
+            torch.testing.assert_close(squares.sum(1), x.square().sum(1))
+        sums = squares.sum(1) if macros["SQUARES"] else x.square().sum(1)
+        x = x * torch.rsqrt(sums / columns + eps)[:, None] * norm
+    x = x - offset if macros["OFFSET"] else x
+    assert macros["DENSE"] or len(threshold) == (columns if macros["PER_CHANNEL"] else 1)
+    on = torch.ones(columns, dtype=torch.bool) if macros["DENSE"] else (x.abs() > threshold).any(0)
+    product = torch.einsum("bk,gksr->bgsr", torch.where(on, x, 0), blocks)
+    # Of a group the first half of the bands, then the second, where rows are of gate and up.
+    product = product.view(inputs, len(blocks), each, -1).transpose(1, 2).reshape(inputs, each, -1)
+    product = product[:, :, : rows // each].reshape(inputs, rows)
+    product = product if constant is None else product + constant
+    if macros["GATE"]:
+        gate, up = product.chunk(2, dim=1)
+        product = ACTIVATIONS[macros["ACTIVATION"]](gate) * up
+    else:
+        product = product if added is None else product + added
+    assert y.shape == product.shape
+    y.copy_(product)
+    if squares_of_y is not None:
+        assert squares_of_y.shape == (inputs, macros["SPLITS"] * len(blocks))
+        squares_of_y.copy_(torch.nn.functional.pad(y.square().sum(1)[:, None], (0, squares_of_y.shape[1] - 1)))
+    if active is not None:
+        active += on.sum()
 
 
 LAUNCHED = {
@@ -264,7 +290,7 @@ LAUNCHED = {
     "gate_rows": _gate_rows,
     "split_heads": _split_heads,
     "gate": _gate,
-    "norm_rows": _norm_rows,
+    "zigzag_batch": _zigzag_batch,
 }
 
 
@@ -272,7 +298,9 @@ def _kernel(file: str, name: str, defines: tuple[str, ...], device: int) -> tupl
     return name, dict(define.split("=") for define in defines)
 
 
-def _launch(kernel: tuple[str, dict[str, str]], grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
+def _launch(
+    kernel: tuple[str, dict[str, str]], grid: tuple[int, ...], threads: int, *arguments: Any, shared: int = 0
+) -> None:
     LAUNCHED[kernel[0]](kernel[1], grid, *arguments)
 
 
@@ -312,15 +340,20 @@ def use(patch: pytest.MonkeyPatch) -> None:
     for module, names in {
         model: (load_zigzag, load_rows, gemv),
         sequences: (attend, embed, product, new_candidates, advance),
-        step: (gemv, blocks, empty_words),
-        batches: (batch, most_inputs, product),
+        step: (gemv, empty_words),
+        batches: (product,),
         prefill: (embed,),
         dense: (dequantise,),
         rows: (product, matmul),
     }.items():
         for function in names:
             patch.setattr(module, function.__name__, function)
-    for module in (dense, elementwise):
+    for module in (dense, elementwise, zigzag):
         patch.setattr(module, "kernel", _kernel)
         patch.setattr(module, "launch", _launch)
+    for module in (deal, zigzag):
+        patch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY)
+        patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
+    slots = real_empty_words([MULTIPROCESSORS * SLOT_WORDS], cpu)[0]
+    patch.setattr(zigzag, "slots", lambda device: slots)
     patch.setattr(dense, "_half_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))

@@ -73,21 +73,30 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("inputs", [1, 3, 8])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "norm", "norm of squares", "gate"])
 def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inputs: int, arch: int) -> None:
-    threshold = {"dense": None, "sparse": torch.empty(1), "per channel": torch.empty(9001)}[what]
-    offset = torch.empty(9001) if what == "per channel" else None
+    x, weight, one = torch.empty(inputs, 9001), torch.empty(9001), torch.empty(1)
+    input = {
+        "dense": Input(x),
+        "sparse": Input(x, threshold=one),
+        "per channel": Input(x, threshold=weight, offset=weight),
+        "norm": Input(x, norm=weight, threshold=one),
+        "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
+        "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),
+    }[what]
     for geometry in (Geometry(1, 8, 24, 1), Geometry(2, 8, 16, 16), Geometry(8, 8, 4, 20)):
         matrix = ZigzagMatrix(torch.empty(0), 512, 9001, geometry, 0, 1.0, 1.0, 1.0)
-        defines = zigzag._batch_defines(matrix, inputs, threshold, offset)
-        assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
+        defines = zigzag._batch_defines(matrix, input, 2 if what == "gate" else None)
+        if what != "gate" or geometry.group > 1:
+            assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])
 def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(64)
     matrix = ZigzagMatrix(torch.empty(0), 512, 64, Geometry(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
-    gemv, batch = zigzag._defines(matrix, Input(x, threshold=x), None), zigzag._batch_defines(matrix, 2, x, None)
+    gemv = zigzag._defines(matrix, Input(x, threshold=x), None)
+    batch = zigzag._batch_defines(matrix, Input(x.expand(2, -1), threshold=x), None)
     defines = gemv if name == "zigzag_gemv" else batch
     usual = cubin(name, 90, defines)
     monkeypatch.setenv("SPARSEPACK_CUDA_CHECKED", "1")

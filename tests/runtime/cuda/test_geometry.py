@@ -100,9 +100,9 @@ def test_products_whose_blocks_cannot_meet_are_refused(monkeypatch: pytest.Monke
         (Geometry(16, 16, 4, 3), 2, "196608 sums of blocks with 8 inputs, more than 98304; take a group up to 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            batch(matrix(groups, geometry), x, y)
+            batch(matrix(groups, geometry), Input(x), y)
     with pytest.raises(ValueError, match="9 inputs, expected 1 to 8"):
-        batch(matrix(1, Geometry(1, 8, 8, 1)), torch.zeros(9, 96), y)
+        batch(matrix(1, Geometry(1, 8, 8, 1)), Input(torch.zeros(9, 96)), y)
     for geometry, groups in ((Geometry(1, 8, 8, 4), 3), (Geometry(1, 8, 8, 3), 3)):
         with pytest.raises(ValueError, match=r"splits|wait for each other"):
             gemv(matrix(groups, geometry), Input(x[0]), y[0])

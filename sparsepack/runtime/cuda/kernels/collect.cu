@@ -1,5 +1,5 @@
-// Lists of active columns, gates and norms as kernels of their own; where a decoder has one sequence, its products do
-// all that themselves, but for gates whose rows do not fill whole bands.
+// Lists of active columns and gates as kernels of their own. A decoder's products do both themselves, but for gates
+// whose rows do not fill whole bands.
 
 #include "activations.cuh"
 #include "common.cuh"
@@ -41,26 +41,4 @@ extern "C" __global__ void __launch_bounds__(256) gate(const float* stacked, int
     if (i >= width) return;
     const float* x = stacked + (long long)blockIdx.y * 2 * width;
     out[(long long)blockIdx.y * width + i] = __fmul_rn(activated(activation, fresh(x + i)), fresh(x + width + i));
-}
-
-// out [batch][columns] = RMSNorm of x [batch][columns], weight [columns].
-// Grid: a block of 1024 threads for each row.
-extern "C" __global__ void __launch_bounds__(1024) norm_rows(
-    const float* x, int columns, const float* weight, float eps, float* out) {
-    __shared__ float sums[32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    let_next_begin();
-    after_previous();
-    x += (long long)blockIdx.x * columns;
-    out += (long long)blockIdx.x * columns;
-    float sum = 0;
-    for (int k = threadIdx.x; k < columns; k += 1024) {
-        const float v = fresh(x + k);
-        sum += v * v;
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) sums[warp] = sum;
-    __syncthreads();
-    const float scale = rsqrtf(warp_sum(sums[lane]) / columns + eps);
-    for (int k = threadIdx.x; k < columns; k += 1024) out[k] = fresh(x + k) * scale * weight[k];
 }

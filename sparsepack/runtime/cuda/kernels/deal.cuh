@@ -20,7 +20,7 @@
 //         at a time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the
 //         kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of squares a thread
 //         takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x; PER_CHANNEL 1: a
-//         threshold for each column; INPUTS: how many are multiplied together, 1 with NORM or HANDED
+//         threshold for each column; INPUTS: how many are multiplied together, 1 where HANDED
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
@@ -34,7 +34,7 @@
 #ifndef INPUTS
 #define INPUTS 1
 #endif
-static_assert(INPUTS == 1 || !NORM && !HANDED, "a norm, or words, of one input");
+static_assert(INPUTS == 1 || !HANDED, "words of one input");
 
 static constexpr int CHUNK = 32;
 
@@ -44,11 +44,37 @@ struct Site {
     int columns;
     const float* norm;       // RMSNorm's weight [columns]
     float eps;
-    const float* squares;    // parts of the sum of x^2, in order
+    const float* squares;    // parts of the sums of x^2, in order: [INPUTS][parts]
     int parts;
     const float* threshold;  // [1] or [columns]
     const float* offset;     // [columns]
 };
+
+// A number for each input.
+struct Each {
+    float of[INPUTS] = {};
+};
+
+// Sums over the lanes of a warp, in the same order every time: lane b gets that of input b. Lanes give half of their
+// values away as long as they have several, so that 8 inputs take 9 shuffles instead of 40.
+__device__ __forceinline__ float warp_sums(const Each& each) {
+    constexpr int VALUES = INPUTS > 4 ? 8 : INPUTS > 2 ? 4 : INPUTS;
+    float x[VALUES] = {};
+#pragma unroll
+    for (int b = 0; b < INPUTS; ++b) x[b] = each.of[b];
+#pragma unroll
+    for (int half = VALUES / 2; half; half /= 2) {
+        const bool upper = threadIdx.x & half;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? x[i + half] : x[i], given = upper ? x[i] : x[i + half];
+            x[i] = kept + __shfl_xor_sync(ALL_LANES, given, half);
+        }
+    }
+#pragma unroll
+    for (int step = 16; step >= VALUES; step /= 2) x[0] += __shfl_xor_sync(ALL_LANES, x[0], step);
+    return x[0];
+}
 
 // A block's chunks.
 struct Deal {
@@ -121,9 +147,9 @@ struct Inputs {
         }
     }
 
-    // Returns what the thread has of the sum of squares: PARTS parts, which it waits for at the same time.
+    // Returns what the thread has of the sums of squares: PARTS parts of each, which it waits for at the same time.
     template <int PARTS, int THREADS>
-    __device__ __forceinline__ float load(const Site& site, const Deal& deal, int first) {
+    __device__ __forceinline__ Each load(const Site& site, const Deal& deal, int first) {
         const auto at = [&](int r) {
             if (r >= ROUNDS) {
                 const int part = (r - ROUNDS) * THREADS + threadIdx.x;
@@ -132,30 +158,34 @@ struct Inputs {
             const int k = deal.column(first + r) + threadIdx.x % 32;
             return real(deal, first + r, k) ? site.x + k : nullptr;
         };
-        float both[ROUNDS + PARTS], sum = 0;
+        float both[INPUTS][ROUNDS + PARTS];
         if (HANDED) {
-            wait_for(both, at);
+            wait_for(both[0], at);
         } else {
 #pragma unroll
             for (int r = 0; r < ROUNDS + PARTS; ++r) {
-                both[r] = at(r) ? fresh(at(r)) : 0;
+                const int apart = r < ROUNDS ? site.columns : site.parts;
 #pragma unroll
-                for (int b = 1; b < INPUTS; ++b) v[b][r] = at(r) ? fresh(at(r) + b * site.columns) : 0;
+                for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? fresh(at(r) + b * apart) : 0;
             }
         }
+        Each sums;
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) v[0][r] = both[r];
+        for (int b = 0; b < INPUTS; ++b) {
 #pragma unroll
-        for (int r = 0; r < PARTS; ++r) sum += both[ROUNDS + r];
-        return sum;
+            for (int r = 0; r < ROUNDS; ++r) v[b][r] = both[b][r];
+#pragma unroll
+            for (int r = 0; r < PARTS; ++r) sums.of[b] += both[b][ROUNDS + r];
+        }
+        return sums;
     }
 
-    __device__ __forceinline__ void finish(float scale) {
+    __device__ __forceinline__ void finish(const Each& scale) {
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) {
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
-                if (NORM) v[b][r] *= scale * norm[r];
+                if (NORM) v[b][r] *= scale.of[b] * norm[r];
                 if (OFFSET) v[b][r] -= offset[r];
             }
         }
@@ -170,27 +200,25 @@ struct Inputs {
     }
 };
 
-// For each input, the largest magnitude that a thread has seen.
-struct Peaks {
-    float of[INPUTS] = {};
-};
-
-// A thread's share of the sum of x^2.
-template <int THREADS> __device__ __forceinline__ float own_squares(const Site& site) {
-    float sum = 0;
+// A thread's share of the sums of x^2.
+template <int THREADS> __device__ __forceinline__ Each own_squares(const Site& site) {
+    Each sums;
 #pragma unroll 4
     for (int k = threadIdx.x; k < site.columns; k += THREADS) {
-        const float v = fresh(site.x + k);
-        sum += v * v;
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) {
+            const float v = fresh(site.x + b * site.columns + k);
+            sums.of[b] += v * v;
+        }
     }
-    return sum;
+    return sums;
 }
 
-// Lists the active columns of a block, or with ALL the values of all of them. For BLOCK_WARPS warps. found: an integer
-// of shared memory for each warp; sums: likewise a float. before_input() is called once everything that may be loaded
-// before the input is on its way.
+// Lists the active columns of a block, or with ALL the values of all of them, and returns the largest magnitudes that a
+// thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float for
+// each input. before_input() is called once everything that may be loaded before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
-__device__ __forceinline__ Peaks deal_out(
+__device__ __forceinline__ Each deal_out(
     const Site& site, const Deal& deal, List& list, int* found, float* sums, BeforeInput before_input) {
     constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -198,18 +226,20 @@ __device__ __forceinline__ Peaks deal_out(
     in.prepare(site, deal, warp * ROUNDS);
     const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
     before_input();
-    float squares = in.load<SQUARES, THREADS>(site, deal, warp * ROUNDS), scale = 1;
+    Each squares = in.load<SQUARES, THREADS>(site, deal, warp * ROUNDS), scale;
     if (NORM) {
         if (!SQUARES) squares = own_squares<THREADS>(site);
-        squares = warp_sum(squares);
-        if (lane == 0) sums[warp] = squares;
+        const float warps = warp_sums(squares);
+        if (lane < INPUTS) sums[warp * INPUTS + lane] = warps;
         sync_first<THREADS>();
-        squares = 0;
+        float sum = 0;  // in lane b of input b
 #pragma unroll
-        for (int w = 0; w < BLOCK_WARPS; ++w) squares += sums[w];
-        scale = rsqrtf(squares * share + site.eps);
+        for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w * INPUTS + lane % INPUTS];
+        const float mine = rsqrtf(sum * share + site.eps);
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) scale.of[b] = INPUTS > 1 ? __shfl_sync(ALL_LANES, mine, b) : mine;
     }
-    Peaks peaks;
+    Each peaks;
     list.count = 0;
 #pragma unroll 1
     for (int turn = 0; turn < TURNS; ++turn) {

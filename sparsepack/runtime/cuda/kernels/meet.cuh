@@ -52,10 +52,10 @@ template <int COUNT> __device__ __forceinline__ void add_up(float* own, float* w
     if (SPLITS == 1) sync_first<THREADS>();
 }
 
-// Adds to sums, in order, the words that the blocks of a group wrote STRIDE apart, in COUNT places of them, APART from
-// each other, the last ones of which may be missing. The words are empty then.
-template <int STRIDE, int COUNT, int APART>
-__device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int places = COUNT) {
+// Adds to sums, in order, the words that the blocks of a group wrote STRIDE apart, in COUNT places of them, the i-th
+// apart(i) from the first, the last ones of which may be missing. The words are empty then.
+template <int STRIDE, int COUNT, typename Apart>
+__device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], Apart apart, int places = COUNT) {
     constexpr int ONCE = SPLITS <= 16 ? SPLITS : 16;
 #pragma unroll 1
     for (int first = 0; first < SPLITS; first += ONCE, slot += ONCE * STRIDE) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int plac
 #pragma unroll
                 for (int i = 0; i < COUNT; ++i) {
                     const bool none = SPLITS % ONCE && first + s >= SPLITS || i >= places;
-                    const u32 word = none ? 0 : read_word(slot + s * STRIDE + i * APART);
+                    const u32 word = none ? 0 : read_word(slot + s * STRIDE + apart(i));
                     values[s][i] = __uint_as_float(word);
                     missing |= word == EMPTY;
                 }
@@ -80,7 +80,7 @@ __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], int plac
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 sums[i] += values[s][i];
-                if (i < places) *(u32*)(slot + s * STRIDE + i * APART) = EMPTY;
+                if (i < places) *(u32*)(slot + s * STRIDE + apart(i)) = EMPTY;
             }
         }
     }

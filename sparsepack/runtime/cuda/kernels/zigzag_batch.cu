@@ -9,26 +9,33 @@
 //
 // Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns, which are rows of the sub-blocks 2
 // (g / 2) and 2 (g / 2) + 1, and computes B for input g. Minima are a product of their own: A [sub-block, column] =
-// min, B = x dmin. Sums: over the columns of a warp, the warps of a block, the blocks of a group, each in order.
+// min, B = x dmin. Sums: over the columns of a warp, the warps of a block, the blocks of a group, each in order. Each
+// of these blocks finishes a share of the rows, for all inputs.
 //
-// Macros: those of zigzag.cuh and deal.cuh; INPUTS 1 to 8, without a norm and not handed on
+// Macros: those of zigzag.cuh and deal.cuh; INPUTS 1 to 8, not handed on
+//         GATE 1: the first half of a group's bands is of gate, the second of up; activation(gate) * up is written
+//         ACTIVATION: number of the function, see activations.cuh
+
+#include "activations.cuh"
 
 #ifndef WARPS
 #define WARPS 8
 #define STAGES 16
 #define GROUP 2
+#define GATE 0
 #define DENSE 0
+#define ACTIVATION 0
 #define PRODUCERS 4
 #define INPUTS 8
 #define SPLITS 2
 #define ROUNDS 2
 #define TURNS 1
+#define NORM 1
+#define SQUARES 1
 #define OFFSET 1
 #define PER_CHANNEL 1
 #endif
 #define HANDED 0
-#define NORM 0
-#define SQUARES 0
 
 #include "deal.cuh"
 #include "meet.cuh"
@@ -127,27 +134,18 @@ __device__ __forceinline__ void deposit(const BatchSums& sums, float inverse, fl
     }
 }
 
-// The output row of row r of a group's band `slot`, or -1 for padding. half: bands of gate, where each group has as
-// many of gate as of up.
-__device__ __forceinline__ int row_of(int group, int slot, int r, int half, int rows) {
-    if (!half) {
-        const int row = (group * GROUP + slot) * BAND_ROWS + r;
-        return row < rows ? row : -1;
-    }
-    const int each = GROUP / 2, band = group * each + slot % each;
-    return band < half ? (band + slot / each * half) * BAND_ROWS + r : -1;
-}
-
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
-    const u8* __restrict__ blocks, int columns, int rows, int half, float largest_d,
-    // x [INPUTS][columns]
-    const float* x, const float* threshold, const float* offset,
-    // y [INPUTS][rows] = product + constant + added
-    float* y, const float* constant, const float* added,
-    // sums of active columns; where blocks meet: [groups][SPLITS][GROUP][INPUTS][256]
+    const u8* __restrict__ blocks, int columns, int rows, float largest_d,
+    // what comes in: x [INPUTS][columns]; of x^2 parts of the sums [INPUTS][parts]
+    const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
+    const float* offset,
+    // what goes out: y [INPUTS][rows] = product + constant + added, or of half as many rows activation(gate) * up; of
+    // y^2 the sums in each block [INPUTS][groups * SPLITS]
+    float* y, const float* constant, const float* added, float* squares_of_y,
+    // sums of active columns; where blocks meet, every word EMPTY: [groups][SPLITS][GROUP][INPUTS][256]
     u64* active, float* slots) {
     extern __shared__ uint4 memory[];
-    __shared__ float peaks[WARPS][INPUTS];
+    __shared__ float sums_of[WARPS][INPUTS], peaks[WARPS][INPUTS];
     __shared__ int found[WARPS];
     __shared__ u64 full[STAGES], empty[STAGES];
     __shared__ int listed_units;
@@ -167,12 +165,12 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
 
     let_next_begin();
     Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_units};
-    Peaks peak;
+    Each peak;
     if (brings) {  // while the input is not there yet
         stream.set_up();
     } else {
-        const Site site{x, columns, nullptr, 0, nullptr, 0, threshold, offset};
-        peak = deal_out<WARPS, DENSE>(site, deal, list, found, nullptr, [] { after_previous(); });
+        const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
+        peak = deal_out<WARPS, DENSE>(site, deal, list, found, sums_of[0], [] { after_previous(); });
         stream.announce(list.count);
     }
     stream.wait_for_list(brings);
@@ -210,34 +208,69 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     float* shared_slots = slots + group * SPLITS * COUNT;
     add_up<COUNT>(own, shared_slots + split * COUNT);
 
-    // The block's share of the sums, as many of a thread's together as make up to 16 words, since each waits for them.
-    const Share<COUNT> share(split);
-    constexpr int MINE = (share.EACH + THREADS - 1) / THREADS, MOST = SPLITS < 16 ? 16 / SPLITS : 1;
-    constexpr int ONCE = MINE < MOST ? MINE : MOST;
-#pragma unroll 1
-    for (int first = share.begin + threadIdx.x; first < share.end; first += ONCE * THREADS) {
-        const int places = (share.end - first + THREADS - 1) / THREADS;
-        float sum[ONCE] = {}, always[ONCE] = {}, before[ONCE] = {};
-        int to[ONCE];  // in y
+    // The rows of y that this block finishes. A warp takes 32 of them at a time, so that a sum over its lanes is of one
+    // input, and for as many inputs as make up to 16 words of a thread, since each waits for them, but for no more than
+    // leave every warp some.
+    constexpr int EACH = GATE ? 2 : 1, FINISHED = ROWS / EACH;  // EACH: sums for a row of y
+    const Share<FINISHED> share(split);
+    constexpr int PIECES = (share.EACH + 31) / 32, MINE = (PIECES * INPUTS + WARPS - 1) / WARPS;
+    constexpr int MOST = SPLITS * EACH < 16 ? 16 / (SPLITS * EACH) : 1, FEW = MINE < MOST ? MINE : MOST;
+    constexpr int ONCE = FEW < INPUTS ? FEW : INPUTS, TIMES = (INPUTS + ONCE - 1) / ONCE;
+    const int width = rows / EACH, real = min(share.end, width - group * FINISHED);
+    if (lane == 0) {
 #pragma unroll
-        for (int j = 0; j < ONCE; ++j) {
-            const int i = first + j * THREADS, slot = i / (INPUTS * BAND_ROWS), b = i / BAND_ROWS % INPUTS;
-            const int row = j < places ? row_of(group, slot, i % BAND_ROWS, half, rows) : -1;
-            to[j] = row < 0 ? -1 : b * rows + row;
-            if (constant && row >= 0) always[j] = constant[row];
-            if (added && row >= 0) before[j] = fresh(added + to[j]);
+        for (int b = 0; b < INPUTS; ++b) sums_of[warp][b] = 0;
+    }
+#pragma unroll 1
+    for (int i = warp; i < PIECES * TIMES; i += WARPS) {
+        const int r = share.begin + i / TIMES * 32 + lane, row = group * FINISHED + r;
+        const int first = i % TIMES * ONCE, inputs = min(ONCE, INPUTS - first);
+        const bool is = r < real;  // of the others only the slots have to become empty
+        float sum[ONCE * EACH] = {}, always[EACH] = {}, before[ONCE] = {};
+        if (constant && is) {
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) always[e] = constant[e * width + row];
         }
+        if (!GATE && added && is) {
+#pragma unroll
+            for (int j = 0; j < ONCE; ++j) before[j] = j < inputs ? fresh(added + (first + j) * rows + row) : 0;
+        }
+        // Sums of a row for an input after the other, of gate and up in turns.
+        const int from = (r / BAND_ROWS * INPUTS + first) * BAND_ROWS + r % BAND_ROWS;
+        const int places = r < share.end ? inputs * EACH : 0;
+        const auto apart = [](int k) { return k / EACH * BAND_ROWS + k % EACH * (COUNT / 2); };
         if (SPLITS > 1) {
-            take<COUNT, ONCE, THREADS>(shared_slots + first, sum, places);
+            take<COUNT>(shared_slots + from, sum, apart, places);
         } else {
 #pragma unroll
-            for (int j = 0; j < ONCE; ++j) {
-                if (j < places) sum[j] = own[place(first + j * THREADS)];
+            for (int k = 0; k < ONCE * EACH; ++k) {
+                if (k < places) sum[k] = own[place(from + apart(k))];
             }
         }
 #pragma unroll
         for (int j = 0; j < ONCE; ++j) {
-            if (to[j] >= 0) y[to[j]] = sum[j] + always[j] + before[j];
+            const bool finishes = is && j < inputs;
+            float v = sum[j * EACH] + always[0];
+            if (GATE) {
+                const float up = sum[j * EACH + EACH - 1] + always[EACH - 1];
+                v = __fmul_rn(activated(ACTIVATION, v), up);
+            } else {
+                v += before[j];
+            }
+            if (finishes) y[(first + j) * width + row] = v;
+            if (squares_of_y && j < inputs) {  // all lanes
+                const float of_squares = warp_sum(finishes ? v * v : 0);
+                if (lane == 0) sums_of[warp][first + j] += of_squares;
+            }
+        }
+    }
+    if (squares_of_y) {
+        sync_first<THREADS>();
+        if (threadIdx.x < INPUTS) {
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum += sums_of[w][threadIdx.x];
+            squares_of_y[(threadIdx.x * gridDim.y + group) * SPLITS + split] = sum;
         }
     }
     if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);

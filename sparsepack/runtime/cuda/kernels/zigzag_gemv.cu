@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     for (int r = share.begin + threadIdx.x; r < share.end; r += THREADS) {
         float sum[EACH] = {};
         if (SPLITS > 1) {
-            take<ROWS, EACH, FINISHED>(shared_slots + r, sum);
+            take<ROWS>(shared_slots + r, sum, [](int j) { return j * FINISHED; });
         } else {
             for (int j = 0; j < EACH; ++j) sum[j] = own[place(r + j * FINISHED)];
         }
