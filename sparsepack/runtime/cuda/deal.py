@@ -18,12 +18,14 @@ STAGES = {8: 8, 4: 8, 2: 16, 1: 24}
 """By the bands of a group."""
 MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
 """Likewise: their sums have to be added up."""
+MANY_COLUMNS = 1024
+"""Of a block: with so many, groups of 4 are faster at 50 % than of 2 (an H100)."""
 
 
 def default_geometry(bands: int, columns: int, device: torch.device, gate: bool = False) -> Geometry:
-    """Where nothing was measured: the largest group, whose pieces are the longest, that fits and with which there is a
-    block for almost every multiprocessor; as many stages as fit. A gate's groups are of 2: in a decoder groups of 4
-    lose more dense than they gain sparse, and groups of 8 lose both (benchmarks/CUDA_NOTES.md)."""
+    """Where nothing was measured: groups of 2, or of 4, whose pieces are longer, where that leaves a block for almost
+    every multiprocessor and each of them many columns; as many stages as fit. A gate's groups are of 2: in a decoder
+    those of 4 lose more dense than they gain sparse (benchmarks/CUDA_NOTES.md)."""
 
     def needed(geometry: Geometry) -> int:
         return shared_bytes(columns, geometry)
@@ -32,11 +34,10 @@ def default_geometry(bands: int, columns: int, device: torch.device, gate: bool 
         splits = filling_splits(bands, columns, device, group)
         return fitted(Geometry(group, warps=8, stages=STAGES[group], splits=splits), needed, device)
 
-    for group in () if gate else (8, 4):
-        geometry = of(group)
-        enough = -(-bands // group) * _most_splits(columns, group) >= 0.95 * multiprocessors(device)
-        if enough and needed(geometry) <= shared_memory(device):
-            return geometry
+    four = of(4)
+    enough = -(-bands // 4) * _most_splits(columns, 4) >= 0.95 * multiprocessors(device)
+    if not gate and enough and columns // four.splits >= MANY_COLUMNS and needed(four) <= shared_memory(device):
+        return four
     return of(2 if gate or bands >= 4 else 1)
 
 
