@@ -61,7 +61,7 @@ test-gpu:
 
 # Out-of-bounds accesses and races of the CUDA kernels: every kernel that a model needs, on small ones. Each tensor has
 # an allocation of its own, so that memcheck knows where it ends.
-SANITIZED := tests/runtime/test_engine.py tests/runtime/cuda/test_zigzag_gemv.py \
+SANITIZED := tests/runtime/test_engine.py $(wildcard tests/runtime/cuda/test_zigzag_*.py) \
 	-k "cuda and prefill_and_steps or gate_and_up_become and 768-0 or hands_its_results_on \
 	or several and (3001-3] or 768-0-3]) and not [1- and not [700-"
 REPORTS := build/sanitizer

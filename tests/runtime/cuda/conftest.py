@@ -1,0 +1,24 @@
+"""What the tests of CUDA kernels share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sparsepack.runtime.cuda import zigzag
+from sparsepack.runtime.cuda.words import EMPTY, slots
+
+
+@pytest.fixture
+def slots_become_empty() -> Iterator[None]:
+    """Kernels leave the words where their blocks meet as they found them."""
+    yield
+    if torch.cuda.is_available():
+        assert bool((slots(torch.device("cuda", torch.cuda.current_device())) == EMPTY).all())
+
+
+@pytest.fixture
+def no_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of older GPUs runs on newer ones, too."""
+    macros = zigzag._macros
+    monkeypatch.setattr(zigzag, "_macros", lambda *args: {**macros(*args), "BULK": 0})
