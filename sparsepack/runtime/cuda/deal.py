@@ -14,7 +14,7 @@ BAND_PLACES = BAND_ROWS + 20  # of its sums in shared memory (`kernels/meet.cuh`
 BLOCK_BYTES = 144
 COLUMNS = 16  # that are multiplied together
 CHUNK = 32  # columns that are dealt to a block together
-STAGES = {8: 8, 4: 8, 2: 16, 1: 24}
+STAGES = {4: 8, 2: 16, 1: 24}
 """By the bands of a group."""
 MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
 """Likewise: their sums have to be added up."""
