@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cuda_floor(
     after_previous();  // nothing is written before
     float* own = slots + (group * SPLITS + split) * ROWS;
     for (int r = thread * 4; r < ROWS; r += BLOCK * 4) write_words(own + r, make_float4(sum, sum, sum, sum));
-    constexpr int EACH = (ROWS + SPLITS - 1) / SPLITS, ONCE = 16;
+    constexpr int EACH = (ROWS + SPLITS - 1) / SPLITS, ONCE = SPLITS <= 33 ? SPLITS : 16;
     for (int r = split * EACH + thread; r < min((split + 1) * EACH, ROWS); r += BLOCK) {
         float* slot = slots + group * SPLITS * ROWS + r;
         float total = 0;

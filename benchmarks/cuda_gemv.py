@@ -38,6 +38,8 @@ ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
     (28672, 8192): 62.6,
     (8192, 28672): 57.5,
 }
+SMALL = ((2048, 2048), (3072, 2048), (1536, 1536))
+"""Of models of one or two billion parameters; no anchors."""
 SUMMED = {(6144, 4096): "q, k, v", (28672, 4096): "gate, up"}
 SKIPPED = {"dense": 0.0, "50 %": 0.5}
 BYTES = 600 << 20
@@ -93,7 +95,7 @@ def rows_of(result: dict[str, Any], bandwidth: float) -> list[list[str]]:
     """A line per share of active columns."""
     shape = (result["rows"], result["columns"])
     name = f"{shape[0]} x {shape[1]}" + (f" ({SUMMED[shape]})" if shape in SUMMED else "")
-    anchor = ANCHORS[shape]
+    anchor = ANCHORS.get(shape)
     lines = []
     for share, seconds in result["seconds"].items():
         needed = result["nbytes"] * result["active"][share]
@@ -102,8 +104,8 @@ def rows_of(result: dict[str, Any], bandwidth: float) -> list[list[str]]:
                 name,
                 share,
                 f"{seconds * 1e6:.1f}",
-                f"{anchor:.1f}",
-                f"{anchor / seconds / 1e6:.2f}",
+                f"{anchor:.1f}" if anchor else "-",
+                f"{anchor / seconds / 1e6:.2f}" if anchor else "-",
                 f"{needed / 2**20:.1f}",
                 f"{needed / seconds / 1e9:.0f}",
                 f"{needed / seconds / bandwidth:.0%}",
@@ -121,7 +123,7 @@ def main(quick: bool, path: Path | None) -> None:
     """Print the table."""
     bandwidth = read_bandwidth()
     click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
-    results = [measure(*shape, 1 if quick else ROUNDS) for shape in ANCHORS]
+    results = [measure(*shape, 1 if quick else ROUNDS) for shape in (*ANCHORS, *SMALL)]
     head = ["shape", "active", "us", "llama.cpp", "x", "MiB", "GB/s", "of bandwidth", "error", "geometry"]
     click.echo(table(head, [line for result in results for line in rows_of(result, bandwidth)]))
     click.echo("us: collection included; x: llama.cpp's dense time over ours; geometry: group x warps, stages, splits")

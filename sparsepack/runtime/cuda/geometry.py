@@ -17,7 +17,7 @@ from sparsepack.runtime.profiles import Shape
 
 SCHEMA = 2
 PRODUCERS = 4
-"""Warps of a block that bring columns."""
+"""Warps of a block that bring columns, where any do."""
 MOST_WARPS = 32
 """Of a block, those that bring columns included."""
 MOST_STAGES = 32
@@ -28,7 +28,9 @@ MOST_STAGES = 32
 class Geometry:
     """group  -- bands of 256 rows that lie together, column by column: 1, 2, 4 or 8
     warps  -- of a block that multiply; a multiple of `group`
-    stages -- of 16 columns that a block has on their way at once
+    stages -- of 16 columns that a block has on their way at once, brought by warps of their own; 0: warps that multiply
+              read their columns themselves, which suits blocks that read few (where all are active, and for several
+              inputs, there is a ring all the same)
     splits -- blocks that share the columns of a group
     """
 
@@ -43,6 +45,11 @@ class Geometry:
             raise ValueError(f"{self}: warps must be a multiple of group, stages of warps / group and of {PRODUCERS}")
         if self.warps + PRODUCERS > MOST_WARPS or self.stages > MOST_STAGES:
             raise ValueError(f"{self}: at most {MOST_WARPS - PRODUCERS} warps and {MOST_STAGES} stages")
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * (self.warps + (PRODUCERS if self.stages else 0))
 
 
 def geometry(shape: Shape, device: torch.device, gate: bool = False) -> Geometry | None:
@@ -70,6 +77,6 @@ def profiled(gpu: str) -> Mapping[Shape, Geometry]:
 def geometry_of(row: Mapping[str, Any]) -> Geometry:
     """A geometry from a row of a profile. Raises `ValueError`, `KeyError` or `TypeError` where it is impossible."""
     values = {field.name: int(row[field.name]) for field in fields(Geometry)}
-    if not all(1 <= value <= 64 for value in values.values()):
-        raise ValueError(f"{values}: expected 1 to 64")
+    if not all((name == "stages" or value) and 0 <= value <= 64 for name, value in values.items()):
+        raise ValueError(f"{values}: expected 1 to 64, stages from 0 on")
     return Geometry(**values)

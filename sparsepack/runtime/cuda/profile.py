@@ -20,7 +20,7 @@ from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigza
 from sparsepack.runtime.profiles import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
-    {"group": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (8, 16, 24)}
+    {"group": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (0, 8, 16, 24)}
 )
 """Values of the geometry's fields."""
 TOGETHER = (("group", "stages"), ("splits",), ("warps", "stages"))

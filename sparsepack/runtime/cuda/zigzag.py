@@ -1,6 +1,7 @@
 """Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from sparsepack.runtime.cuda.deal import (
     fitted,
     ring_bytes,
     shared_bytes,
+    with_ring,
 )
 from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
 from sparsepack.runtime.cuda.geometry import geometry as measured
@@ -163,17 +165,20 @@ def gemv(
     active     -- int64 []: the number of active columns is added to it
     emptied    -- int32 [..]: words that become empty, since all have read them
     """
-    device, geometry, groups = matrix.blocks.device, matrix.geometry, matrix.blocks.shape[0]
+    device, groups = matrix.blocks.device, matrix.blocks.shape[0]
     if input.handed and input.norm is not None and input.squares is None:
         raise ValueError("an input that is handed on, with a norm and without squares")
     if input.indices is not None and (input.norm is not None or input.offset is not None):
         raise ValueError("a list of active columns, with a norm or an offset: the input is taken as it is")
     _check_gate(matrix, activation, added)
+    if input.dense and not matrix.geometry.stages:
+        matrix = _with_ring(matrix, shared_bytes)
+    geometry = matrix.geometry
     _check_blocks(matrix, 1)
     launch(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
         (geometry.splits, groups),
-        (geometry.warps + PRODUCERS) * 32,
+        geometry.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
         *(input.threshold, input.offset, input.indices, input.count),
@@ -245,7 +250,7 @@ def batch(
     launch(
         kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, activation), device.index or 0),
         (geometry.splits, matrix.blocks.shape[0]),
-        (geometry.warps + PRODUCERS) * 32,
+        geometry.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
         *(input.threshold, input.offset),
@@ -266,8 +271,12 @@ def most_inputs(matrix: ZigzagMatrix) -> int:
 
 
 def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
-    """With as many stages as leave room for so many inputs."""
-    geometry = fitted(matrix.geometry, lambda fewer: _batch_bytes(matrix.columns, fewer, inputs), matrix.blocks.device)
+    return _with_ring(matrix, lambda columns, geometry: _batch_bytes(columns, geometry, inputs))
+
+
+def _with_ring(matrix: ZigzagMatrix, needed: Callable[[int, Geometry], int]) -> ZigzagMatrix:
+    """The same matrix with a ring of as many stages as there is shared memory for."""
+    geometry = fitted(with_ring(matrix.geometry), lambda fewer: needed(matrix.columns, fewer), matrix.blocks.device)
     return replace(matrix, geometry=geometry)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsepack.runtime.cuda import deal, words, zigzag
-from sparsepack.runtime.cuda.deal import default_geometry, shared_bytes
+from sparsepack.runtime.cuda.deal import default_geometry, ring_bytes, shared_bytes
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.zigzag import (
     Input,
@@ -58,7 +58,7 @@ def test_all_blocks_run_at_once_and_fit(
 
 
 def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 50 %, with groups of 2, 4 and 8: the gate in a decoder, others in chains (CUDA_NOTES.md)."""
+    """At 50 %: the gate in a decoder, others in chains (CUDA_NOTES.md)."""
     on_gpu(monkeypatch, *GPUS["H100"])
     best = {
         (6144, 4096, False): Geometry(2, 8, 16, 11),
@@ -69,10 +69,50 @@ def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPa
         (28672, 8192, False): Geometry(4, 8, 8, 4),
         (8192, 28672, False): Geometry(4, 8, 8, 16),
         (14336, 4096, False): Geometry(2, 8, 16, 4),
-        (1024, 4096, False): Geometry(2, 8, 16, 32),
+        (1024, 4096, False): Geometry(1, 8, 0, 32),
+        (2048, 2048, False): Geometry(1, 8, 0, 16),
+        (3072, 2048, False): Geometry(1, 8, 0, 11),
+        (2560, 2560, False): Geometry(1, 8, 0, 13),
+        (3072, 3072, False): Geometry(2, 8, 16, 22),
+        (4096, 2048, False): Geometry(2, 8, 16, 16),
     }
     for (rows, columns, gate), geometry in best.items():
         assert default_geometry(rows // 256, columns, torch.device("cuda"), gate) == geometry
+
+
+def test_a_block_without_a_ring_has_no_warps_and_no_memory_for_it() -> None:
+    ring, none = Geometry(2, 8, 16, 4), Geometry(2, 8, 0, 4)
+    assert (ring.threads, none.threads) == (384, 256)
+    assert shared_bytes(256, ring) - shared_bytes(256, none) == ring_bytes(ring) == 16 * 16 * 304
+
+
+def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, *GPUS["H100"])
+    launched: list[tuple[str, int, int]] = []
+
+    def launch(defines: tuple[str, ...], grid: object, threads: int, *_: object, shared: int) -> None:
+        launched.append((next(one for one in defines if one.startswith("STAGES=")), threads, shared))
+
+    monkeypatch.setattr(zigzag, "kernel", lambda file, name, defines, device: defines)
+    monkeypatch.setattr(zigzag, "launch", launch)
+    monkeypatch.setattr(zigzag, "slots", lambda device: torch.empty(words.SLOT_WORDS * 132))
+    none = ZigzagMatrix(torch.empty(4, 0), 1024, 4096, Geometry(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
+    x, y, threshold = torch.zeros(4096), torch.empty(1024), torch.zeros(1)
+    for input in (Input(x, threshold=threshold), Input(x)):
+        gemv(none, input, y)
+    sparse, dense = launched
+    assert sparse == ("STAGES=0", 192, shared_bytes(4096, none.geometry))
+    assert dense == ("STAGES=24", 384, shared_bytes(4096, Geometry(1, 8, 24, 32)))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_several_inputs_need_a_ring(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, *GPUS["H100"])
+    none = ZigzagMatrix(torch.empty(0), 2048, 256, Geometry(group, 8, 0, 4), 0, 1.0, 1.0, 1.0)
+    geometry = zigzag._for_inputs(none, 8).geometry
+    assert geometry.stages
+    assert (geometry.group, geometry.splits) == (group, 4), "as the matrix lies"
+    assert most_inputs(none) == 8
 
 
 @pytest.mark.parametrize(("gpu", "inputs"), [("H100", 8), ("A100", 5), ("RTX 4090", 5), ("A10", 3)])

@@ -21,6 +21,10 @@ GEOMETRIES = [
     Geometry(4, 16, 4, 2),
     Geometry(8, 8, 4, 2),
     Geometry(8, 8, 8, 9),
+    Geometry(1, 8, 0, 32),
+    Geometry(1, 6, 0, 7),
+    Geometry(2, 8, 0, 5),
+    Geometry(4, 16, 0, 1),
 ]
 LIMIT = 1e-5
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a

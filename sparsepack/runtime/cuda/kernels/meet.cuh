@@ -56,7 +56,7 @@ template <int COUNT> __device__ __forceinline__ void add_up(float* own, float* w
 // apart(i) from the first, the last ones of which may be missing. The words are empty then.
 template <int STRIDE, int COUNT, typename Apart>
 __device__ __forceinline__ void take(float* slot, float (&sums)[COUNT], Apart apart, int places = COUNT) {
-    constexpr int ONCE = SPLITS <= 16 ? SPLITS : 16;
+    constexpr int MOST = COUNT > 2 ? 16 : 32, ONCE = SPLITS <= MOST ? SPLITS : MOST;  // blocks asked at a time
 #pragma unroll 1
     for (int first = 0; first < SPLITS; first += ONCE, slot += ONCE * STRIDE) {
         float values[ONCE][COUNT];

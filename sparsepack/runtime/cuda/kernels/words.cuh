@@ -63,3 +63,9 @@ template <int COUNT, typename At> __device__ __forceinline__ void wait_for(float
         }
     } while (missing);
 }
+
+// Words that nobody reads any more, by thread `number` of `all`.
+__device__ __forceinline__ void make_empty(u32* words, int count, int number, int all) {
+#pragma unroll 1
+    for (int i = number; i < count; i += all) words[i] = EMPTY;
+}

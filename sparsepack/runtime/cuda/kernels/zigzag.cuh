@@ -16,11 +16,12 @@
 //
 // The columns of a block travel into a ring of STAGES in shared memory, a unit of 16 at a time. The last PRODUCERS
 // warps bring them, each of them one unit after the other.
-// The other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th stage. From sm_90 on the copy
+// The other WARPS multiply: warp w has band w % GROUP, and every (WARPS / GROUP)-th unit. From sm_90 on the copy
 // engine takes a column in one piece.
+// A block that reads few columns needs no ring: its warps read their units themselves, and none brings any.
 //
-// Macros: WARPS, STAGES, GROUP, PRODUCERS; DENSE 1: every column is active, and weights begin to travel before the
-//         input is there; BULK 0: as before sm_90
+// Macros: WARPS, STAGES, GROUP, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin to
+//         travel before the input is there, into a ring; BULK 0: as before sm_90
 
 #pragma once
 
@@ -35,9 +36,11 @@
 #endif
 
 static constexpr int THREADS = WARPS * 32;  // that multiply
-static constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS;
+static constexpr int ALL_THREADS = THREADS + (STAGES ? 32 * PRODUCERS : 0);
+static constexpr int RING_STAGES = STAGES ? STAGES : 1;  // for arrays and remainders
 static constexpr int SETS = WARPS / GROUP;
 static_assert(STAGES % SETS == 0 && STAGES % PRODUCERS == 0, "a stage always has the same warps");
+static_assert(STAGES || !DENSE, "a ring that fills before the input is there");
 static constexpr int BAND_ROWS = 256;
 static constexpr int ROWS = GROUP * BAND_ROWS;
 static constexpr int BLOCK_BYTES = 144;
@@ -56,20 +59,18 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-#if BULK
 // For weights: they leave the L2 cache first, which makes a token 2 % faster (benchmarks/CUDA_NOTES.md).
 __device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-#endif
 
 // What brings columns into the ring.
 struct Stream {
     const u8* base;     // of the group, column 0
     u8* ring;
-    u64 *full, *empty;  // [STAGES]
+    u64 *full, *empty;  // [RING_STAGES]
     const int* index;   // of the block's columns
     Deal deal;
     int* listed;        // shared: how many units are, once that is announced
@@ -112,15 +113,15 @@ struct Stream {
     // What the last warps do: each of them one unit after the other, or before sm_90 all of them each unit.
     __device__ __forceinline__ void run() const {
         for (int i = BULK ? threadIdx.x / 32 - WARPS : 0; i < units; i += BULK ? PRODUCERS : 1) {
-            if (i >= STAGES) barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
+            if (i >= RING_STAGES) barrier_wait(empty + i % RING_STAGES, (i / RING_STAGES - 1) & 1);
             fetch(i);
         }
     }
 
     __device__ __forceinline__ void fetch(int i) const {
         const int lane = threadIdx.x % 32, entry = i * COLUMNS;
-        u8* to = ring + i % STAGES * STAGE_BYTES;
-        const u32 arrived = shared_address(full + i % STAGES);
+        u8* to = ring + i % RING_STAGES * STAGE_BYTES;
+        const u32 arrived = shared_address(full + i % RING_STAGES);
 #if BULK
         if (lane == 0)
             asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),

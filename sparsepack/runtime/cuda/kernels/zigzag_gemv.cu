@@ -60,10 +60,9 @@ struct Bits {
         return __uint_as_float(x) - 8388608.0f;
     }
 
-    // A header's scale, and 64 times its minimum.
-    __device__ __forceinline__ void take(const u8* header, float& scale, float& minimum) const {
-        const u32* words = (const u32*)(header + word);
-        const u32 both = __funnelshift_r(words[0], words[1], shift);
+    // A scale, and 64 times a minimum, from the two words that have them.
+    __device__ __forceinline__ void take(u32 first, u32 second, float& scale, float& minimum) const {
+        const u32 both = __funnelshift_r(first, second, shift);
         scale = number(both, mask);
         minimum = number(both, mask << 6);
     }
@@ -98,23 +97,60 @@ __device__ __forceinline__ void tiles(
     }
 }
 
+// How units are read: from the ring, or from the matrix itself.
+struct OfRing {
+    __device__ __forceinline__ u32 word(const u8* p) const { return *(const u32*)p; }
+    __device__ __forceinline__ uint4 words(const u8* p) const { return *(const uint4*)p; }
+};
+struct OfMatrix {
+    u64 policy;
+    __device__ __forceinline__ u32 word(const u8* p) const {
+        u32 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
+        return x;
+    }
+    __device__ __forceinline__ uint4 words(const u8* p) const {
+        uint4 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "l"(p), "l"(policy));
+        return x;
+    }
+};
+
+// What a lane has of 16 columns: of four of them its bytes, d and dmin, and the words with its sub-block's twelve bits.
+struct Unit {
+    uint4 q[4];
+    u32 ends[4], first[4], second[4];
+
+    __device__ __forceinline__ static int column(int i) { return 2 * (threadIdx.x % 4) + (i & 1) + 8 * (i >> 1); }
+
+    // header(c): where the band's piece of column c begins.
+    template <typename Header, typename Reader>
+    __device__ __forceinline__ void read(Header header, const Reader& reader, const Bits& bits) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u8* at = header(column(i));
+            q[i] = reader.words(at + 16 + threadIdx.x % 32 / 4 * 16);
+            ends[i] = reader.word(at);
+            first[i] = reader.word(at + bits.word);
+            second[i] = reader.word(at + bits.word + 4);
+        }
+    }
+};
+
 // Add 16 columns. scale: a power of two that brings x d scale into the range of float16.
 __device__ __forceinline__ void multiply(
-    Sums& sums, const u8* stage, const float* value, float scale, const Bits& bits) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint4 q[4];
+    Sums& sums, const Unit& unit, const float* value, float scale, const Bits& bits) {
+    const uint4(&q)[4] = unit.q;
     float factor[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + (i & 1) + 8 * (i >> 1);
-        const u8* header = stage + column * PITCH;
-        q[i] = *(const uint4*)(header + 16 + 16 * g);
-        const u32 ends = *(const u32*)header;
-        const float x = value[column] * scale;
+        const float x = value[Unit::column(i)] * scale;
         float sub, minimum;
-        bits.take(header, sub, minimum);
-        factor[i] = x * half_to_float(ends & 0xffff) * sub;
-        sums.minimum += x * half_to_float(ends >> 16) * minimum;
+        bits.take(unit.first[i], unit.second[i], sub, minimum);
+        factor[i] = x * half_to_float(unit.ends[i] & 0xffff) * sub;
+        sums.minimum += x * half_to_float(unit.ends[i] >> 16) * minimum;
     }
     u32 of_byte[2][2], of_high[2][2];
 #pragma unroll
@@ -170,7 +206,10 @@ template <int BLOCK_WARPS> __device__ __forceinline__ float listed(
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
+// Without a ring, few enough registers for the next kernel's block to wait beside this one.
+static constexpr int RESIDENT = STAGES || WARPS > 8 ? 1 : 2;
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
@@ -185,11 +224,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     extern __shared__ uint4 memory[];
     __shared__ float sums_of[WARPS], peaks[WARPS];
     __shared__ int found[WARPS];
-    __shared__ u64 full[STAGES], empty[STAGES];
+    __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
     __shared__ int listed_units;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % GROUP, set = warp / GROUP;
     const int split = blockIdx.x, group = blockIdx.y;
-    const bool brings = warp >= WARPS;
+    const u8* of_group = blocks + (u64)group * columns * COLUMN_BYTES;
+    const bool brings = STAGES && warp >= WARPS;
+    const Bits bits(lane / 4);
     const Deal deal(columns, split);
     set_up_first<THREADS>();
 
@@ -199,7 +240,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     const int most = Deal::most(columns);
     List list{own + WARPS * PLACES, (int*)(own + WARPS * PLACES + most), most, 0};
 
-    Stream stream{blocks + (u64)group * columns * COLUMN_BYTES, ring, full, empty, list.index, deal, &listed_units};
+    Stream stream{of_group, ring, full, empty, list.index, deal, &listed_units};
+    Unit unit;
+    const auto fetch = [&](int i) {  // where there is no ring
+        const auto header = [&](int c) {
+            return of_group + (u64)list.index[i * COLUMNS + c] * COLUMN_BYTES + band * BLOCK_BYTES;
+        };
+        unit.read(header, OfMatrix{read_once()}, bits);
+    };
     float peak = 0;
     if (brings) {  // while the input is not there yet
         stream.set_up();
@@ -219,14 +267,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
         stream.announce(list.count);
     }
     stream.wait_for_list(brings);
+    if (!STAGES && set < stream.units) fetch(set);
     if (!brings || !DENSE) let_next_begin();  // not before: see words.cuh
     if (brings) {
         stream.run();
         if (emptied) {
             after_previous();
             constexpr int EACH = PRODUCERS * 32;
-            const int own = (group * SPLITS + split) * EACH + threadIdx.x - THREADS;
-            for (int i = own; i < emptied_count; i += gridDim.y * SPLITS * EACH) emptied[i] = EMPTY;
+            const int number = (group * SPLITS + split) * EACH + threadIdx.x - THREADS;
+            make_empty(emptied, emptied_count, number, gridDim.y * SPLITS * EACH);
         }
         return;
     }
@@ -251,14 +300,20 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
     for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, peaks[w]);
     const int exponent = exponent_for(largest * largest_scale);
     const float scale = power_of_two(exponent);
-    const Bits bits(lane / 4);
     Sums sums = {};
 #pragma unroll 1
     for (int i = set; i < stream.units; i += SETS) {
-        const int stage = i % STAGES;
-        barrier_wait(full + stage, i / STAGES & 1);
-        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, list.value + i * COLUMNS, scale, bits);
-        warp_arrive(empty + stage);
+        if (STAGES) {
+            const u8* first = ring + i % RING_STAGES * STAGE_BYTES + band * BLOCK_BYTES;
+            barrier_wait(full + i % RING_STAGES, i / RING_STAGES & 1);
+            unit.read([&](int c) { return first + c * PITCH; }, OfRing(), bits);
+        }
+        multiply(sums, unit, list.value + i * COLUMNS, scale, bits);
+        if (STAGES) {
+            warp_arrive(empty + i % RING_STAGES);
+        } else if (i + SETS < stream.units) {
+            fetch(i + SETS);
+        }
     }
     deposit(sums, power_of_two(-exponent), own + warp * PLACES);
     if (HANDED) after_previous();  // nothing is written before
@@ -302,6 +357,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_gemv(
             for (int w = 0; w < WRITERS; ++w) of_squares += sums_of[w];
         }
         if (threadIdx.x == 0) write_word(squares_of_y + group * SPLITS + split, of_squares);
+    }
+    if (!STAGES && emptied) {
+        const int number = (group * SPLITS + split) * THREADS + threadIdx.x;
+        make_empty(emptied, emptied_count, number, gridDim.y * SPLITS * THREADS);
     }
     if (active && group == 0 && threadIdx.x == 0) add(active, DENSE ? deal.count() : list.count);
 }
