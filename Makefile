@@ -59,21 +59,24 @@ format: $(VENV)/.installed-test
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend" tests --include="test_*.py") $(PYTEST_ARGS)
 
-# Out-of-bounds accesses and races of the CUDA kernels: all backend tests, and every kind of product in some layouts. Each
-# tensor has an allocation of its own, so that memcheck knows where it ends. A part: SANITIZED="tests/.. -k ..".
+# Out-of-bounds accesses and races of the CUDA kernels: all backend tests, and every kind of product in some layouts.
+# A part: SANITIZED="tests/.. -k ..".
 SANITIZED := $(wildcard tests/runtime/test_*.py tests/runtime/cuda/test_zigzag_*.py) \
 	-k "not zigzag_gemv and not zigzag_batch or gate_and_up_become and 768-0 or hands_its_results_on \
 	or several and (3001-3] or 768-0-3]) and not [1- and not [700-"
 REPORTS := build/sanitizer
 sanitize = compute-sanitizer --tool $(1) --report-api-errors no --log-file $(REPORTS)/$(1).log \
 	$(PYTHON) -m pytest -q -m gpu $(SANITIZED) $(PYTEST_ARGS)
-reported = @grep "SUMMARY: 0 " $(REPORTS)/$(1).log || { cat $(REPORTS)/$(1).log; exit 1; }
+# memcheck: each tensor has an allocation of its own, so that it is known where it ends; but sampling is captured into a
+# graph, for which torch's allocator is needed. racecheck: books-26m takes more memory than 126 GB; races within cuBLAS
+# (nvjet) are reported, and none of ours.
 test-gpu-sanitize:
 	@rm -rf $(REPORTS) && mkdir -p $(REPORTS)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(call sanitize,memcheck)
-	$(call reported,memcheck)
-	SPARSEPACK_CUDA_CHECKED=1 $(call sanitize,racecheck)
-	$(call reported,racecheck)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(call sanitize,memcheck) --deselect tests/runtime/test_generate.py
+	@grep "SUMMARY: 0 " $(REPORTS)/memcheck.log || { cat $(REPORTS)/memcheck.log; exit 1; }
+	SPARSEPACK_CUDA_CHECKED=1 $(call sanitize,racecheck) --deselect tests/runtime/test_real_model.py
+	@grep "SUMMARY: " $(REPORTS)/racecheck.log
+	@! grep "access at " $(REPORTS)/racecheck.log | grep -v "access at nvjet_"
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e

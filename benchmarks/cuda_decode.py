@@ -1,4 +1,4 @@
-"""Decoding and prefill of Llamas of 7 and 8 billion parameters on the GPU: llama.cpp, ours dense, ours sparse.
+"""Decoding and prefill of Llamas of 1, 7 and 8 billion parameters on the GPU: llama.cpp, ours dense, ours sparse.
 
     python benchmarks/cuda_decode.py [--quick] [--layers N] [--model 8b] [--json FILE]
 
@@ -17,7 +17,16 @@ from typing import Any
 
 import click
 import torch
-from cuda_synthetic import CONTEXT, LLAMA_7B, LLAMA_8B, Thresholds, find_thresholds, random_model, with_thresholds
+from cuda_synthetic import (
+    CONTEXT,
+    LLAMA_1B,
+    LLAMA_7B,
+    LLAMA_8B,
+    Thresholds,
+    find_thresholds,
+    random_model,
+    with_thresholds,
+)
 from cuda_timing import device_line, read_bandwidth
 from synthetic import Size, random_ids
 
@@ -27,9 +36,9 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.show import table
 
-SIZES = {"8b": LLAMA_8B, "7b": LLAMA_7B}
+SIZES = {"8b": LLAMA_8B, "7b": LLAMA_7B, "1b": LLAMA_1B}
 DECODE_ANCHORS = {"8b": 283.0, "7b": 303.0}
-PREFILL_ANCHORS = {"8b": {512: 9600, 2048: 10050, 8192: 9690}, "7b": {}}
+PREFILL_ANCHORS = {"8b": {512: 9600, 2048: 10050, 8192: 9690}}
 SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
 SHOWN = 0.5
 PROMPT, NEW = 128, 128
@@ -140,11 +149,13 @@ def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
 
 
 def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) -> list[list[str]]:
-    """Three rows: llama.cpp, dense, sparse."""
-    anchor, dense = DECODE_ANCHORS[name], result[_name(kind, True)]
+    """Three rows: llama.cpp, where it has an anchor, dense, sparse."""
+    anchor, dense = DECODE_ANCHORS.get(name), result[_name(kind, True)]
     size = SIZES[name].name
-    share = f"{dense['bytes'] * anchor / bandwidth:.0%}"
-    rows = [[size, "llama.cpp (anchor)", "-", f"{anchor:.0f}", "-", "1.00", f"{dense['bytes'] / 1e9:.2f}", share]]
+    rows = []
+    if anchor:
+        share = f"{dense['bytes'] * anchor / bandwidth:.0%}"
+        rows = [[size, "llama.cpp (anchor)", "-", f"{anchor:.0f}", "-", "1.00", f"{dense['bytes'] / 1e9:.2f}", share]]
     for mode in (True, False):
         row = result[_name(kind, mode)]
         speed = 1 / row["seconds"]
@@ -156,7 +167,7 @@ def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) 
                 f"{row['sparsity']:.1%}",
                 f"{speed:.0f}",
                 f"{low:.0f} to {high:.0f}",
-                f"{speed / anchor:.2f}",
+                f"{speed / anchor:.2f}" if anchor else "-",
                 f"{row['bytes'] / 1e9:.2f}",
                 f"{row['bytes'] * speed / bandwidth:.0%}",
             ]
@@ -190,7 +201,7 @@ def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, p
         if len(tried) > 1:
             click.echo(table(["target", *head[2:]], [_break_even(s, results[s], name, bandwidth) for s in tried]))
         prefill = measure_prefill(packed, rounds)
-        anchors = PREFILL_ANCHORS[name]
+        anchors = PREFILL_ANCHORS.get(name, {})
         click.echo(
             table(
                 ["model", "prompt", "t/s", "llama.cpp"],
@@ -204,7 +215,7 @@ def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, p
 
 
 def _break_even(target: float, result: dict[str, Any], name: str, bandwidth: float) -> list[str]:
-    return [f"{target:.0%}", *decode_rows(name, "given", result, bandwidth)[2][2:]]
+    return [f"{target:.0%}", *decode_rows(name, "given", result, bandwidth)[-1][2:]]
 
 
 if __name__ == "__main__":

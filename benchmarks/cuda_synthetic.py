@@ -21,11 +21,21 @@ from sparsepack.runtime import reference
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
 LLAMA_7B = Size("Llama-2-7B", 4096, 32, 11008, 32, 32, 32000)
+LLAMA_1B = Size("Llama-3.2-1B", 2048, 16, 8192, 32, 8, 128256)
 CALIBRATION_TOKENS = 256
 CONTEXT = 8192
 Thresholds = Mapping[tuple[int, str], float]
 
-__all__ = ["CONTEXT", "LLAMA_7B", "LLAMA_8B", "Thresholds", "find_thresholds", "random_model", "with_thresholds"]
+__all__ = [
+    "CONTEXT",
+    "LLAMA_1B",
+    "LLAMA_7B",
+    "LLAMA_8B",
+    "Thresholds",
+    "find_thresholds",
+    "random_model",
+    "with_thresholds",
+]
 
 
 def random_model(size: Size, layers: int | None = None, device: str = "cuda") -> PackedModel:

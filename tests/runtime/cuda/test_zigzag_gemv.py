@@ -4,6 +4,7 @@ import pytest
 import torch
 from zigzag_cases import GEOMETRIES, LIMIT, assert_close, loaded, normal, random_matrix, weights
 
+from sparsepack.runtime.cuda.deal import with_ring
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.words import EMPTY, empty_words
 from sparsepack.runtime.cuda.zigzag import Input, batch, blocks, gemv, load_zigzag
@@ -44,7 +45,8 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
-    each = shape[1] * geometry.group / (geometry.splits * geometry.warps)  # columns that a warp adds up
+    warps = min(geometry.warps, with_ring(geometry).warps)
+    each = shape[1] * geometry.group / (geometry.splits * warps)  # columns that a warp adds up, where all are active
     limit = max(LIMIT, 1e-8 * each)
 
     gemv(matrix, Input(x), y, active=active)
