@@ -80,19 +80,19 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int) 
     oldest = max(0, first + 1 - window) if window else 0
     keys, values = (cached[:, oldest : first + length] for cached in (keys, values))
     q = q.transpose(0, 1)
-    narrow = bool(window) and keys.shape[1] > window
     if q.dtype == torch.float32:
         return reference.attention(q, keys, values, reference.visible(first, length, oldest, window, q.device))
-    if narrow:
+    seen = None  # the kernels' own mask: right for as many queries as keys, and it takes the host least
+    if window and keys.shape[1] > window:
         # The kernels that take a mask want a key head for each query head.
         group = heads // keys.shape[0]
         keys, values = (cached.repeat_interleave(group, 0) for cached in (keys, values))
-    seen = (
-        reference.visible(first, length, oldest, window, q.device)
-        if narrow
-        else causal_lower_right(length, keys.shape[1])
-    )
+        seen = reference.visible(first, length, oldest, window, q.device)
+    elif keys.shape[1] > length:
+        seen = causal_lower_right(length, keys.shape[1])
     mixed = F.scaled_dot_product_attention(
-        q[None], keys[None], values[None], attn_mask=seen, enable_gqa=heads != keys.shape[0]
+        *(q[None], keys[None], values[None], seen),
+        is_causal=seen is None,
+        enable_gqa=heads != keys.shape[0],
     )
     return mixed[0].transpose(0, 1).reshape(length, -1).float()

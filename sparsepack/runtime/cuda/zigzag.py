@@ -345,11 +345,13 @@ def _per_channel(threshold: Tensor | None) -> int:
 
 def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> None:
     """Bands of a matrix, transposed, times `half_scale`: out float16 [columns, 256 * bands]."""
-    device = matrix.blocks.device
+    device, (groups, columns, group, _) = matrix.blocks.device, matrix.blocks.shape
+    warps, at_once = 8, 4
+    filling = -(-multiprocessors(device) * 32 // groups)  # some four times what runs at once: ends even out
     launch(
-        kernel("dequantise", "zigzag_dequantise", (), device.index or 0),
-        (multiprocessors(device) * 8,),
-        256,
-        *(matrix.blocks, matrix.columns, matrix.geometry.group, matrix.half),
+        kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}",), device.index or 0),
+        (min(filling, -(-columns * group // (warps * at_once))), groups),
+        warps * 32,
+        *(matrix.blocks, columns, group, matrix.half),
         *(first, bands, matrix.half_scale, out, out.stride(0)),
     )

@@ -10,6 +10,7 @@ from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.dense import Halves, Product, add, gated, halved, multiply, new_scratch, split_heads
+from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.prefill import attention
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -104,15 +105,15 @@ def test_rows_that_begin_anywhere(device: str) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("group", "gate"), [(1, False), *((n, gate) for n in (2, 4, 8) for gate in (False, True))])
 @pytest.mark.parametrize("shape", [(512, 64), (2560, 1280), (3072, 97)])
 def test_products_come_within_the_rounding_of_float16(
-    device: str, shape: tuple[int, int], gate: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, shape: tuple[int, int], group: int, gate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
     x, bias = normal(50, shape[1], seed=1), normal(shape[0], seed=2)
     expected = x.double() @ decode_matrix(packed).double().T + bias
-    matrix = zigzag.load_zigzag(packed, device, gate=gate)
+    matrix = zigzag.load_zigzag(packed, device, Geometry(group, 8, 8, 1), gate=gate)
     torch.cuda.synchronize()
     for room in (1 << 28, 3 * 512 * shape[1]):
         monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
