@@ -84,7 +84,7 @@ def launch(
     from cuda.bindings import driver
 
     _allow(kernel, shared)
-    # Of a device by its number: without one torch takes a third of a launch to find it.
+    # Of a device by its number: to find out which it is, torch takes a third of a launch.
     stream = torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
     config = _config(kernel.arch, tuple(grid), threads, shared, stream)
     values, types = zip(*(_argument(a) for a in arguments), strict=True)

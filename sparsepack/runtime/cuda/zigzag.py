@@ -347,7 +347,7 @@ def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> Non
     """Bands of a matrix, transposed, times `half_scale`: out float16 [columns, 256 * bands]."""
     device, (groups, columns, group, _) = matrix.blocks.device, matrix.blocks.shape
     warps, at_once = 8, 4
-    filling = -(-multiprocessors(device) * 32 // groups)  # some four times what runs at once: ends even out
+    filling = -(-multiprocessors(device) * 32 // groups)  # some six times what runs at once: ends even out
     launch(
         kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}",), device.index or 0),
         (min(filling, -(-columns * group // (warps * at_once))), groups),

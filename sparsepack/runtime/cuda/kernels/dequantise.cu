@@ -5,8 +5,8 @@
 //
 // AT_ONCE: superblocks that a warp has on their way. Grid: any, groups. Warps take a group's superblocks in the order of
 // memory, those of bands first .. first + bands - 1: 144 bytes each become 512 in a row. A lane has 4 bytes of nibbles:
-// rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. Divisions in the loop, and one superblock at a
-// time, had made this a third slower than memory.
+// rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. With divisions in the loop, and one superblock on
+// its way, it took a third longer.
 
 #include "common.cuh"
 
