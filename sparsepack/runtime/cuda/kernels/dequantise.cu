@@ -3,10 +3,10 @@
 //     in   [groups, columns, group, 144 bytes]      bands in groups, as in zigzag_gemv.cu
 //     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale
 //
-// AT_ONCE: superblocks that a warp has on their way. Grid: any, groups. Warps take a group's superblocks in the order of
-// memory, those of bands first .. first + bands - 1: 144 bytes each become 512 in a row. A lane has 4 bytes of nibbles:
-// rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. With divisions in the loop, and one superblock on
-// its way, it took a third longer.
+// Grid: any, groups. Warps take the superblocks of a group in the order of memory, AT_ONCE each time, of which those of
+// bands first .. first + bands - 1 count: 144 bytes become 512 in a row. A lane has 4 bytes of nibbles: rows
+// 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop: with them, and one
+// superblock at a time, it took a third longer.
 
 #include "common.cuh"
 
