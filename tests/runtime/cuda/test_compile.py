@@ -39,6 +39,7 @@ VARIANTS = {
             (256, 12, 1, 4, 0),
         )
     ],
+    "dequantise": [("AT_ONCE=4",)],
     "rows_decode": [(f"TYPE={type}",) for type in range(5)],
     "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(5)],
 }
