@@ -91,8 +91,6 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int) 
     elif keys.shape[1] > length:
         seen = causal_lower_right(length, keys.shape[1])
     mixed = F.scaled_dot_product_attention(
-        *(q[None], keys[None], values[None], seen),
-        is_causal=seen is None,
-        enable_gqa=heads != keys.shape[0],
+        q[None], keys[None], values[None], seen, is_causal=seen is None, enable_gqa=heads != keys.shape[0]
     )
     return mixed[0].transpose(0, 1).reshape(length, -1).float()
