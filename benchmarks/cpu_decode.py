@@ -26,7 +26,7 @@ from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthe
 
 from sparsepack.bench import traffic
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 

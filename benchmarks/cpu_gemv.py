@@ -18,12 +18,11 @@ import cpu_setting
 import torch
 from ggml_gemv import GgmlGemv
 
-from sparsepack.formats import q4_k, zigzag
-from sparsepack.formats.matrices import ZIGZAG
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.cli.tables import table
+from sparsepack.codecs import q4_k, zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.show import table
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (6144, 4096), (28672, 4096))
 ACTIVE = (1.0, 0.5, 0.25)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsepack.cli.tables import table
 from sparsepack.runtime.cuda.attention import attend
-from sparsepack.show import table
 
 HEADS = {"Llama-3-8B": (32, 8), "Llama-2-7B": (32, 32)}
 """Of queries, and of keys and values."""

@@ -23,10 +23,10 @@ from cuda_timing import device_line
 from synthetic import Size, random_ids
 
 from sparsepack.bench import traffic
-from sparsepack.formats.packed import PackedModel
+from sparsepack.cli.tables import table
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
-from sparsepack.show import table
 
 TEXTS = (2, 4, 8)
 CHECKED, PREFILLED = 24, 16

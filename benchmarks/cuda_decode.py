@@ -31,10 +31,10 @@ from cuda_timing import device_line, read_bandwidth
 from synthetic import Size, random_ids
 
 from sparsepack.bench import traffic
-from sparsepack.formats.packed import PackedModel
+from sparsepack.cli.tables import table
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
-from sparsepack.show import table
 
 SIZES = {"8b": LLAMA_8B, "7b": LLAMA_7B, "1b": LLAMA_1B}
 DECODE_ANCHORS = {"8b": 283.0, "7b": 303.0}

@@ -21,10 +21,10 @@ from cuda_gemv import ANCHORS, BYTES, FEWEST, SUMMED
 from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
 from torch import Tensor
 
+from sparsepack.cli.tables import table
 from sparsepack.runtime.cuda.compiler import FOLDER, cuda_core
 from sparsepack.runtime.cuda.kernel import Kernel, architecture, launch, multiprocessors
 from sparsepack.runtime.cuda.words import empty_words
-from sparsepack.show import table
 
 SUPERBLOCK = 144
 GROUPS = (1, 2, 4, 8)

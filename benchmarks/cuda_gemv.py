@@ -23,9 +23,9 @@ from cuda_synthetic import random_zigzag
 from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
 from torch import Tensor
 
-from sparsepack.formats import zigzag
+from sparsepack.cli.tables import table
+from sparsepack.codecs import zigzag
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, load_zigzag
-from sparsepack.show import table
 
 ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
     (1024, 4096): 4.28,

@@ -26,10 +26,13 @@ import click
 import torch
 from synthetic import Size, random, save_config
 
+from sparsepack.artifacts import transfer
+from sparsepack.artifacts.gguf import writer
+from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
+from sparsepack.artifacts.gguf.zigzag_reader import read_zigzag
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.matrices import decode_rows, encode_rows
 from sparsepack.files.hashing import sha256_file
-from sparsepack.formats import transfer, writer, zigzag, zigzag_gguf
-from sparsepack.formats.matrices import decode_rows, encode_rows
-from sparsepack.formats.zigzag_reader import read_zigzag
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.skeleton import parameter_shapes

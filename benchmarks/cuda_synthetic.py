@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from synthetic import Size, with_thresholds
 from torch import Tensor
 
-from sparsepack.formats import zigzag
-from sparsepack.formats.matrices import ZIGZAG, decode_rows, encode_rows
-from sparsepack.formats.packed import PackedLayer, PackedMatrix, PackedModel, PackedSite
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_rows, encode_rows
 from sparsepack.models.architecture import architecture_of
+from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.runtime import reference
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)

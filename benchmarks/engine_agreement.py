@@ -11,12 +11,12 @@ import math
 
 import click
 
+from sparsepack.cli.tables import table
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.windows import rolling_windows
-from sparsepack.show import table
 
 
 @click.command()

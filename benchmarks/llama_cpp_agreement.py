@@ -14,13 +14,13 @@ import click
 import numpy as np
 import torch
 
+from sparsepack.cli.tables import table
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.windows import rolling_windows
 from sparsepack.pack import PackRequest, pack
-from sparsepack.show import table
 
 
 @click.command()

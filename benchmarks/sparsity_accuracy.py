@@ -18,8 +18,6 @@ from typing import Any
 import click
 import torch
 
-from sparsepack.calibrate.allocation import AllocationOptions
-from sparsepack.calibrate.find import find_thresholds
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
@@ -27,8 +25,10 @@ from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.rule import SitePolicy
 from sparsepack.models.windows import rolling_windows
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
 
 
 @click.command()
@@ -106,7 +106,7 @@ def _calibrated(checkpoint: Checkpoint, text: str, samples: int, device: str) ->
 
 
 def _packed(checkpoint: Checkpoint, device: str) -> Subject:
-    from sparsepack.formats.zigzag_gguf import write_zigzag
+    from sparsepack.artifacts.gguf.zigzag import write_zigzag
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"

@@ -17,11 +17,11 @@ from typing import Any
 import click
 import torch
 
-from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.zigzag_reader import dequantised, read_zigzag, stock_config
+from sparsepack.artifacts.gguf.zigzag_reader import dequantised, read_zigzag, stock_config
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.packed import PackedModel
+from sparsepack.models.rule import SitePolicy
 from sparsepack.models.skeleton import parameter_shapes
 from sparsepack.models.whole import build_model
 from sparsepack.pack import PackRequest, pack

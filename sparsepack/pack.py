@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.calibrate import folder
-from sparsepack.calibrate.allocation import AllocationOptions
-from sparsepack.calibrate.find import find_thresholds
-from sparsepack.calibrate.thresholds import Thresholds, read_thresholds
-from sparsepack.calibrate.unfinished import state_beside
 from sparsepack.errors import PackingError
 from sparsepack.files.atomic import check_output
+from sparsepack.files.resume import state_beside
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.rule import SitePolicy
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 ZIGZAG = "zigzag-q4_k"
 FORMATS = (ZIGZAG, "q4_k", "f16", "bf16", "f32")
@@ -24,7 +24,7 @@ FORMATS = (ZIGZAG, "q4_k", "f16", "bf16", "f32")
 class PackRequest:
     """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or not at all.
 
-    output_type, embedding_type -- "auto" or a type name; see `formats.zigzag_gguf`
+    output_type, embedding_type -- "auto" or a type name; see `artifacts.gguf.zigzag`
     """
 
     model: str
@@ -79,8 +79,8 @@ def pack(request: PackRequest) -> Packed:
 
 def _write(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> tuple[str, ...]:
     """Write the artifact; returns what the user should be told."""
-    from sparsepack.formats.plain_gguf import write_plain
-    from sparsepack.formats.zigzag_gguf import write_zigzag
+    from sparsepack.artifacts.gguf.plain import write_plain
+    from sparsepack.artifacts.gguf.zigzag import write_zigzag
 
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,

@@ -7,16 +7,16 @@ import pytest
 import torch
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibrate.allocation import AllocationOptions
-from sparsepack.calibrate.find import find_thresholds
+from sparsepack.artifacts.gguf.zigzag import read_zigzag
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
-from sparsepack.calibrate.thresholds import read_thresholds
 from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.text import Text
-from sparsepack.formats.zigzag_gguf import read_zigzag
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.thresholds import read_thresholds
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_an_existing_output_is_refused_before_the_model_is_opened(request_):
 
 
 def test_a_failure_leaves_neither_half_an_artifact_nor_changes_the_old_one(source, request_, monkeypatch):
-    from sparsepack.formats import zigzag
+    from sparsepack.codecs import zigzag
 
     pack(request_)
     before, calls = request_.output.read_bytes(), []

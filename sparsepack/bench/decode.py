@@ -13,7 +13,7 @@ from sparsepack import __version__
 from sparsepack.bench import traffic
 from sparsepack.bench.machine import ARRAY_BYTES, gpu_info, read_bandwidth, synchronise
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.progress import progress, say
 from sparsepack.runtime.batch import MOST_SEQUENCES, BatchEngine
 from sparsepack.runtime.cpu.machine import cpu_info

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from sparsepack.formats.packed import PackedModel, PackedSite
+from sparsepack.models.packed import PackedModel, PackedSite
 
 Activity = Mapping[tuple[int, str], float]
 """Share of active columns per (layer, site), as `Engine.activity` returns it; a site not named is wholly active."""

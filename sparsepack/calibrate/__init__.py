@@ -1,1 +1,1 @@
-"""Statistics of a model's hidden vectors, and the thresholds derived from them."""
+"""One pass over text that collects every statistic a packer needs."""

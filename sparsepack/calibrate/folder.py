@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.calibrate.statistics import LayerStatistics
+from sparsepack.calibrate.collectors.statistics import LayerStatistics
 from sparsepack.errors import CalibrationError, OutputError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file

@@ -12,12 +12,12 @@ import torch
 
 from sparsepack import __version__
 from sparsepack.calibrate import folder
+from sparsepack.calibrate.collectors.statistics import LayerStatistics, SiteStatistics
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.statistics import LayerStatistics, SiteStatistics
-from sparsepack.calibrate.unfinished import Unfinished, state_beside
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
+from sparsepack.files.resume import Unfinished, state_beside
 from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from sparsepack.artifacts.gguf.zigzag import read_zigzag
 from sparsepack.errors import UserError
 from sparsepack.eval.subject import artifact_tokenizer
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.zigzag_gguf import read_zigzag
+from sparsepack.models.packed import PackedModel
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 
@@ -42,7 +42,7 @@ class EngineScorer:
         return hidden
 
     def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
-        """Next-token logits [B, S, V] of right-padded rows; see `eval.tasks.Scorer`."""
+        """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
         return self.hidden(input_ids, lengths, sparse_from)
 
     def _forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:

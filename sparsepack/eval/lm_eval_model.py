@@ -16,12 +16,11 @@ from rich.console import Console
 from rich.progress import track
 
 from sparsepack.errors import UserError
+from sparsepack.eval.protocols import Scorer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
-
-    from sparsepack.eval.tasks import Scorer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

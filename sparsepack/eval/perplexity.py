@@ -6,25 +6,14 @@ the second half runs sparse and only it is scored.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from sparsepack.eval.protocols import WindowScorer, scored_from
 from sparsepack.progress import progress
 
 _CHUNK = 256  # positions whose logits exist at one time
-
-
-class WindowScorer(Protocol):
-    """What `score_windows` asks of a model: in two steps, so that few positions' logits exist at one time."""
-
-    device: torch.device
-
-    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
-        """What `output` makes logits of: [B, S, ...]; row b sparse from position sparse_from[b] on."""
-
-    def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V]."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +53,6 @@ def score_windows(
     nll = joined["nll"]
     assert nll is not None
     return WindowScores(nll, width - first, joined["kl"], joined["same_top"], joined["reference_nll"])
-
-
-def scored_from(protocol: str, width: int) -> int:
-    """The first scored position of a window of `width` positions."""
-    return width // 2 if protocol == "decode" else 0
 
 
 @torch.inference_mode()

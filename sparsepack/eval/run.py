@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from sparsepack import __version__
-from sparsepack.calibrate.thresholds import Thresholds, read_thresholds
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import EngineScorer, EngineSubject, open_engine_subject
-from sparsepack.eval.perplexity import score_windows, scored_from, summarise
+from sparsepack.eval.perplexity import score_windows, summarise
+from sparsepack.eval.protocols import PROTOCOLS, scored_from
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.eval.tasks import PROTOCOLS
 from sparsepack.files.text import read_text
 from sparsepack.models.windows import DEFAULT_CONTEXT, rolling_windows
-from sparsepack.runtime.backend import BACKENDS
+from sparsepack.runtime.backends import BACKENDS
+from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 RUNTIMES = ("transformers", *BACKENDS)
 

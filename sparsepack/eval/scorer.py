@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.models.families import Family
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.policy import SitePolicy, active_channels, sparsify
+from sparsepack.models.rule import SitePolicy, active_channels, sparsify
 
 SiteKey = tuple[int, str]
 
@@ -28,7 +28,7 @@ class SparseScorer:
         self._seen: dict[SiteKey, torch.Tensor] = {}
 
     def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
-        """Next-token logits [B, S, V] of right-padded rows; see `eval.tasks.Scorer`."""
+        """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
         return self.output(self.hidden(input_ids, lengths, sparse_from))
 
     @torch.inference_mode()

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from sparsepack.calibrate.thresholds import Thresholds
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import FAMILIES, SITES, Family
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.rule import SitePolicy
 from sparsepack.models.whole import build_model, load_model
+from sparsepack.sparsity.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
 
 
 def _zigzag(path: Path, device: str, dtype: torch.dtype) -> Subject:
-    from sparsepack.formats.zigzag_gguf import dequantised, read_zigzag, stock_config
+    from sparsepack.artifacts.gguf.zigzag import dequantised, read_zigzag, stock_config
 
     packed = read_zigzag(path)
     architecture = packed.architecture
@@ -113,7 +113,7 @@ def _zigzag(path: Path, device: str, dtype: torch.dtype) -> Subject:
 
 
 def _plain(path: Path, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
-    from sparsepack.formats.plain_reader import open_plain
+    from sparsepack.artifacts.gguf.plain_reader import open_plain
 
     plain = open_plain(path)
     if thresholds is not None and thresholds.model_sha256 != plain.manifest["model"]["sha256"]:

@@ -8,38 +8,19 @@ import random
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from sparsepack.errors import UserError
+from sparsepack.eval.protocols import PROTOCOLS, Scorer
 
 if TYPE_CHECKING:
-    import torch
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
 
-PROTOCOLS = ("decode", "all", "dense")
 SEED = 1234  # lm-eval's own default: the same few-shot examples as its command line draws
 BOOTSTRAP_ITERS = 1000  # only for metrics that are not means; their standard error is then good to 2 %
-
-
-class Scorer(Protocol):
-    """A causal language model that can run some positions sparse."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def context(self) -> int:
-        """The most input tokens in one row."""
-
-    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
-        """Next-token logits `[B, S, V]` of right-padded rows.
-
-        `input_ids` int64 `[B, S]`; `lengths` int64 `[B]`, tokens of each row before the padding; `sparse_from`
-        int64 `[B]`: in row b the positions `>= sparse_from[b]` run sparse, the others dense.
-        """
 
 
 def run_tasks(

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.calibrate import folder as calibration_folder
-from sparsepack.calibrate.allocation import AllocationOptions, sparse_sites, weights_of
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
-from sparsepack.calibrate.unfinished import state_beside
 from sparsepack.files.atomic import write_json
+from sparsepack.files.resume import state_beside
 from sparsepack.models.families import SITES
 from sparsepack.pack import PackRequest, pack
 from sparsepack.recipe.consistency import Sources
 from sparsepack.recipe.console import say
 from sparsepack.recipe.schema import Recipe
+from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
 
 CALIBRATION = "calibration"
 CALIBRATION_FILES = (f"{CALIBRATION}/calibration.json", f"{CALIBRATION}/calibration.safetensors")
@@ -47,7 +47,7 @@ def run_calibrate(recipe: Recipe, sources: Sources, folder: Path) -> None:
 
 def run_thresholds(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """The thresholds table; a run that was killed within goes on where it stopped."""
-    from sparsepack.calibrate.find import find_thresholds
+    from sparsepack.sparsity.find import find_thresholds
 
     calibration = calibration_folder.load(folder / CALIBRATION)
     with state_beside(folder / THRESHOLDS) as state:
@@ -57,7 +57,7 @@ def run_thresholds(recipe: Recipe, sources: Sources, folder: Path) -> None:
 
 def run_pack(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """The artifact, and its description."""
-    from sparsepack.formats.inspect import describe
+    from sparsepack.artifacts.inspect import describe
 
     assert recipe.pack is not None
     request = PackRequest(
@@ -78,7 +78,7 @@ def run_pack(recipe: Recipe, sources: Sources, folder: Path) -> None:
 
 def run_verify(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """The artifact against itself and against the model."""
-    from sparsepack.formats.verify import verify_against
+    from sparsepack.artifacts.verify import verify_against
 
     report = verify_against(folder / ARTIFACT, sources.checkpoint)
     for problem in report.problems:
@@ -125,8 +125,8 @@ def _share_of_sparse_sites(recipe: Recipe, sources: Sources) -> float:
 
 def run_bench(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """Tokens a second, on the first evaluation text where there is one."""
+    from sparsepack.artifacts.gguf.zigzag import read_zigzag
     from sparsepack.bench.decode import BenchSettings, bench_decode
-    from sparsepack.formats.zigzag_gguf import read_zigzag
     from sparsepack.models.windows import tokenise
 
     assert recipe.bench is not None
@@ -148,8 +148,8 @@ def run_bench(recipe: Recipe, sources: Sources, folder: Path) -> None:
 
 def run_generate(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """A text from the artifact: prompt dense, new tokens sparse."""
+    from sparsepack.artifacts.gguf.zigzag import read_zigzag
     from sparsepack.bench.traffic import realised_sparsity
-    from sparsepack.formats.zigzag_gguf import read_zigzag
     from sparsepack.runtime.engine import Engine
     from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
 

@@ -95,8 +95,8 @@ def open_sources(recipe: Recipe) -> Sources:
 
 
 def _misfits(recipe: Recipe, checkpoint: "Checkpoint") -> Iterator[str]:
-    from sparsepack.calibrate.allocation import sparse_sites
     from sparsepack.runtime.generate import open_tokenizer, prompt_tokens
+    from sparsepack.sparsity.allocation import sparse_sites
 
     if recipe.device != "cpu" and not _available(recipe.device):
         yield f"device: {recipe.device}; torch finds none on this machine, use cpu"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from sparsepack.calibrate.allocation import site_name, sparse_sites
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.windows import tokenise
@@ -16,6 +15,7 @@ from sparsepack.recipe.consistency import Sources
 from sparsepack.recipe.console import results, table
 from sparsepack.recipe.schema import Recipe
 from sparsepack.recipe.sizes import Prediction, predict
+from sparsepack.sparsity.allocation import site_name, sparse_sites
 
 _CHUNK = 256  # positions whose logits exist at one time, as in eval.perplexity
 _LIVE = 4  # float32 tensors of a batch's widest activation that exist at one time

@@ -39,7 +39,7 @@ class Calibrate(Section):
 
 
 class Activation(Section):
-    """`calibrate.allocation.AllocationOptions`."""
+    """`sparsity.allocation.AllocationOptions`."""
 
     sparsity: Annotated[float, Field(ge=0, lt=1)]
     allocation: Literal["uniform", "teal", "global"] = "uniform"

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from sparsepack.calibrate.allocation import SiteKey, sparse_sites
-from sparsepack.calibrate.thresholds import SiteThreshold, Thresholds
+from sparsepack.artifacts.gguf.embeddings import embedding_types
+from sparsepack.artifacts.gguf.integrity import NO_HASH
+from sparsepack.artifacts.gguf.writer import KeyValue, string
+from sparsepack.artifacts.gguf.zigzag import ALIGNMENT
+from sparsepack.artifacts.gguf.zigzag_layout import CONFIG, NUMBERS, TOKENIZER, site_shapes
+from sparsepack.artifacts.llama_cpp.keys import architecture_keys, rotary_factors
+from sparsepack.artifacts.llama_cpp.vocabulary import VALUE_TYPES, vocabulary
+from sparsepack.artifacts.manifest import make_manifest, manifest_values
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.matrices import ZIGZAG
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
-from sparsepack.formats import zigzag
-from sparsepack.formats.embeddings import embedding_types
-from sparsepack.formats.integrity import NO_HASH
-from sparsepack.formats.manifest import make_manifest, manifest_values
-from sparsepack.formats.matrices import ZIGZAG
-from sparsepack.formats.plain_keys import architecture_keys, rotary_factors
-from sparsepack.formats.source_files import config_json, tokenizer_config
-from sparsepack.formats.vocabulary import VALUE_TYPES, vocabulary
-from sparsepack.formats.writer import KeyValue, string
-from sparsepack.formats.zigzag_gguf import ALIGNMENT
-from sparsepack.formats.zigzag_layout import CONFIG, NUMBERS, TOKENIZER, site_shapes
 from sparsepack.models.checkpoint import FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.gguf_names import gguf_names
+from sparsepack.models.source_files import config_json, tokenizer_config
 from sparsepack.recipe.actions import provenance
 from sparsepack.recipe.schema import Activation, Recipe
+from sparsepack.sparsity.allocation import SiteKey, sparse_sites
+from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds
 
 _SIZES = {
     GGUFValueType.UINT8: 1,
@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole file, over the model's weights (a policy holds none), as `formats.inspect.describe` has it."""
+        """Of the whole file, over the model's weights (a policy holds none), as `artifacts.inspect.describe` has it."""
         weights = sum(math.prod(t.logical) for t in self.tensors if not t.name.endswith((".threshold", ".offset")))
         return 8 * self.file_bytes / weights
 

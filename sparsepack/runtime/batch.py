@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares
 from sparsepack.runtime.sampling import Sampler
 

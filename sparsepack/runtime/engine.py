@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backend import BACKENDS, open_backend
+from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.backends import BACKENDS, open_backend
 from sparsepack.runtime.decoder import Decoder
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.sampling import Sampler
@@ -22,7 +22,7 @@ class Engine:
     device   -- where everything but the embedding lies
     context  -- positions the cache has room for; at most what the model was made for, 4096 of them unless given
     dense    -- never skip: the baseline; may be changed between calls
-    backend  -- who computes, a name of `runtime.backend.BACKENDS`; None: "cpu" on the CPU and "cuda" on NVIDIA GPUs
+    backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: "cpu" on the CPU and "cuda" on NVIDIA GPUs
                 where what they need is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
     cache_type -- of keys and values, on the cuda backend alone: "bf16" (unless given), "f16", or "f32" for comparisons

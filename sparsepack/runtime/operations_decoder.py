@@ -1,4 +1,4 @@
-"""A decoder out of the operations of a backend (`runtime/backend.py`), chained by torch; on any device."""
+"""A decoder out of the operations of a backend (`runtime/backends.py`), chained by torch; on any device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.formats.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
+from sparsepack.models.rule import SitePolicy
 from sparsepack.runtime import reference
-from sparsepack.runtime.backend import Operations
+from sparsepack.runtime.backends import Operations
 from sparsepack.runtime.sampling import Sampler
 
 CHUNK = 512

@@ -1,7 +1,8 @@
 """The oracle: every operation of a runtime in plain torch, written to be right and read, not to be fast.
 
-Faster backends offer the same functions (`runtime/backend.py`) and pass the same tests (`tests/runtime`). Here a zigzag
-matrix is held decoded, in the order in which it is stored, so that an active column is one row of 256 weights per band:
+Faster backends offer the same functions (`runtime/backends.py`) and pass the same tests (`tests/runtime`). Here a
+zigzag matrix is held decoded, in the order in which it is stored, so that an active column is one row of 256 weights
+per band:
 
                   column 0            column 1                  column K - 1
     band 0      | 256 float32       | 256 float32       | ... | 256 float32        |     rows   0 .. 255
@@ -18,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.formats import q4_k
-from sparsepack.formats.matrices import ZIGZAG, decode_matrix, decode_rows
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs import q4_k
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, decode_rows
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -13,7 +13,7 @@ from sparsepack.bench import decode, machine, traffic
 from sparsepack.bench.decode import BenchSettings, bench_decode
 from sparsepack.bench.table import HEADER, bench_table
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 

@@ -7,8 +7,8 @@ import torch
 from packed_models import random_model, stock_model
 
 from sparsepack.bench.traffic import bytes_per_token, parameters, realised_sparsity, stored_bytes
-from sparsepack.formats.packed import PackedModel
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.packed import PackedModel
+from sparsepack.models.rule import SitePolicy
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"])

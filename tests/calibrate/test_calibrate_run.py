@@ -11,11 +11,13 @@ import pytest
 import torch
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibrate import folder, histogram, run, unfinished
+from sparsepack.calibrate import folder, run
+from sparsepack.calibrate.collectors import histogram
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.errors import CalibrationError, OutputError, TextError
+from sparsepack.files import resume as unfinished
 from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import open_checkpoint

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.allocation import AllocationOptions
-from sparsepack.calibrate.find import find_thresholds
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.errors import UserError
 from sparsepack.eval import engine_subject
@@ -16,6 +14,8 @@ from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
 from sparsepack.runtime.engine import Engine
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

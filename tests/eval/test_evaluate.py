@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.allocation import AllocationOptions
-from sparsepack.calibrate.find import find_thresholds
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.run import EvalRequest, evaluate
@@ -17,6 +15,8 @@ from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.windows import rolling_windows
 from sparsepack.pack import PackRequest, pack
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
 
 TINY = EvalRequest("shipped:tiny", perplexity=("shipped:heldout",), context=64, windows=4)
 
@@ -130,7 +130,7 @@ def test_an_artifact_keeps_policies_bit_for_bit_and_norms_too(made):
 
 
 def _table(made):
-    from sparsepack.calibrate.thresholds import read_thresholds
+    from sparsepack.sparsity.thresholds import read_thresholds
 
     return read_thresholds(made / "t.json")
 

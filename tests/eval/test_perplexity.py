@@ -6,14 +6,15 @@ import os
 import pytest
 import torch
 
-from sparsepack.calibrate.thresholds import SiteThreshold, Thresholds
-from sparsepack.eval.perplexity import WindowScores, score_windows, scored_from, summarise
+from sparsepack.eval.perplexity import WindowScores, score_windows, summarise
+from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.windows import rolling_windows
+from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds
 
 
 @pytest.fixture(scope="module")

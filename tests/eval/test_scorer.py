@@ -8,7 +8,7 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.policy import SitePolicy
+from sparsepack.models.rule import SitePolicy
 from sparsepack.models.whole import load_model
 
 IDS = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))

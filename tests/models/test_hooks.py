@@ -7,7 +7,7 @@ from model_variants import FOLDERS
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.policy import SitePolicy, active_channels, sparsify
+from sparsepack.models.rule import SitePolicy, active_channels, sparsify
 from sparsepack.models.whole import load_model
 
 IDS = torch.arange(20).reshape(2, 10)

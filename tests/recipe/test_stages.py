@@ -36,7 +36,7 @@ def test_a_second_run_runs_nothing_and_gives_the_same_report(finished_once, fini
 
 
 def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once):
-    from sparsepack.formats.inspect import describe
+    from sparsepack.artifacts.inspect import describe
 
     made_from = describe(finished_once[1] / "model.gguf")["provenance"]["recipe"]
     assert made_from["activation"]["sparsity"] == 0.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from native_build import instruction_set_params
 
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 
 TOLERANCE = {"reference": 1e-3, "cpu": 0.1, "cuda": 0.1}

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.formats import zigzag
-from sparsepack.formats.matrices import ZIGZAG, encode_rows
-from sparsepack.formats.packed import PackedLayer, PackedMatrix, PackedModel, PackedSite
-from sparsepack.formats.zigzag_reader import dequantised
+from sparsepack.artifacts.gguf.zigzag_reader import dequantised
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.policy import SitePolicy, sparsify
+from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
+from sparsepack.models.rule import SitePolicy, sparsify
 from sparsepack.models.whole import build_model
 
 SMALL = {

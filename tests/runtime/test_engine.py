@@ -11,8 +11,8 @@ from packed_models import VARIANTS, random_model, stock_logits, stock_model, wit
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
-from sparsepack.models.policy import active_channels
+from sparsepack.models.packed import PackedModel
+from sparsepack.models.rule import active_channels
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda import decoder as cuda_decoder

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from native_build import instruction_set_params
 from torch import Tensor
 
-from sparsepack.formats import q4_k, zigzag
-from sparsepack.formats.matrices import ZIGZAG, decode_matrix, encode_rows
-from sparsepack.formats.packed import PackedMatrix
-from sparsepack.models.policy import SitePolicy, active_channels
+from sparsepack.codecs import q4_k, zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.models.rule import SitePolicy, active_channels
 from sparsepack.runtime import reference
-from sparsepack.runtime.backend import Operations, open_backend
+from sparsepack.runtime.backends import Operations, open_backend
 from sparsepack.runtime.cpu.dispatch import FORCED
 
 ODD_SHAPES = [(1, 1), (1, 300), (255, 1), (256, 256), (257, 33), (512, 64), (700, 513), (768, 31), (1025, 40)]

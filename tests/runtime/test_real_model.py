@@ -8,9 +8,9 @@ from backends import engine_of, every_backend
 from packed_models import stock_logits, with_policies
 from tokenizers import Tokenizer
 
-from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.zigzag_gguf import dequantised, read_zigzag, stock_config, write_zigzag
+from sparsepack.artifacts.gguf.zigzag import dequantised, read_zigzag, stock_config, write_zigzag
 from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.packed import PackedModel
 from sparsepack.models.whole import build_model
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.matrices import decode_matrix, encode_rows
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime import reference
 
 

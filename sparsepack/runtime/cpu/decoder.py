@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel, PackedSite
+from sparsepack.models.packed import PackedModel, PackedSite
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_rows, load_zigzag
 from sparsepack.runtime.reference import rotary_table

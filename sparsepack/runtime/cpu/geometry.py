@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparsepack.runtime import profiles
+from sparsepack.runtime import tuning as profiles
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
-from sparsepack.runtime.profiles import Shape
+from sparsepack.runtime.tuning import Shape
 
 QUAD_ROWS = 1024
 SCHEMA = 1

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import UserError
-from sparsepack.formats.matrices import ZIGZAG
-from sparsepack.formats.packed import PackedMatrix
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.geometry import geometry
 

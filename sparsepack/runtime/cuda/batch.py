@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
 from sparsepack.models.families import SITES
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.cuda import decoder
 from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, check_heads
 from sparsepack.runtime.cuda.device import usable

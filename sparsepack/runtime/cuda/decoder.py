@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import rows
 from sparsepack.runtime.cuda.attention import MOST_GROUP, MOST_HEAD_DIM

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sparsepack.runtime import profiles
-from sparsepack.runtime.profiles import Shape
+from sparsepack.runtime import tuning as profiles
+from sparsepack.runtime.tuning import Shape
 
 SCHEMA = 2
 PRODUCERS = 4

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.runtime.cuda.deal import BAND_ROWS
 from sparsepack.runtime.cuda.rows import RowsMatrix, load_rows
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag

@@ -7,7 +7,7 @@ largest of their row; everything else is computed in float32.
 import torch
 from torch import Tensor
 
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.runtime.cuda import elementwise, rows, zigzag
 from sparsepack.runtime.cuda.dense import halved, multiply, new_scratch
 from sparsepack.runtime.cuda.device import usable

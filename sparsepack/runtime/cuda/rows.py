@@ -8,9 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sparsepack.formats.matrices import ZIGZAG
-from sparsepack.formats.packed import PackedMatrix
-from sparsepack.formats.superblock import BLOCK
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.codecs.superblock import BLOCK
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
@@ -195,7 +194,7 @@ def matmul(matrix: RowsMatrix, x: Tensor) -> Tensor:
 def embed(matrix: RowsMatrix, ids: Tensor, out: Tensor) -> None:
     """Put rows of a matrix on the current stream: ids int32 [S] on the device -> out float32 [S, columns].
 
-    The bits are those of `formats.matrices.decode_rows`. An id that is no row gives NaN.
+    The bits are those of `codecs.matrices.decode_rows`. An id that is no row gives NaN.
     """
     if ids.dtype != torch.int32 or not ids.is_contiguous():
         raise ValueError(f"ids of {ids.dtype}, stride {ids.stride()}: expected contiguous torch.int32")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsepack.formats.matrices import ZIGZAG
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.cuda.deal import (
     BAND_PLACES,
     BAND_ROWS,

@@ -13,7 +13,7 @@ from packed_models import VARIANTS, random_model, stock_model, with_policies
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime import engine as engine_module
 from sparsepack.runtime import reference
 from sparsepack.runtime.cpu import dispatch

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.matrices import decode_matrix
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import batch as batches
 from sparsepack.runtime.cuda import deal, decoder, dense, elementwise, model, prefill, rows, sequences, step, zigzag

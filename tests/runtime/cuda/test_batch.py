@@ -18,7 +18,7 @@ from union import Union, union_logits
 from sparsepack.bench import decode, traffic
 from sparsepack.bench.decode import BenchSettings, bench_decode
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cuda import batch as cuda_batch
 from sparsepack.runtime.engine import Engine

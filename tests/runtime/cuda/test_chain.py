@@ -11,7 +11,7 @@ from packed_models import VARIANTS, random_model, stock_model, with_policies
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.formats.packed import PackedModel
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.cuda import decoder as cuda_decoder
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.decoder import CudaDecoder

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.matrices import decode_matrix, encode_rows
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cuda.choose import advance, sampled
 from sparsepack.runtime.cuda.rows import RowsMatrix, embed, load_rows, new_candidates, product
 from sparsepack.runtime.sampling import Sampler, Sampling

@@ -11,10 +11,10 @@ import torch
 from packed_models import random_model, stock_model, with_policies
 from torch import Tensor
 
+from sparsepack.artifacts.gguf.zigzag import read_zigzag, write_zigzag
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.zigzag_gguf import read_zigzag, write_zigzag
 from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.cuda import decoder as cuda_decoder
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.engine import Engine

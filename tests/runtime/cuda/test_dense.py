@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats import zigzag as codec
-from sparsepack.formats.matrices import ZIGZAG, decode_matrix
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs import zigzag as codec
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.dense import Halves, Product, add, gated, halved, multiply, new_scratch, split_heads

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats import zigzag
-from sparsepack.formats.matrices import ZIGZAG, decode_matrix, encode_rows
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime.cuda import rows
 from sparsepack.runtime.cuda.rows import blocks, embed, load_rows, matmul, new_candidates, product
 

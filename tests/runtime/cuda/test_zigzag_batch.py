@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from zigzag_cases import GEOMETRIES, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS

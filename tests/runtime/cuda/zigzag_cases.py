@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats import q4_k, zigzag
-from sparsepack.formats.matrices import ZIGZAG
-from sparsepack.formats.packed import PackedMatrix
+from sparsepack.codecs import q4_k, zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.kernel import multiprocessors
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, blocks, load_zigzag

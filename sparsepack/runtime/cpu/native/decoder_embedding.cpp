@@ -29,7 +29,7 @@ float from_half(uint16_t half) {
     return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
 }
 
-// The format is drawn in sparsepack/formats/q4_k.py.
+// The format is drawn in sparsepack/codecs/q4_k.py.
 void q4_k(const uint8_t* block, float* y) {
     float d = from_half(read<uint16_t>(block)), dmin = from_half(read<uint16_t>(block + 2));
     const uint8_t *a = block + 4, *b = block + 8, *c = block + 12;
@@ -42,7 +42,7 @@ void q4_k(const uint8_t* block, float* y) {
     }
 }
 
-// The format is drawn in sparsepack/formats/q6_k.py.
+// The format is drawn in sparsepack/codecs/q6_k.py.
 void q6_k(const uint8_t* block, float* y) {
     float d = from_half(read<uint16_t>(block + 208));
     for (int half = 0; half < 2; ++half) {

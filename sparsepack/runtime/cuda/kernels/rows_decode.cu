@@ -4,7 +4,7 @@
 
 #include "rows.cuh"
 
-// Four columns of a row from 4 * quad on, rounded as formats/q4_k.py and q6_k.py round.
+// Four columns of a row from 4 * quad on, rounded as codecs/q4_k.py and q6_k.py round.
 __device__ __forceinline__ void decode(
     float (&w)[4], const u8* weights, int row, int quad, int columns, int row_bytes) {
     const int tiles = (columns + 4 * TILE_QUADS - 1) / (4 * TILE_QUADS);

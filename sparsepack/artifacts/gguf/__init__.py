@@ -1,0 +1,1 @@
+"""The GGUF container, and the formats that live in it."""

@@ -1,0 +1,192 @@
+"""The zigzag GGUF: one file with everything to run a model that skips the columns of inactive channels.
+
+    token_embd.weight              [vocabulary, hidden]    Q6_K, Q4_K, F16, BF16 or F32
+    blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
+    blk.I.SITE.bias                [rows]                  F32, where the model has one
+    blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
+    blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
+    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and q_norm, k_norm
+    output_norm.weight             [hidden]                F32
+    output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
+
+`general.architecture` is "sparsepack", which no other program runs by mistake; every tensor is a valid one of its type,
+which any of them can show. The model's config.json and tokenizer.json, the numbers an engine needs and the manifest
+stand in `sparsepack.*` strings.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.artifacts.gguf.embeddings import embedding_types
+from sparsepack.artifacts.gguf.writer import PlannedTensor, string, write_gguf
+from sparsepack.artifacts.gguf.zigzag_layout import ARCHITECTURE, CONFIG, NUMBERS, TOKENIZER, site_shapes
+from sparsepack.artifacts.gguf.zigzag_reader import dequantised, read_zigzag, stock_config
+from sparsepack.artifacts.manifest import make_manifest, manifest_values
+from sparsepack.artifacts.transfer import stacked_on, tensors_at_once
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.matrices import ZIGZAG, decode_matrix, encode_rows
+from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.files.atomic import check_output
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.rule import SitePolicy
+from sparsepack.models.source_files import config_json
+
+__all__ = ["decode_matrix", "dequantised", "read_zigzag", "stock_config", "write_zigzag"]
+
+ALIGNMENT = 64  # a cache line: what the kernels load
+
+
+def write_zigzag(
+    checkpoint: Checkpoint,
+    policies: Mapping[tuple[int, str], SitePolicy | None],
+    path: Path,
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    output_type: str = "auto",
+    embedding_type: str = "auto",
+    device: str = "cpu",
+    overwrite: bool = False,
+) -> tuple[str, ...]:
+    """Pack a model into a zigzag GGUF (SpQt, section 4.1.2); returns the notes that the user should see.
+
+    policies       -- (layer, site) -> its rule; absent or None: the site stays dense
+    provenance     -- calibration, recipe and thresholds for the manifest: see `make_manifest`
+    output_type    -- of the output matrix: "auto" (Q6_K, or F16 where that does not fit), q6_k, q4_k, f16, bf16, f32
+    embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
+    device         -- where the encoders run
+
+    Holds one matrix in memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` naming the
+    tensor for weights that are not finite, a type that does not fit or a policy of another model, and `OutputError`
+    where the output exists or cannot be written.
+    """
+    path = Path(path)
+    check_output(path, overwrite)
+    _check_policies(checkpoint, policies)
+    architecture = _numbers(checkpoint)
+    embedding, notes = embedding_types(checkpoint, embedding_type, output_type)
+    tensors = list(_plan(checkpoint, architecture, policies, embedding, device))
+    shapes = {
+        f"blk.{layer}.{site}.weight": _logical(sum(parts), columns)
+        for layer in range(checkpoint.layers)
+        for site, (parts, columns) in site_shapes(architecture).items()
+    }
+    shapes |= {name: {"shape": [architecture.vocabulary, architecture.hidden], "padding_rows": 0} for name in embedding}
+    manifest = make_manifest(ZIGZAG, checkpoint, provenance or {}, shapes, notes)
+    values = manifest_values(manifest) | {
+        CONFIG: string(config_json(checkpoint)),
+        TOKENIZER: string(checkpoint.tokenizer_json()),
+        NUMBERS: string(json.dumps(architecture.to_json())),
+    }
+    at_once = tensors_at_once(device)
+    write_gguf(path, ARCHITECTURE, values, tensors, alignment=ALIGNMENT, overwrite=overwrite, at_once=at_once)
+    return tuple(notes)
+
+
+def _numbers(checkpoint: Checkpoint) -> Architecture:
+    try:
+        return checkpoint.architecture
+    except CheckpointError as error:
+        raise PackingError(str(error)) from error
+
+
+def _logical(rows: int, columns: int) -> dict[str, Any]:
+    return {"shape": [rows, columns], "padding_rows": zigzag.bands(rows) * zigzag.BAND_ROWS - rows}
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    policies: Mapping[tuple[int, str], SitePolicy | None],
+    embedding: Mapping[str, str],
+    device: str,
+) -> Iterator[PlannedTensor]:
+    """Every tensor, in the order in which an engine needs them."""
+    big = (architecture.vocabulary, architecture.hidden)
+
+    def matrix(name: str, source: str) -> PlannedTensor:
+        kind = embedding[name]
+
+        def encoded() -> Tensor:
+            return encode_rows(stacked_on(device, [checkpoint.tensor(source)]), kind)
+
+        return PlannedTensor(name, big, kind, encoded)
+
+    yield matrix("token_embd.weight", EMBEDDING)
+    for layer in range(checkpoint.layers):
+        for name, module in checkpoint.family.norms.items():
+            yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
+        for site, (parts, columns) in site_shapes(architecture).items():
+            yield from _planned_site(checkpoint, layer, site, sum(parts), columns, device)
+            policy = policies.get((layer, site))
+            if policy is not None:
+                yield from _planned_policy(f"blk.{layer}.{site}", policy)
+    yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
+    if "output.weight" in embedding:
+        yield matrix("output.weight", HEAD)
+
+
+def _planned_site(
+    checkpoint: Checkpoint, layer: int, site: str, rows: int, columns: int, device: str
+) -> Iterator[PlannedTensor]:
+    name = f"blk.{layer}.{site}"
+    if checkpoint.stacked_shape(site, layer) != (rows, columns):
+        found = checkpoint.stacked_shape(site, layer)
+        raise PackingError(f"{name}: the weights are {found}, config.json means {(rows, columns)}; is it this model's?")
+
+    def weight() -> Tensor:
+        return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
+
+    def bias() -> Tensor:
+        stacked = checkpoint.stacked_bias(layer, site)
+        assert stacked is not None
+        return encode_rows(stacked, "F32")
+
+    shape = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
+    yield PlannedTensor(f"{name}.weight", shape, "Q4_K", weight)
+    projections = checkpoint.family.projections[site]
+    if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
+        yield PlannedTensor(f"{name}.bias", (rows,), "F32", bias)
+
+
+def _planned_policy(name: str, policy: SitePolicy) -> Iterator[PlannedTensor]:
+    for part, value in (("threshold", policy.threshold), ("offset", policy.offset)):
+        if value is not None:
+            data = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
+            yield PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", partial(data.view, torch.uint8))
+
+
+def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedTensor:
+    shape = checkpoint.source.shapes[source]
+    return PlannedTensor(name, shape, "F32", lambda: encode_rows(checkpoint.tensor(source), "F32"))
+
+
+def _check_policies(checkpoint: Checkpoint, policies: Mapping[tuple[int, str], SitePolicy | None]) -> None:
+    for (layer, site), policy in policies.items():
+        name = f"blk.{layer}.{site}"
+        if site not in SITES or not 0 <= layer < checkpoint.layers:
+            raise PackingError(
+                f"{name}: no such site in {checkpoint.name} ({checkpoint.layers} layers of {', '.join(SITES)}); "
+                "give thresholds of this model"
+            )
+        if policy is None:
+            continue
+        columns = checkpoint.stacked_shape(site, layer)[1]
+        if policy.threshold.numel() != 1 and tuple(policy.threshold.shape) != (columns,):
+            raise PackingError(
+                f"{name}: threshold {list(policy.threshold.shape)}, expected one number or [{columns}]; "
+                "give thresholds of this model"
+            )
+        if policy.threshold.isnan().any():
+            raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
+        if policy.offset is not None and tuple(policy.offset.shape) != (columns,):
+            raise PackingError(f"{name}: offset {list(policy.offset.shape)}, expected [{columns}]; calibrate again")
+        if policy.offset is not None and not policy.offset.isfinite().all():
+            raise PackingError(f"{name}: an offset is not finite, expected a number; calibrate again")

@@ -1,0 +1,160 @@
+"""`verify`: is a packed file intact, and is it that model?"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.artifacts.artifact import Artifact, open_artifact, source_tensors
+from sparsepack.artifacts.gguf.integrity import check_tensors
+from sparsepack.artifacts.gguf.zigzag_reader import read_zigzag
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.q4_k import SUB
+from sparsepack.errors import ArtifactError
+from sparsepack.models.checkpoint import Checkpoint
+
+ERROR_BOUNDS = {"Q4_K": 0.12, "Q6_K": 0.05, "F16": 1e-3, "BF16": 2**-8, "F32": 1e-6}
+"""Largest relative Frobenius error that the type itself can cause.
+
+Q4_K leaves 0.07 on normal weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter
+of that (tests/codec_cases.py measures both); F16 and BF16 round to 11 and 8 significant bits; F32 holds every source
+type. Weights of another model of the same shapes are off by 1.4.
+"""
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """How far a stored tensor is from the model: relative Frobenius error, and the most that its type explains."""
+
+    name: str
+    type: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the type explains the error."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings. `problems` are sentences; without any the file passed."""
+
+    path: str
+    kind: str | None
+    problems: tuple[str, ...]
+    checked: tuple[str, ...]
+    tensors: tuple[TensorError, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        tensors = [{**asdict(tensor), "passed": tensor.passed} for tensor in self.tensors]
+        listed = {"problems": list(self.problems), "checked": list(self.checked), "tensors": tensors}
+        return {"path": self.path, "kind": self.kind, "passed": self.passed, **listed}
+
+
+def verify(path: Path) -> Report:
+    """Check a zigzag or plain GGUF of ours by itself: every byte's hash, shapes, zeros in padding."""
+    path = Path(path)
+    kind = None
+    try:
+        artifact = open_artifact(path)
+        kind = artifact.manifest["kind"]
+        check_tensors(artifact.file)
+        _check_shapes(artifact)
+        problems = tuple(_padding_problems(artifact))
+    except ArtifactError as error:
+        problems = (str(error),)
+    checked = ("header", "SHA-256 of every tensor", "shapes", "padding")
+    return Report(str(path), kind, problems, checked)
+
+
+def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
+    """`verify`, and every tensor against the model that the file should be of; decodes one matrix at a time."""
+    alone = verify(path)
+    if not alone.passed:
+        return alone
+    artifact = open_artifact(Path(path))
+    problems, tensors = [], []
+    packed_from = artifact.manifest["model"]
+    if packed_from.get("sha256") != checkpoint.sha256:
+        problems.append(
+            f"{path}: packed from {packed_from.get('name')} (SHA-256 {str(packed_from.get('sha256'))[:12]}), "
+            f"{checkpoint.name} is {checkpoint.sha256[:12]}: another model, or another version of it"
+        )
+    if packed_from.get("model_type") != checkpoint.family.model_type:
+        problems.append(
+            f"{path}: a {packed_from.get('model_type')} model, {checkpoint.name} is {checkpoint.family.model_type}"
+        )
+    else:
+        for found in _compared(artifact, checkpoint):
+            if isinstance(found, str):
+                problems.append(found)
+            else:
+                tensors.append(found)
+    problems += [
+        f"{t.name}: relative error {t.error:.3g}, {t.type} explains at most {t.bound:.3g}: not this model's weights"
+        for t in tensors
+        if not t.passed
+    ]
+    checked = (*alone.checked, f"weights of {checkpoint.name}")
+    return Report(alone.path, alone.kind, tuple(problems), checked, tuple(tensors))
+
+
+def _check_shapes(artifact: Artifact) -> None:
+    if artifact.zigzag:
+        read_zigzag(artifact.file.path, verify=False)
+        return
+    matrices = {name for name, info in artifact.file.tensors.items() if len(info.shape) == 2}
+    if matrices != set(artifact.manifest["tensors"]):
+        raise ArtifactError(f"{artifact.file.path}: the manifest lists other matrices than the file; pack it again")
+    for name in matrices:
+        if artifact.logical_shape(name) != artifact.file.tensors[name].shape:
+            raise ArtifactError(f"{artifact.file.path}: {name} has not the shape in the manifest; pack it again")
+
+
+def _padding_problems(artifact: Artifact) -> Iterator[str]:
+    """Zigzag matrices whose rows after the logical ones do not decode to zero.
+
+    Zeros that share a sub-block of 32 with real rows are quantised with them: they may be off by a step of its grid.
+    """
+    if not artifact.zigzag:
+        return
+    for name, info in artifact.file.tensors.items():
+        rows = artifact.logical_shape(name)[0]
+        if len(info.shape) != 3 or rows % zigzag.BAND_ROWS == 0:
+            continue
+        blocks = torch.from_numpy(artifact.file.bytes(name).copy()).view(*info.shape[:2], -1)
+        last = zigzag.unpack(blocks[-1:], zigzag.BAND_ROWS).view(-1, SUB, info.shape[1])
+        shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
+        step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
+        step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
+        if last[shared + (held > 0) :].any() or (held and (last[shared, held:].abs() > step).any()):
+            yield f"{artifact.file.path}: {name}: rows after the {rows} logical ones are not zero; pack it again"
+
+
+def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:
+    for name, source in source_tensors(artifact, checkpoint):
+        info = artifact.file.tensors[name]
+        if source is None or tuple(source.shape) != artifact.logical_shape(name):
+            shape = None if source is None else list(source.shape)
+            yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
+            continue
+        error = _relative_error(artifact.decoded(name), source.float())
+        yield TensorError(name, info.type, error, ERROR_BOUNDS[info.type])
+
+
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = torch.linalg.vector_norm(found - expected, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(expected, dtype=torch.float64)
+    if norm == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return float(difference / norm)

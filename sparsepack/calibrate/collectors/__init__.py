@@ -1,0 +1,1 @@
+"""What the one pass over text collects."""

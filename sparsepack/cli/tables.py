@@ -1,0 +1,258 @@
+"""Results as text for people: Markdown tables, which read well in a terminal and paste into an issue."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table with columns padded to one width; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(header))]
+    right = [bool(rows) and all(_is_number(str(row[n])) for row in rows) for n in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join("-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True))
+    return "\n".join([line(cells[0]), f"|{rule}|", *map(line, cells[1:])])
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in "+-" or text == "-"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    width = max(len(name) for name in values)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in values.items())
+
+
+def calibration_table(manifest: Mapping[str, Any]) -> str:
+    """What a calibration was made of."""
+    tokens, model = manifest["tokens"], manifest["model"]
+    return _pairs(
+        {
+            "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
+            "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
+            "windows": f"{tokens['windows']} of {tokens['context']} tokens",
+            "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
+            f"{tokens['padding_left_out']:,} padding",
+        }
+    )
+
+
+def thresholds_table(summary: Mapping[str, Any]) -> str:
+    """A thresholds table: a row per block, target sparsity and threshold of each site."""
+    rows = summary["rows"]
+    sites = list(dict.fromkeys(row["site"] for row in rows))
+    by_key = {(row["layer"], row["site"]): row for row in rows}
+    body = []
+    for layer in sorted({row["layer"] for row in rows}):
+        cells = [by_key[layer, site] for site in sites]
+        body.append([layer, *(f"{c['sparsity']:.3f} @ {c['threshold']:.4g}" for c in cells)])
+    vectors = [name for name in ("channel_weights", "offset") if any(row[name] for row in rows)]
+    head = (
+        f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
+        + (f"; per channel: {', '.join(vectors)}" if vectors else "")
+    )
+    return f"{head}\n\n{table(['block', *(f'{site} (sparsity @ threshold)' for site in sites)], body)}"
+
+
+def artifact_line(description: Mapping[str, Any]) -> str:
+    """One line on a file just made."""
+    bits = description["bits_per_weight"]
+    return (
+        f"{description['path']}: {description['kind']}, {description['file_bytes']:,} bytes, "
+        f"{bits['blocks']:.2f} bits per weight in the blocks, {bits['file']:.2f} overall, "
+        f"{description['sparse_sites']} sparse sites"
+    )
+
+
+def artifact_table(description: Mapping[str, Any]) -> str:
+    """Everything `inspect` finds in an artifact."""
+    model = description["provenance"]["model"]
+    parts = [
+        artifact_line(description),
+        f"made from {model['name']} ({model['model_type']}, {model['sha256'][:12]}) "
+        f"by sparsepack {description['provenance']['sparsepack']}",
+        table(
+            ["type", "tensors", "bytes", "weights"],
+            [[t, e["tensors"], f"{e['bytes']:,}", f"{e['weights']:,}"] for t, e in description["types"].items()],
+        ),
+    ]
+    if description["thresholds"]:
+        parts.append(thresholds_table(description["thresholds"]))
+    if description["padding_rows"]:
+        parts.append(f"padding rows: {sum(description['padding_rows'].values()):,} in all")
+    parts.append(
+        table(
+            ["program", "loads it", ""],
+            [[p["program"], "yes" if p["loads"] else "no", p["what"]] for p in description["loads_in"]],
+        )
+    )
+    parts += [f"note: {note}" for note in description["notes"]]
+    return "\n\n".join(parts)
+
+
+def verification(report: Mapping[str, Any]) -> str:
+    """What `verify` found."""
+    parts = []
+    if report["tensors"]:
+        rows = [
+            [t["name"], t["type"], f"{t['error']:.5f}", f"{t['bound']:.5f}", "ok" if t["passed"] else "FAIL"]
+            for t in report["tensors"]
+        ]
+        parts.append(table(["tensor", "type", "relative error", "bound", ""], rows))
+    parts += [f"problem: {problem}" for problem in report["problems"]]
+    verdict = "passed" if report["passed"] else "FAILED"
+    parts.append(f"{report['path']}: {verdict} ({', '.join(report['checked'])})")
+    return "\n\n".join(parts)
+
+
+def evaluation_table(result: Mapping[str, Any]) -> str:
+    """What `eval` measured."""
+    parts = [f"{result['subject']['name']} ({result['subject']['kind']})"]
+    if result["perplexity"]:
+        rows = [_perplexity_row(row) for row in result["perplexity"]]
+        header = [
+            "text",
+            "protocol",
+            "windows",
+            "perplexity",
+            "bits/byte",
+            "ratio",
+            "KL",
+            "same top",
+            "skipped",
+            "target",
+        ]
+        parts.append(table(header, rows))
+    if result["tasks"]:
+        rows = [
+            [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
+            for name, task in result["tasks"]["tasks"].items()
+            for metric, value in task["metrics"].items()
+        ]
+        parts.append(table(["task", "metric", "value", "samples", "protocol"], rows))
+        parts.append(f"skipped in tasks: {result['tasks']['realised_sparsity']['overall']:.3f} of the site matrices")
+    return "\n\n".join(parts)
+
+
+def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
+    realised = row["realised_sparsity"]
+    compared = "kl_divergence" in row
+    return [
+        Path(row["text"]).name,
+        row["protocol"],
+        f"{row['windows']} x {row['context']}",
+        with_error(row["perplexity"], 3),
+        f"{row['bits_per_byte']:.4f}",
+        with_error(row["perplexity_ratio"], 4) if compared else "-",
+        with_error(row["kl_divergence"], 4) if compared else "-",
+        with_error(row["top_token_agreement"], 4) if compared else "-",
+        f"{realised['overall']:.3f}",
+        f"{realised['target']:.3f}",
+    ]
+
+
+_GEOMETRY = ("span", "tile", "group", "warps", "stages", "splits")
+"""What `profile` may choose, on CPUs and on GPUs."""
+
+
+def profile_table(result: Mapping[str, Any]) -> str:
+    """What `profile` measured."""
+    shapes = result["shapes"]
+    parameters = [name for name in _GEOMETRY if shapes and name in shapes[0]]
+    rows = [
+        [
+            f"{row['rows']} x {row['columns']}",
+            *(row[name] for name in parameters),
+            f"{row['microseconds']:.1f}",
+            f"{row['slowest_microseconds']:.1f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+        ]
+        for row in shapes
+    ]
+    header = ["rows x columns", *parameters, "us", "slowest us", "GB/s"]
+    machine = result.get("gpu_info") or (
+        f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
+    )
+    return f"{machine}, half of the columns active\n\n{table(header, rows)}\n\nkept in {result['path']}"
+
+
+def with_error(value: Mapping[str, float | None], digits: int) -> str:
+    """A value with its standard error, where it has one."""
+    error = value.get("stderr")
+    return f"{value['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def stream_generation(
+    path: Path,
+    prompt: str,
+    tokens: int,
+    dense: bool,
+    context: int | None,
+    device: str,
+    backend: str | None,
+    sampling: Mapping[str, Any],
+) -> None:
+    """Write a prompt's continuation to stdout as it comes, then one line on stderr about the run."""
+    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.progress import say
+    from sparsepack.runtime.engine import Engine
+    from sparsepack.runtime.generate import generate
+
+    packed = read_zigzag(path)
+    engine = Engine(packed, device, context, dense=dense, backend=backend)
+    say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
+    pieces = generate(engine, packed.tokenizer_json, prompt, tokens, **sampling)
+    began, first = time.perf_counter(), 0.0
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        first = first or time.perf_counter()
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    activity = engine.activity()
+    skipped = 1 - sum(activity.values()) / len(activity) if activity else 0.0
+    spent = time.perf_counter() - (first or began)
+    sys.stderr.write(
+        f"{engine.position} tokens in the context, decoded in {spent:.2f} s after the prefill; "
+        f"{skipped:.1%} of the columns skipped, on average over sites\n"
+    )
+
+
+def print_generations(
+    path: Path,
+    prompts: Sequence[str],
+    tokens: int,
+    dense: bool,
+    context: int | None,
+    device: str,
+    sampling: Mapping[str, Any],
+) -> None:
+    """Write the continuations of several prompts to stdout when all are made, then one line on stderr about the run."""
+    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.progress import say
+    from sparsepack.runtime.batch import BatchEngine
+    from sparsepack.runtime.generate import generate_together
+
+    packed = read_zigzag(path)
+    engine = BatchEngine(packed, device, context, sequences=len(prompts), dense=dense)
+    say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
+    began = time.perf_counter()
+    texts = generate_together(engine, packed.tokenizer_json, prompts, tokens, **sampling)
+    spent = time.perf_counter() - began
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        sys.stdout.write(f"--- prompt {number}: {' '.join(prompt.split())}\n{text}\n")
+    sys.stdout.flush()
+    activity = engine.activity()
+    skipped = 1 - sum(activity.values()) / len(activity) if activity else 0.0
+    sys.stderr.write(
+        f"{len(prompts)} texts in {spent:.2f} s, prefill included; "
+        f"{skipped:.1%} of the columns skipped in all of them, on average over sites\n"
+    )

@@ -1,0 +1,1 @@
+"""Pure functions between weights and their stored bytes."""

@@ -1,0 +1,88 @@
+"""One stored matrix of any type: which type fits it, its bytes, and its weights back from them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.codecs import q4_k, q6_k, zigzag
+from sparsepack.codecs.superblock import BLOCK, largest
+from sparsepack.errors import PackingError
+
+ZIGZAG = "zigzag-q4_k"
+TYPES = ("q6_k", "q4_k", "f16", "bf16", "f32")
+"""What a user may ask for, beside "auto"."""
+
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": q4_k.encode, "Q6_K": q6_k.encode}
+_DECODERS: dict[str, Callable[..., Tensor]] = {"Q4_K": q4_k.decode, "Q6_K": q6_k.decode}
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Any stored matrix.
+
+    blocks -- the stored bytes: uint8 [bands, columns, 144] for zigzag Q4_K; [rows, bytes per row] otherwise
+    type   -- "zigzag-q4_k", "Q6_K", "Q4_K", "F16", "BF16" or "F32"
+    rows, columns -- the logical shape (padding rows not counted)
+    """
+
+    blocks: torch.Tensor
+    type: str
+    rows: int
+    columns: int
+
+
+def fitting_type(asked: str, columns: int, name: str) -> tuple[str, str | None]:
+    """ggml's name of the type to store a matrix in, and a note for the user where "auto" had to choose F16.
+
+    Raises `PackingError` for an unknown type, or one of superblocks where 256 does not divide the width.
+    """
+    if asked == "auto":
+        if columns % BLOCK == 0:
+            return "Q6_K", None
+        return "F16", f"{name} kept at F16: {columns} columns, Q6_K needs a multiple of {BLOCK}"
+    if asked not in TYPES:
+        raise PackingError(f"{name}: unknown type {asked!r}; expected auto, {', '.join(TYPES)}")
+    if asked in ("q4_k", "q6_k") and columns % BLOCK:
+        raise PackingError(
+            f"{name}: {columns} columns, {asked.upper()} needs a multiple of {BLOCK}; choose auto, f16, bf16 or f32"
+        )
+    return asked.upper(), None
+
+
+def encode_rows(weight: Tensor, type: str) -> Tensor:
+    """A matrix's or vector's bytes in ggml's `type`: [..., columns] -> uint8 [..., bytes per row].
+
+    Raises `PackingError` for weights that are not finite, or that F16 cannot hold.
+    """
+    if type in _ENCODERS:
+        return _ENCODERS[type](weight)
+    beyond = largest(weight)
+    stored = weight.detach().to(_FLOATS[type]).contiguous()
+    if not torch.isfinite(stored).all():
+        raise PackingError(f"the weight {beyond:g} is beyond what {type} holds; choose bf16 or f32")
+    return stored.view(torch.uint8)
+
+
+def decode_rows(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse of `encode_rows`: uint8 [..., bytes per row] -> `dtype` [..., columns]."""
+    if type in _DECODERS:
+        return _DECODERS[type](blocks, dtype)
+    return blocks.contiguous().view(_FLOATS[type]).to(dtype)
+
+
+def decode_matrix(matrix: PackedMatrix) -> Tensor:
+    """The logical weights of a stored matrix of any type: float32 [rows, columns]."""
+    if matrix.type == ZIGZAG:
+        return zigzag.unpack(matrix.blocks, matrix.rows)
+    return decode_rows(matrix.blocks, matrix.type)
+
+
+def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of a zigzag matrix, only their bands decoded: float32 [stop - start, columns]."""
+    first, last = start // zigzag.BAND_ROWS, zigzag.bands(stop)
+    top = first * zigzag.BAND_ROWS
+    held = min(last * zigzag.BAND_ROWS, matrix.rows) - top
+    return zigzag.unpack(matrix.blocks[first:last], held)[start - top : stop - top]

@@ -1,0 +1,46 @@
+"""A zigzag artifact in memory: what `artifacts.gguf.zigzag` writes and reads, and what an engine runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsepack.codecs.matrices import PackedMatrix
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.rule import SitePolicy
+
+
+@dataclass(frozen=True)
+class PackedSite:
+    """One site: its stacked matrix, the bias of its rows (float32 [rows] or None), its policy (None: always dense).
+
+    parts -- output rows of each projection, in stacking order
+    """
+
+    matrix: PackedMatrix
+    bias: torch.Tensor | None
+    policy: SitePolicy | None
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One decoder block: its four sites, and its norms (attn_norm, mlp_norm, q_norm, k_norm) as float32."""
+
+    sites: Mapping[str, PackedSite]
+    norms: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Everything in one zigzag GGUF. `output` is the embedding itself where the two are tied."""
+
+    architecture: Architecture
+    layers: tuple[PackedLayer, ...]
+    embedding: PackedMatrix
+    output_norm: torch.Tensor
+    output: PackedMatrix
+    config_json: str
+    tokenizer_json: str
+    manifest: Mapping[str, Any]

@@ -1,0 +1,131 @@
+"""Measure which geometry suits this GPU, once, and remember it (SpQt, section 3.2: hardware profiling)."""
+
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.runtime.cuda.deal import BAND_ROWS, default_geometry, filling_splits
+from sparsepack.runtime.cuda.device import usable
+from sparsepack.runtime.cuda.geometry import SCHEMA, Geometry, profile_path, profiled, read_profile
+from sparsepack.runtime.cuda.graph import captured
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
+from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
+
+CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
+    {"group": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (0, 8, 16, 24)}
+)
+"""Values of the geometry's fields."""
+TOGETHER = (("group", "stages"), ("splits",), ("warps", "stages"))
+"""Fields that are chosen at one time, since together they fill shared memory; in this order. With another group come as
+many splits as fill the GPU."""
+TURNS = 2
+"""How often that is done, the other fields as they were chosen last."""
+COPIES = 64
+"""At most, so that matrices too small to matter do not take the most time."""
+REPLAYS = 15
+
+
+def measure(
+    shapes: Iterable[Shape], device: torch.device | str = "cuda", gates: Collection[Shape] = ()
+) -> dict[str, Any]:
+    """Search for the fastest geometry of every shape, and return what was found as JSON-able values.
+
+    Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
+    was measured before for other shapes stays.
+
+    gates -- of the shapes, those of gate and up, which are measured as the decoder runs them
+
+    Raises `UserError` where the cuda backend cannot run, `OutputError` where the profile cannot be kept.
+    """
+    device = usable(device)
+    gpu = torch.cuda.get_device_name(device)
+    path = profile_path(gpu)
+    with torch.cuda.device(device):
+        head = {"schema": SCHEMA, "gpu_info": gpu}
+        found = measure_shapes(
+            shapes, path, head, read_profile(path), lambda shape: _best(shape, device, shape in gates)
+        )
+    profiled.cache_clear()
+    return found
+
+
+def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
+    """The geometry with the least median time, from the one that runs where nothing was measured, field by field."""
+    gate = gate and shape[0] % (2 * BAND_ROWS) == 0
+    trial = _Trial(shape, device, gate)
+    best = default_geometry(trial.bands, shape[1], device, gate)
+    times = {best: trial.nanoseconds(best)}
+    for _ in range(TURNS):
+        for names in TOGETHER:
+            for values in product(*(CHOICES[name] for name in names)):
+                chosen = dict(zip(names, values, strict=True))
+                if "group" in chosen:
+                    chosen["splits"] = filling_splits(trial.bands, shape[1], device, chosen["group"])
+                try:
+                    candidate = replace(best, **chosen)
+                    if candidate not in times:
+                        times[candidate] = trial.nanoseconds(candidate)
+                except (RuntimeError, ValueError):
+                    continue  # more than a multiprocessor has, or than columns and multiprocessors allow
+            best = min(times, key=lambda geometry: times[geometry])
+    trial.check()
+    return row_of(shape, asdict(best), times.values(), times[best])
+
+
+class _Trial:
+    """Products of one shape. Copies of the matrix take turns, in one layout at a time."""
+
+    def __init__(self, shape: Shape, device: torch.device, gate: bool) -> None:
+        self._shape, self._gate = shape, gate
+        self._blocks = random_blocks(shape).to(device)
+        self.bands = self._blocks.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        self._x = torch.randn(shape[1], generator=generator).to(device)
+        self._threshold = self._x.abs().quantile(1 - ACTIVE).reshape(1)
+        self._y = torch.empty(shape[0], device=device)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._layout: tuple[int, list[Tensor]] | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError where the GPU stopped, which a geometry that it merely refuses does not make it do."""
+        torch.cuda.synchronize(self._blocks.device)
+
+    def nanoseconds(self, geometry: Geometry) -> float:
+        """Of a product, the median over replays of a CUDA graph of one for each copy.
+
+        Raises RuntimeError or ValueError where the GPU cannot run it.
+        """
+        matrices = self._matrices(geometry)
+
+        def run() -> None:
+            for matrix in matrices:
+                gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
+
+        graph = captured(run, self._stream)
+        return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
+
+    def _matrices(self, geometry: Geometry) -> list[ZigzagMatrix]:
+        packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
+        first = load_zigzag(packed, self._blocks.device, geometry, gate=self._gate)
+        if self._layout is None or self._layout[0] != geometry.group:
+            self._layout = None  # before the next one is made
+            copies = copies_of(self._blocks, ROTATION, COPIES)
+            self._layout = geometry.group, [first.blocks.clone() for _ in range(copies)]
+        return [replace(first, blocks=blocks) for blocks in self._layout[1]]
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Nanoseconds of a replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e6

@@ -1,0 +1,76 @@
+"""TEAL's block-wise greedy allocation (arXiv 2408.14690, section 4.3, algorithm 1), over sites.
+
+Every block gets the same target. Within it, sparsity is handed out in small steps, each weighted by parameters and
+given to the site where it hurts the block's output least. TEAL weights k and v of every model as an eighth of q;
+here weights are the real parameter counts, and q, k, v (gate, up) share one site as SpQt runs them.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from sparsepack.calibrate.collectors import histogram
+from sparsepack.models.blocks import BlockStream
+from sparsepack.models.families import SITES
+from sparsepack.models.hooks import site_hooks
+from sparsepack.sparsity.allocation import SiteChoice, SiteKey
+from sparsepack.sparsity.sequential import score, second_half
+
+STEP = 0.025
+"""Share of the block's weights that one greedy step makes sparse."""
+HIGHEST = 0.95
+"""Sparsity of a site at most, unless the target itself is higher."""
+
+
+def greedy_sparsities(
+    stream: BlockStream,
+    layer: int,
+    hidden: torch.Tensor,
+    weights: Mapping[SiteKey, float],
+    target: float,
+    base: Mapping[str, SiteChoice],
+) -> dict[str, float]:
+    """Sparsity of each site of the loaded block, target on average by parameters.
+
+    hidden  -- [N, S, H], what enters the block (upstream sparse)
+    weights -- shares of the parameters, of the sites that may be sparse
+    base    -- channel weights of the criterion, by site
+    """
+    sites = [site for site in SITES if (layer, site) in weights]
+    total = sum(weights[layer, site] for site in sites)
+    highest = max(HIGHEST, target)
+    reference = run_at(stream, layer, hidden, dict.fromkeys(SITES, 0.0), base)
+    given = dict.fromkeys(SITES, 0.0)
+    spent = 0.0
+    while spent < target - 1e-9:
+        step = min(STEP, target - spent)
+        candidates = []
+        for site in sites:
+            if given[site] < highest:
+                trial = {**given, site: min(given[site] + step * total / weights[layer, site], highest)}
+                error = second_half(run_at(stream, layer, hidden, trial, base) - reference).norm()
+                candidates.append((float(error), site, trial))
+        _, _, given = min(candidates)
+        spent = sum(given[site] * weights[layer, site] for site in sites) / total
+    return given
+
+
+def run_at(
+    stream: BlockStream,
+    layer: int,
+    hidden: torch.Tensor,
+    sparsities: Mapping[str, float],
+    base: Mapping[str, SiteChoice],
+) -> torch.Tensor:
+    """The loaded block's output [N, S, H] with thresholds taken from this very input, upstream sites sparse."""
+
+    def function(_: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
+        if sparsities[site] == 0:
+            return None
+        scores = score(second_half(x), base[site])
+        threshold = histogram.quantile(histogram.count(scores).cpu(), sparsities[site])
+        sparse = torch.where(scores > threshold, second_half(x), 0)
+        return torch.cat([x[:, : x.shape[1] // 2], sparse], 1)
+
+    with site_hooks([(layer, stream.block)], stream.checkpoint.family, function):
+        return stream(hidden)

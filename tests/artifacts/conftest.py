@@ -1,0 +1,32 @@
+"""Small models of every family, made once."""
+
+from pathlib import Path
+
+import pytest
+from models_for_tests import SMALL, make_model
+from small_policies import policies
+
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+
+ODD = {"intermediate_size": 300, "num_key_value_heads": 1, "attention_bias": True}
+"""Widths that are no multiples of 256, and biases at q, k, v and o."""
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """One small random checkpoint per family, and `odd`: a Llama of widths that zigzag must pad."""
+    folder = tmp_path_factory.mktemp("models")
+    folders = {family: make_model(folder / family, family) for family in SMALL}
+    folders["odd"] = make_model(folder / "odd", "llama", **ODD)
+    return {name: open_checkpoint(path) for name, path in folders.items()}
+
+
+@pytest.fixture(scope="session")
+def zigzag_files(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every checkpoint as a zigzag GGUF, one site sparse by a number, one by a vector with offsets."""
+    from sparsepack.artifacts.gguf.zigzag import write_zigzag
+
+    folder = tmp_path_factory.mktemp("zigzag")
+    for name, checkpoint in checkpoints.items():
+        write_zigzag(checkpoint, policies(checkpoint), folder / f"{name}.gguf")
+    return {name: folder / f"{name}.gguf" for name in checkpoints}

@@ -1,0 +1,271 @@
+"""The command line as its users meet it: the whole chain on every family, and one clear line for every mistake."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from sparsepack.cli.main import main
+from sparsepack.cli.options import emit
+from sparsepack.errors import OutputError
+from tests.models_for_tests import make_model
+
+VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "profile", "generate", "run")
+
+
+def sparsepack(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def succeeds(*arguments: object) -> str:
+    result = sparsepack(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fails(*arguments: object, code: int = 2) -> str:
+    """Runs what must fail; the one line it says."""
+    result = sparsepack(*arguments)
+    assert result.exit_code == code, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sparsepack: ")]
+    assert len(lines) == 1, result.output
+    assert "Traceback" not in result.output
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a calibration of the tiny model and a zigzag file at half sparsity."""
+    folder = tmp_path_factory.mktemp("tiny")
+    common = ("--context", 128, "--samples", 6)
+    succeeds("calibrate", "shipped:tiny", "--text", "shipped:train", "-o", folder / "cal", *common)
+    succeeds(
+        *("pack", "shipped:tiny", "--calibration", folder / "cal", "--sparsity", 0.5),
+        *("-o", folder / "m.gguf", "--windows", 6),
+    )
+    return folder
+
+
+def test_help_names_every_verb_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from sparsepack.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    assert "Usage" in succeeds(verb, "--help")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_whole_chain_runs_on_a_model_of_each_family(family: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "model", family)
+    text = tmp_path / "text.txt"
+    text.write_text("The sun rose over the hills, and the river ran on to the sea. " * 120)
+    model, cal, packed = tmp_path / "model", tmp_path / "cal", tmp_path / "m.gguf"
+    succeeds("calibrate", model, "--text", text, "-o", cal, "--context", 64)
+    succeeds("thresholds", model, "--calibration", cal, "--sparsity", 0.4, "-o", tmp_path / "t.json")
+    succeeds("pack", model, "--thresholds", tmp_path / "t.json", "-o", packed)
+    assert "passed" in succeeds("verify", packed, "--against", model)
+    assert "sparsepack" in succeeds("inspect", packed)
+    measured = succeeds(
+        *("eval", packed, "--perplexity", text, "--context", 64, "--windows", 4),
+        *("--against", model, "--json", "-"),
+    )
+    row = json.loads(measured)["perplexity"][0]
+    assert row["protocol"] == "decode"
+    assert row["kl_divergence"]["value"] > 0
+    assert row["realised_sparsity"]["overall"] == pytest.approx(0.4, abs=0.05)
+    assert succeeds("generate", packed, "--prompt", "The sun", "-n", 4).startswith("The sun")
+    assert "runtime: " in succeeds("bench", packed, "-p", 8, "-n", 4, "-r", 1)
+    assert "runtime: reference" in succeeds("bench", packed, "-p", 8, "-n", 4, "-r", 1, "--backend", "reference")
+
+
+def test_a_model_of_odd_widths_is_padded_or_refused(shared: Path, tmp_path: Path) -> None:
+    model = shared / "models" / "stories-260k"
+    succeeds("pack", model, "-o", tmp_path / "s.gguf")
+    assert "passed" in succeeds("verify", tmp_path / "s.gguf", "--against", model)
+    story = succeeds("generate", tmp_path / "s.gguf", "--prompt", "Once upon a time", "-n", 24)
+    assert "there was a little" in story
+    line = fails("pack", model, "--format", "q4_k", "-o", tmp_path / "p.gguf")
+    assert "64 columns" in line
+    assert "zigzag-q4_k" in line
+    assert not (tmp_path / "p.gguf").exists()
+
+
+def test_merged_calibrations_count_both(tiny: Path, tmp_path: Path) -> None:
+    common = ("--context", 128, "--samples", 6, "--seed", 1)
+    succeeds("calibrate", "shipped:tiny", "--text", "shipped:train", "-o", tmp_path / "b", *common)
+    assert "12 of 128" in succeeds("calibrate", "merge", tiny / "cal", tmp_path / "b", "-o", tmp_path / "c")
+
+
+def test_an_edited_table_is_what_is_packed(tiny: Path, tmp_path: Path) -> None:
+    arguments = ("--calibration", tiny / "cal", "--sparsity", 0.5, "--windows", 4)
+    succeeds("thresholds", "shipped:tiny", *arguments, "-o", tmp_path / "t.json")
+    table = json.loads((tmp_path / "t.json").read_text())
+    table["rows"][2]["threshold"] = 7.5
+    (tmp_path / "t.json").write_text(json.dumps(table))
+    succeeds("pack", "shipped:tiny", "--thresholds", tmp_path / "t.json", "-o", tmp_path / "m.gguf")
+    described = json.loads(succeeds("inspect", tmp_path / "m.gguf", "--json", "-"))
+    assert described["thresholds"]["rows"][2]["threshold"] == 7.5
+    assert "7.5" in succeeds("inspect", tmp_path / "t.json")
+
+
+def test_dense_generation_differs_from_sparse(tiny: Path) -> None:
+    arguments = ("generate", tiny / "m.gguf", "--prompt", "The assignment statement", "-n", 40)
+    assert succeeds(*arguments) == succeeds(*arguments)
+    assert succeeds(*arguments) != succeeds(*arguments, "--dense")
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tiny: Path, tmp_path: Path) -> None:
+    cal, packed, new = tiny / "cal", tiny / "m.gguf", tmp_path / "new.gguf"
+    short = tmp_path / "short.txt"
+    short.write_text("A few words.")
+    (tmp_path / "empty.txt").write_text(" \n")
+    pack = ("pack", "shipped:tiny", "--calibration", cal, "-o", new, "--sparsity")
+    assert "expected at least 0 and below 1" in fails(*pack, "1.0")
+    assert "matches no site; nearest" in fails(*pack, "0.5", "--ignore", "blk.9.attn_in")
+    assert "exists already" in fails("pack", "shipped:tiny", "-o", packed)
+    assert "needs --calibration" in fails("pack", "shipped:tiny", "--sparsity", 0.5, "-o", new)
+    assert "no place for thresholds" in fails(*pack, "0.5", "--format", "q4_k")
+    assert "fewer than one window" in fails("calibrate", "shipped:tiny", "--text", short, "-o", tmp_path / "c")
+    assert "no text in it" in fails("calibrate", "shipped:tiny", "--text", tmp_path / "empty.txt", "-o", tmp_path / "c")
+    assert "no such" in fails("eval", packed, "--perplexity", tmp_path / "none.txt")
+    assert "nothing to evaluate" in fails("eval", packed)
+    assert "not a thresholds table" in fails("inspect", cal / "calibration.json")
+    assert "No such file" in fails("generate", tmp_path / "none.gguf", "--prompt", "x")
+    assert "no such recipe" in fails("run", tmp_path / "none.yaml")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
+
+
+def test_damaged_files_are_refused(tiny: Path, tmp_path: Path) -> None:
+    whole = (tiny / "m.gguf").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 16
+    (tmp_path / "flipped.gguf").write_bytes(flipped)
+    (tmp_path / "cut.gguf").write_bytes(whole[:-1000])
+    for name in ("flipped.gguf", "cut.gguf"):
+        fails("generate", tmp_path / name, "--prompt", "x")
+        fails("eval", tmp_path / name, "--perplexity", "shipped:heldout")
+        assert sparsepack("verify", tmp_path / name).exit_code == 1
+
+
+def test_a_calibration_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "other", "llama")
+    line = fails(
+        "pack", tmp_path / "other", "--calibration", tiny / "cal", "--sparsity", 0.5, "-o", tmp_path / "x.gguf"
+    )
+    assert "the calibration is of shipped:tiny" in line
+
+
+def test_a_failed_gate_exits_3(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[1] / "recipes" / "ci.yaml"
+    small = ("--set", "calibrate.samples=4", "--set", "eval.windows=2", "--set", "calibrate.context=256")
+    result = sparsepack("run", recipe, "-w", tmp_path / "w", *small, "--set", "activation.sparsity=0.75")
+    assert result.exit_code == 3, result.output
+    assert "FAIL" in result.stdout.upper()
+
+
+def test_where_the_result_cannot_go_is_said_before_any_work(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: pytest.fail("evaluated"))
+    nowhere = tiny / "none" / "x.json"
+    line = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", "--json", nowhere)
+    assert f"the folder {nowhere.parent} does not exist" in line
+
+
+def test_mistakes_say_what_is_wrong_and_no_more(tiny: Path) -> None:
+    packed = tiny / "m.gguf"
+    assert fails("pack", "shipped:tiny", "--thresholds", tiny / "none.json", "-o", tiny / "x.gguf").endswith(
+        "none.json: cannot be read (No such file or directory)"
+    )
+    assert fails("generate", packed, "--prompt", "a", "--device", "foo").endswith(
+        "--device foo: expected cpu, cuda, cuda:N or mps"
+    )
+    assert "a text without a name" in fails("calibrate", "shipped:tiny", "--text", "", "-o", tiny / "c")
+    long = fails("generate", packed, "--prompt", "once " * 3000, "-n", 1)
+    assert long.endswith("shorten it")
+    small = fails("generate", packed, "--prompt", "once " * 300, "-n", 1, "--context", 64)
+    assert small.endswith("shorten it or give a larger context")
+
+
+def test_numbers_out_of_range_name_their_flag(tiny: Path) -> None:
+    for flag, value in (("--seed", 2**64), ("--threads", 9999), ("-n", -1)):
+        result = sparsepack("generate", tiny / "m.gguf", "--prompt", "a", flag, value)
+        assert result.exit_code == 2
+        assert f"Invalid value for '{flag}'" in result.output
+    result = sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", "--batch", 0)
+    assert result.exit_code == 2
+    assert "Invalid value for '--batch'" in result.output
+
+
+def test_ctrl_c_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", interrupted)
+    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == "sparsepack: interrupted"
+
+
+def test_another_full_disk_is_not_called_standard_output(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(full))
+    assert sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout").exception is full
+
+
+OUT_OF_MEMORY = [
+    (MemoryError(), "out of memory; use a smaller --batch or --context"),
+    (
+        # As torch 2.11 says it.
+        torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB "
+            "is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+        ),
+        "out of memory on GPU 0: 2.00 GiB more are needed, 1.06 GiB of 79.11 GiB are free; use a smaller --batch or "
+        "--context, another --device, or end what else uses it",
+    ),
+    (
+        torch.OutOfMemoryError("MPS backend out of memory"),
+        "out of memory on the device; use a smaller --batch or --context, or another --device",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), OUT_OF_MEMORY)
+def test_no_memory_is_one_line(error: Exception, expected: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(error))
+    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == f"sparsepack: {expected}"
+
+
+def test_no_memory_for_a_tensor_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: torch.empty(1 << 50, dtype=torch.int8))
+    message = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1)
+    assert message == "sparsepack: out of memory, 1048576.0 GiB more are needed; use a smaller --batch or --context"
+
+
+def test_other_errors_keep_their_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("a mistake of ours")
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(error))
+    assert sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout").exception is error
+
+
+def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(OutputError, match="does not exist"):
+        emit({}, str(tmp_path / "none" / "x.json"), lambda _: "the table")
+    assert capsys.readouterr().out == "the table\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+def test_a_standard_output_that_is_full_is_one_line(tiny: Path) -> None:
+    command = [sys.executable, "-m", "sparsepack.cli.main", "inspect", str(tiny / "m.gguf")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "sparsepack: standard output: the disk is full; free some space and run again\n"

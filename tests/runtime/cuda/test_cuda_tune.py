@@ -1,0 +1,192 @@
+"""What `sparsepack profile --device cuda` finds, keeps and changes; never how fast anything is."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sparsepack.cli.main import main
+from sparsepack.codecs import zigzag as codec
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.runtime.cuda import tune as profile
+from sparsepack.runtime.cuda.geometry import (
+    SCHEMA,
+    Geometry,
+    geometry,
+    geometry_of,
+    profile_path,
+    profiled,
+    read_profile,
+)
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SHAPE, OTHER = (1100, 320), (512, 64)
+GPU = "some GPU"
+ANY = Geometry()
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    profiled.cache_clear()
+    yield tmp_path / "cache"
+    profiled.cache_clear()
+
+
+@pytest.fixture
+def _named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+
+
+def row(shape: tuple[int, int] = SHAPE, of: Geometry = ANY, **changes: Any) -> dict[str, Any]:
+    return {"rows": shape[0], "columns": shape[1], **asdict(of), **changes}
+
+
+def keep(content: Any) -> None:
+    path = profile_path(GPU)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    profiled.cache_clear()
+
+
+@pytest.mark.usefixtures("_named")
+def test_what_was_measured_is_looked_up_by_shape_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert geometry(SHAPE, DEVICE) is None
+    keep({"schema": SCHEMA, "shapes": [row()]})
+    assert geometry(SHAPE, DEVICE) == ANY
+    assert geometry(OTHER, DEVICE) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
+    assert geometry(SHAPE, DEVICE) is None
+
+
+@pytest.mark.usefixtures("_named")
+def test_gate_and_up_take_no_odd_group() -> None:
+    one, two = (replace(ANY, group=group) for group in (1, 2))
+    keep({"schema": SCHEMA, "shapes": [row(SHAPE, one), row(OTHER, two)]})
+    assert geometry(SHAPE, DEVICE, gate=True) is None
+    assert geometry(SHAPE, DEVICE) == one
+    assert geometry(OTHER, DEVICE, gate=True) == geometry(OTHER, DEVICE) == two
+
+
+@pytest.mark.usefixtures("_named")
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "\0",
+        [],
+        {"schema": SCHEMA + 1, "shapes": [row()]},
+        {"schema": SCHEMA, "shapes": [None]},
+        *(
+            {"schema": SCHEMA, "shapes": [row(**{name: value})]}
+            for name in asdict(ANY)
+            for value in (0, -1, 65, None, "x")
+            if (name, value) != ("stages", 0)
+        ),
+        *({"schema": SCHEMA, "shapes": [{k: v for k, v in row().items() if k != name}]} for name in asdict(ANY)),
+    ],
+    ids=str,
+)
+def test_a_profile_that_is_damaged_or_impossible_is_ignored(content: Any) -> None:
+    keep(content)
+    assert geometry(SHAPE, DEVICE) is None
+    assert read_profile(profile_path(GPU)) == {}
+
+
+class Imagined:
+    """In place of trials: a time for every geometry, and some that no GPU runs."""
+
+    best = replace(ANY, **{name: values[1] for name, values in profile.CHOICES.items()})
+
+    def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool) -> None:
+        self.bands = -(-shape[0] // 256)
+        self.tried: list[Geometry] = []
+
+    def check(self) -> None:
+        pass
+
+    def nanoseconds(self, candidate: Geometry) -> float:
+        assert candidate not in self.tried, "measured twice"
+        self.tried.append(candidate)
+        differences = sum(value != asdict(self.best)[name] for name, value in asdict(candidate).items())
+        if candidate != ANY and differences == len(asdict(ANY)):
+            raise RuntimeError("CUDA: out of shared memory")
+        return 1000 * (1 + differences)
+
+
+def test_the_search_finds_what_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_Trial", Imagined)
+    monkeypatch.setattr(profile, "default_geometry", lambda *_: ANY)
+    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, group: 16 // group)
+    found = profile._best(SHAPE, DEVICE, gate=False)
+    assert geometry_of(found) == Imagined.best
+    assert found["microseconds"] == 1
+    assert found["slowest_microseconds"] > 1
+    assert (found["rows"], found["columns"]) == SHAPE
+
+
+def test_another_group_is_tried_with_splits_that_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[Imagined] = []
+
+    class Kept(Imagined):
+        def check(self) -> None:
+            trials.append(self)
+
+    monkeypatch.setattr(profile, "_Trial", Kept)
+    monkeypatch.setattr(profile, "default_geometry", lambda *_: ANY)
+    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, group: 32 // group)
+    profile._best(SHAPE, DEVICE, gate=False)
+    tried = {(geometry.group, geometry.splits) for geometry in trials[0].tried[:10]}
+    assert tried == {(ANY.group, ANY.splits), (1, 32), (2, 16), (4, 8)}
+
+
+def test_every_field_is_chosen() -> None:
+    assert set(profile.CHOICES) == set(asdict(ANY)) == {name for names in profile.TOGETHER for name in names}
+
+
+# on a GPU
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little work that most of the time is spent compiling."""
+    few = {"group": (1, 2), "splits": (1, 2), "warps": (8,), "stages": (0, 16)}
+    for name, value in {"CHOICES": few, "TURNS": 1, "ROTATION": 1 << 16, "REPLAYS": 2}.items():
+        monkeypatch.setattr(profile, name, value)
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=gpu)])
+@pytest.mark.usefixtures("_quick")
+def test_a_profile_is_kept_and_used(_: None, cache: Path) -> None:
+    from sparsepack.runtime.cuda import operations
+
+    name = torch.cuda.get_device_name()
+    result = profile.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
+    assert result.pop("path") == str(profile_path(name))
+    assert json.loads(profile_path(name).read_text()) == result
+    assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
+    assert result["shapes"][1]["group"] == 2
+    matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), ZIGZAG, *SHAPE)
+    loaded = operations.load_zigzag(matrix, "cuda")
+    assert loaded.geometry == geometry_of(result["shapes"][0])
+    x = torch.randn(SHAPE[1])
+    y = operations.zigzag_gemv(loaded, x.cuda(), *operations.collect(x.cuda(), torch.tensor(0.5, device="cuda")))
+    expected = decode_matrix(matrix).double() @ torch.where(x.abs() > 0.5, x, 0).double()
+    assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=gpu)])
+@pytest.mark.usefixtures("_quick")
+def test_the_command_measures_and_prints(_: None, tmp_path: Path) -> None:
+    packed = tmp_path / "m.gguf"
+    assert CliRunner().invoke(main, ["pack", "shipped:tiny", "-o", str(packed)]).exit_code == 0
+    table = CliRunner().invoke(main, ["profile", str(packed), "--device", "cuda"])
+    assert table.exit_code == 0, table.output
+    for expected in (torch.cuda.get_device_name(), "splits", "GB/s", "kept in"):
+        assert expected in table.stdout

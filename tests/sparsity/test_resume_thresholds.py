@@ -1,0 +1,245 @@
+"""Finding thresholds goes on after a kill, and ends the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.cli.main import main as cli
+from sparsepack.files.resume import Unfinished, state_beside
+from sparsepack.files.text import read_text
+from sparsepack.models.blocks import BlockStream
+from sparsepack.models.families import SITES
+from sparsepack.pack import PackRequest, pack
+from sparsepack.sparsity import find, learned
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.sequential import finished_rows, row_tensors
+from sparsepack.sparsity.thresholds import SiteThreshold, read_thresholds
+
+GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
+TEAL = AllocationOptions(0.25, "teal", windows=2)
+UNIFORM = AllocationOptions(0.5, windows=2)
+KINDS = {
+    "uniform": UNIFORM,
+    "column-norm": replace(UNIFORM, criterion="column-norm"),
+    "teal": TEAL,
+    "teal, dense upstream": replace(TEAL, upstream="dense"),
+    "global": replace(GLOBAL, steps=1),
+}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture(scope="module")
+def cal(tiny, tmp_path_factory) -> Calibration:
+    options = CalibrateOptions(context=32, samples=3)
+    return calibrate(tiny, read_text("shipped:train"), tmp_path_factory.mktemp("cal") / "c", options)
+
+
+@pytest.fixture
+def work(monkeypatch) -> list[str | int]:
+    """What is done: "step" for an optimiser step, a number for a block that is read."""
+    done: list[str | int] = []
+    load, divergence = BlockStream.load, learned._divergence
+    monkeypatch.setattr(BlockStream, "load", lambda self, layer: done.append(layer) or load(self, layer))
+    monkeypatch.setattr(learned, "_divergence", lambda *given: done.append("step") or divergence(*given))
+    return done
+
+
+def _killed_in_step(monkeypatch, tiny, cal, options, state, step) -> None:
+    """Run until optimiser step number `step`, counted from 0 in this run, is about to begin."""
+    slices, left = learned._slices, iter(range(step))
+
+    def dies(*given):
+        if next(left, None) is None:
+            raise Killed
+        return slices(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(learned, "_slices", dies)
+        find_thresholds(tiny, cal, options, state)
+
+
+def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> None:
+    save = Unfinished.save_block
+
+    def dies(self, layer, *given):
+        if layer == block and not saved:
+            raise Killed
+        save(self, layer, *given)
+        if layer == block:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Unfinished, "save_block", dies)
+        find_thresholds(tiny, cal, options, state)
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, monkeypatch, work, offsets):
+    options = replace(GLOBAL, offsets=offsets)
+    whole = find_thresholds(tiny, cal, options).to_json()
+    monkeypatch.setattr(learned, "_SAVE_EVERY", 0.0)
+    state = tmp_path / ".t.unfinished"
+    _killed_in_step(monkeypatch, tiny, cal, options, state, 2)
+    _killed_in_step(monkeypatch, tiny, cal, options, state, 2)  # and again, four steps in
+    assert sorted(entry.name for entry in state.iterdir()) == ["learning-4.safetensors", "state.json"]
+    work.clear()
+    assert find_thresholds(tiny, cal, options, state).to_json() == whole
+    assert work == ["step", "step", *range(tiny.layers)]
+
+
+def test_learning_is_not_saved_more_often_than_asked(tiny, cal, tmp_path, monkeypatch, work):
+    monkeypatch.setattr(learned, "_SAVE_EVERY", 3600.0)
+    _killed_in_step(monkeypatch, tiny, cal, GLOBAL, tmp_path / "s", 3)
+    assert not (tmp_path / "s").exists()
+    work.clear()
+    find_thresholds(tiny, cal, GLOBAL, tmp_path / "s")
+    assert work.count("step") == GLOBAL.steps
+
+
+def test_a_run_killed_after_the_last_step_learns_nothing_again(tiny, cal, tmp_path, monkeypatch, work):
+    whole = find_thresholds(tiny, cal, GLOBAL).to_json()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(learned, "_realised", lambda *_: (_ for _ in ()).throw(Killed))
+        find_thresholds(tiny, cal, GLOBAL, tmp_path / "s")
+    work.clear()
+    assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == whole
+    assert "step" not in work
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_are_finished_are_not_run_again(tiny, cal, tmp_path, monkeypatch, work, kind, saved):
+    options, block = KINDS[kind], 1
+    whole = find_thresholds(tiny, cal, options).to_json()
+    _killed_at_block(monkeypatch, tiny, cal, options, tmp_path / "s", block, saved)
+    work.clear()
+    monkeypatch.setattr(learned, "load_model", None)  # learnt already: the whole model is not needed
+    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == whole
+    assert work == list(range(block + saved, tiny.layers))
+
+
+def test_a_finished_search_is_only_read(tiny, cal, tmp_path, work):
+    """So a `pack` that failed when it wrote its file, on a full disk say, does not search again."""
+    found = [find_thresholds(tiny, cal, TEAL, tmp_path / "s").to_json() for _ in range(2)]
+    assert found[0] == found[1]
+    assert work == list(range(tiny.layers))
+
+
+@pytest.mark.parametrize("other", [{"sparsity": 0.1}, {"seed": 1}, {"windows": 1}, {"allocation": "uniform"}])
+def test_the_state_of_other_options_is_not_used(tiny, cal, tmp_path, monkeypatch, work, other):
+    options = replace(TEAL, **other)
+    whole = find_thresholds(tiny, cal, options).to_json()
+    _killed_at_block(monkeypatch, tiny, cal, TEAL, tmp_path / "s", 0, True)
+    work.clear()
+    assert find_thresholds(tiny, cal, options, tmp_path / "s").to_json() == whole
+    assert work == list(range(tiny.layers))
+
+
+def test_the_state_of_another_calibration_or_version_is_not_used(tiny, cal, tmp_path, monkeypatch, work):
+    text = read_text("shipped:train")
+    other = calibrate(tiny, text, tmp_path / "c", CalibrateOptions(context=32, samples=3, seed=1))
+    _killed_at_block(monkeypatch, tiny, cal, UNIFORM, tmp_path / "s", 0, True)
+    work.clear()
+    _killed_at_block(monkeypatch, tiny, other, UNIFORM, tmp_path / "s", 0, True)
+    monkeypatch.setattr(find, "__version__", "0.0.0")
+    _killed_at_block(monkeypatch, tiny, other, UNIFORM, tmp_path / "s", 0, True)
+    assert work == [0, 0]
+
+
+def test_rows_are_read_back_as_they_were(tmp_path):
+    c = torch.rand(8)
+    rows = [SiteThreshold(0, SITES[0], 0.1, 1 / 3, 0.2, c, c - 1), *(SiteThreshold(0, s, 0, 0, 0) for s in SITES[1:])]
+    Unfinished(tmp_path / "s", "mark").save_block(0, row_tensors(rows))
+    first, *others = finished_rows(Unfinished(tmp_path / "s", "mark"))
+    assert (first.sparsity, first.threshold, first.realised) == (0.1, 1 / 3, 0.2)
+    assert torch.equal(first.channel_weights, c)
+    assert torch.equal(first.offset, c - 1)
+    assert others == rows[1:]
+
+
+def test_the_state_stays_until_the_output_is_written(tmp_path):
+    output = tmp_path / "t.json"
+    with pytest.raises(Killed), state_beside(output) as state:
+        Unfinished(state, "mark").keep("piece", {"x": torch.zeros(1)})
+        raise Killed
+    assert [entry.name for entry in tmp_path.iterdir()] == [".t.json.unfinished"]
+    with state_beside(output):
+        output.touch()
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_thresholds_and_pack_go_on_and_leave_only_their_output(tiny, tmp_path, monkeypatch, work):
+    calibration, out = tmp_path / "c", tmp_path / "out"
+    cal = calibrate(tiny, read_text("shipped:train"), calibration, CalibrateOptions(context=32, samples=3))
+    whole = find_thresholds(tiny, cal, TEAL).to_json()
+    out.mkdir()
+    flags = ["--calibration", str(calibration), "--sparsity", "0.25", "--allocation", "teal", "--windows", "2"]
+    command = ["thresholds", "shipped:tiny", *flags, "-o", str(out / "t.json")]
+    request = PackRequest("shipped:tiny", out / "m.gguf", calibration=calibration, allocation=TEAL)
+    save = Unfinished.save_block
+
+    def dies(self, layer, *given):
+        save(self, layer, *given)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "save_block", dies)
+        with pytest.raises(Killed):
+            CliRunner().invoke(cli.main, command, catch_exceptions=False)
+        with pytest.raises(Killed):
+            pack(request)
+    assert sorted(entry.name for entry in out.iterdir()) == [".m.gguf.unfinished", ".t.json.unfinished"]
+    work.clear()
+    assert CliRunner().invoke(cli.main, command).exit_code == 0
+    table = pack(request).thresholds
+    assert work == [*range(1, tiny.layers)] * 2
+    assert table is not None
+    assert table.to_json() == read_thresholds(out / "t.json").to_json() == whole
+    assert sorted(entry.name for entry in out.iterdir()) == ["m.gguf", "t.json"]
+
+
+_CHILD = """
+import os, signal, sys, torch
+from pathlib import Path
+torch.set_num_threads(int(sys.argv[3]))
+from sparsepack.calibrate import folder
+from sparsepack.sparsity import learned
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.models.checkpoint import open_checkpoint
+learned._SAVE_EVERY = 0.0
+save = learned._Training._save
+def dies(self):
+    save(self)
+    if self.step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+learned._Training._save = dies
+options = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
+find_thresholds(open_checkpoint("shipped:tiny"), folder.load(Path(sys.argv[1])), options, Path(sys.argv[2]))
+"""
+
+
+def test_a_search_ended_by_sigkill_goes_on_and_ends_the_same(tiny, tmp_path, work):
+    cal = calibrate(tiny, read_text("shipped:train"), tmp_path / "c", CalibrateOptions(context=32, samples=3))
+    whole = find_thresholds(tiny, cal, GLOBAL).to_json()
+    arguments = [str(tmp_path / "c"), str(tmp_path / "s"), str(torch.get_num_threads())]
+    path = os.pathsep.join(sys.path)
+    child = subprocess.run([sys.executable, "-c", _CHILD, *arguments], env={**os.environ, "PYTHONPATH": path})
+    assert child.returncode == -signal.SIGKILL
+    assert json.loads((tmp_path / "s" / "state.json").read_text())["learning"]["step"] == 3
+    work.clear()
+    assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == whole
+    assert work.count("step") == 3

@@ -1,0 +1,184 @@
+"""The thresholds table: exact on the way through a file, editable, and strict about what it takes."""
+
+import base64
+import json
+
+import pytest
+import torch
+
+from sparsepack.errors import ThresholdsError
+from sparsepack.models.families import SITES
+from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds, read_thresholds
+
+
+@pytest.fixture
+def table(small) -> Thresholds:
+    """One row of every kind: a scalar, channel weights, offsets, dense."""
+    generator = torch.Generator().manual_seed(0)
+
+    def row(layer, site):
+        columns = small.stacked_shape(site)[1]
+        weights = torch.rand(columns, generator=generator) / 3 if site in ("attn_in", "mlp_in") else None
+        offset = torch.randn(columns, generator=generator) if site == "mlp_in" else None
+        if site == "mlp_mid":
+            return SiteThreshold(layer, site, 0.0, 0.0, 0.0)
+        return SiteThreshold(layer, site, 0.5 + layer / 7, 1 / 3 + layer, 0.1 + 0.2, weights, offset)
+
+    rows = tuple(row(layer, site) for layer in range(3) for site in SITES)
+    return Thresholds(small.sha256, "c" * 64, "teal", "column-norm", 1 / 3, "sparse", rows)
+
+
+def same(one: SiteThreshold, other: SiteThreshold) -> bool:
+    vectors = ("channel_weights", "offset")
+    plain = {name: value for name, value in vars(one).items() if name not in vectors}
+    if plain != {name: value for name, value in vars(other).items() if name not in vectors}:
+        return False
+    pairs = [(getattr(one, name), getattr(other, name)) for name in vectors]
+    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def test_a_table_comes_back_bit_for_bit(table, small, tmp_path):
+    table.write(tmp_path / "t.json")
+    again = read_thresholds(tmp_path / "t.json")
+    assert all(same(one, other) for one, other in zip(table.rows, again.rows, strict=True))
+    head = {name: value for name, value in vars(table).items() if name != "rows"}
+    assert head == {name: value for name, value in vars(again).items() if name != "rows"}
+    again.check_model(small)
+    again.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "t.json").read_bytes()
+
+
+def test_a_table_has_a_line_for_each_row(table, tmp_path):
+    table.write(tmp_path / "t.json")
+    lines = [line for line in (tmp_path / "t.json").read_text().splitlines() if '"site"' in line]
+    assert [json.loads(line.rstrip(","))["site"] for line in lines] == list(SITES) * 3
+
+
+def edited(table, path, change):
+    value = table.to_json()
+    change(value)
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_a_threshold_can_be_edited_and_written_as_a_whole_number(table, tmp_path):
+    def change(value):
+        value["rows"][1] |= {"threshold": 2, "sparsity": 0.25}
+        value["rows"][3] |= {"threshold": 0.5, "sparsity": 0.4}
+        del value["rows"][0]["channel_weights"]
+
+    again = read_thresholds(edited(table, tmp_path / "t.json", change))
+    assert (again.rows[1].threshold, again.rows[1].sparsity) == (2.0, 0.25)
+    assert again.policies()[0, "mlp_mid"].threshold.item() == 0.5
+    assert again.rows[0].channel_weights is None
+    assert same(again.rows[2], table.rows[2])
+
+
+def test_a_policy_is_the_threshold_over_the_channel_weights(table):
+    policies = table.policies()
+    assert policies[0, "mlp_mid"] is None
+    assert policies[0, "attn_out"].threshold.shape == ()
+    row = table.rows[2]
+    assert torch.equal(policies[0, "mlp_in"].threshold, torch.tensor(row.threshold) / row.channel_weights)
+    assert policies[0, "mlp_in"].offset is row.offset
+
+
+def test_a_channel_without_weight_is_never_active():
+    weights = torch.tensor([1.0, 0.0])
+    for threshold in (0.5, 0.0):
+        policy = SiteThreshold(0, "attn_in", 0.5, threshold, 0.5, weights).policy()
+        assert policy.threshold.tolist() == [threshold, torch.inf]
+
+
+def test_a_threshold_of_zero_still_skips_exact_zeros():
+    """In a ReLU model the quantile is often 0: such a site is sparse, not dense."""
+    assert SiteThreshold(0, "mlp_mid", 0.5, 0.0, 0.8).policy() is not None
+    assert SiteThreshold(0, "mlp_mid", 0.0, 0.0, 0.0).policy() is None
+
+
+ROWS = [
+    (lambda row: row.pop("site"), r"row 2: the field 'site' is missing"),
+    (lambda row: row.pop("threshold"), r"row 2: the field 'threshold' is missing"),
+    (lambda row: row.update(site="mlp"), r"row 2: site 'mlp'; expected one of attn_in"),
+    (lambda row: row.update(site=3), r"row 2: site is 3; expected a string"),
+    (lambda row: row.update(layer="0"), r"row 2: layer is '0'; expected a whole number"),
+    (lambda row: row.update(layer=True), r"row 2: layer is True"),
+    (lambda row: row.update(sparsity=1.0), r"row 2: sparsity 1.0"),
+    (lambda row: row.update(sparsity=-0.1), r"row 2: sparsity -0.1"),
+    (lambda row: row.update(sparsity=float("nan")), r"row 2: sparsity nan"),
+    (lambda row: row.update(sparsity="half"), r"row 2: sparsity is 'half'; expected a number"),
+    (lambda row: row.update(threshold=-1), r"row 2: sparsity .*, threshold -1"),
+    (lambda row: row.update(threshold=float("inf")), r"row 2: .* threshold inf"),
+    (lambda row: row.update(threshold=float("nan")), r"row 2: .* threshold nan"),
+    (lambda row: row.update(threshold=None), r"row 2: threshold is None; expected a number"),
+    (lambda row: row.update(realised=[]), r"row 2: realised is \[\]"),
+    (lambda row: row.update(offset="%%%"), r"row 2: offset is not base64"),
+    (lambda row: row.update(offset=[1.0]), r"row 2: offset is not base64"),
+    (lambda row: row.update(channel_weights="AAA="), r"row 2: channel_weights is not base64 of float32"),
+    (lambda row: row.update(offset=base64.b64encode(b"\x00\x00\x80\x7f").decode()), r"row 2: offset .* not finite"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ROWS, ids=[message for _, message in ROWS])
+def test_a_bad_row_is_named_with_its_field(table, tmp_path, change, message):
+    path = edited(table, tmp_path / "t.json", lambda value: change(value["rows"][1]))
+    with pytest.raises(ThresholdsError, match=message) as caught:
+        read_thresholds(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+TABLES = [
+    (lambda value: value.update(schema=2), "not a thresholds table of schema 1"),
+    (lambda value: value.update(kind="calibration"), "not a thresholds table of schema 1"),
+    (lambda value: value.pop("model_sha256"), "the field 'model_sha256' is missing"),
+    (lambda value: value.update(model_sha256=7), "model_sha256 is 7; expected a string"),
+    (lambda value: value.update(sparsity="half"), "sparsity is 'half'; expected a number"),
+    (lambda value: value.update(rows={"a": 1}), "rows is {'a': 1}; expected a list"),
+    (lambda value: value.update(rows=["a"]), "row 1: the field 'layer' is missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TABLES, ids=[message for _, message in TABLES])
+def test_a_bad_table_is_one_line(table, tmp_path, change, message):
+    path = edited(table, tmp_path / "t.json", change)
+    with pytest.raises(ThresholdsError, match=message) as caught:
+        read_thresholds(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_table_is_one_line(tmp_path):
+    for content in ("", "{", "[]", "3"):
+        (tmp_path / "t.json").write_text(content)
+        with pytest.raises(ThresholdsError, match="not a thresholds table"):
+            read_thresholds(tmp_path / "t.json")
+    with pytest.raises(ThresholdsError, match=r"none.json: cannot be read \(No such file or directory\)"):
+        read_thresholds(tmp_path / "none.json")
+
+
+def test_a_table_of_another_model_is_refused(table, tiny):
+    with pytest.raises(ThresholdsError, match="the thresholds are of another model"):
+        table.check_model(tiny)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows[:-1], r"one row for every site: blk\.2\.mlp_mid"),
+        (lambda rows: [*rows, rows[0]], "a row that stands twice"),
+        (lambda rows: [{**rows[0], "layer": 3}, *rows[1:]], r"one row for every site: blk\.0\.attn_in"),
+        (lambda rows: [{**rows[0], "channel_weights": "AAAAAA=="}, *rows[1:]], "has 1 channels, the model 256"),
+    ],
+)
+def test_rows_that_do_not_fit_the_model_are_refused(table, small, tmp_path, change, message):
+    path = edited(table, tmp_path / "t.json", lambda value: value.update(rows=change(value["rows"])))
+    with pytest.raises(ThresholdsError, match=message):
+        read_thresholds(path).check_model(small)
+
+
+def test_a_summary_is_the_table_without_its_vectors(table):
+    summary = table.summary()
+    json.dumps(summary)
+    assert summary["rows"][0]["channel_weights"] is True
+    assert summary["rows"][1]["channel_weights"] is False
+    assert summary["rows"][1]["threshold"] == table.rows[1].threshold
