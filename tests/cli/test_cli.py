@@ -53,9 +53,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_names_every_verb_and_imports_no_torch() -> None:
-    code = (
-        "import sys; from sparsepack.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
-    )
+    code = "import sys; from sparsepack.cli import main\n"
+    code += "try: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
 

@@ -1,0 +1,120 @@
+"""The seam between a decoder and its attention: who keeps keys and values, and what queries make of them.
+
+A decoder hands over the output rows of the site `attn_in` and gets the input of `attn_out` back. What happens between -
+norms of heads, rotary embedding, the layout of the cache, which positions are read - is the cache's own business, so
+that sparse or offloaded attention is another cache, not another decoder.
+
+    qkv [S, (heads + 2 kv_heads) head_dim] --append--> queries, keys and values in the cache
+    queries                                --attend--> [S, heads head_dim]
+
+Layout of dense caches, per layer, for keys and for values: [sequences, kv_heads, context, head_dim], channels adjacent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sparsepack.models.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What attention is like in one layer.
+
+    window         -- positions that a query sees, its own included; 0: all
+    q_norm, k_norm -- float32 [head_dim]: RMSNorm of every head before it is rotated; None: there is none
+    """
+
+    window: int = 0
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a cache is made for.
+
+    heads, kv_heads, head_dim -- query head h reads key head h * kv_heads // heads
+    eps                       -- of the heads' norms
+    cos, sin                  -- float32 [context, head_dim / 2], as `reference.rotary_table` gives them
+    layers                    -- in order of execution
+    sequences                 -- texts side by side
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    layers: tuple[LayerAttention, ...]
+    sequences: int = 1
+
+    @property
+    def context(self) -> int:
+        """Positions that there is room for in each sequence."""
+        return self.cos.shape[0]
+
+
+class KvCache(Protocol):
+    """Keys and values of every layer, for one text or several.
+
+    type -- of what is kept: "f32", "f16" or "bf16"
+    """
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """How many positions are cached of each sequence: the next one's number."""
+
+    def append(self, layer: int, qkv: Any, sequence: int = 0) -> Any:
+        """Norm and rotate queries and keys of the S positions after a sequence's last, and put keys and values behind
+        those that are cached. `qkv` holds q, then k, then v: [S, (heads + 2 kv_heads) * head_dim], float32 or what the
+        backend's products give. Returns the queries, as `attend` takes them. Counts nothing: see `advance`."""
+
+    def attend(self, layer: int, queries: Any, sequence: int = 0) -> Tensor:
+        """softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees, those just appended included:
+        float32 [S, heads * head_dim]."""
+
+    def step(self, layer: int, qkv: Tensor) -> Tensor:
+        """`append` and `attend` of one new position in every sequence, in one operation where the backend has it:
+        float32 [sequences, rows] -> float32 [sequences, heads * head_dim]."""
+
+    def advance(self, positions: int, sequence: int = 0) -> None:
+        """Count positions that all layers have appended."""
+
+    def truncate(self, length: int, sequence: int = 0) -> None:
+        """Forget what a sequence has beyond its first `length` positions."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+def attention_shape(
+    architecture: Architecture,
+    norms: Sequence[tuple[Tensor | None, Tensor | None]],
+    cos: Tensor,
+    sin: Tensor,
+    sequences: int = 1,
+) -> AttentionShape:
+    """What a model's cache is made for.
+
+    norms    -- q_norm and k_norm of every layer, on the device that attends
+    cos, sin -- there too
+    """
+    windows = architecture.sliding_windows
+    layers = tuple(LayerAttention(window, q, k) for window, (q, k) in zip(windows, norms, strict=True))
+    return AttentionShape(
+        architecture.heads,
+        architecture.kv_heads,
+        architecture.head_dim,
+        architecture.norm_eps,
+        cos,
+        sin,
+        layers,
+        sequences,
+    )
