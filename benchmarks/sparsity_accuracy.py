@@ -10,7 +10,6 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import Rules
 from sparsepack.models.windows import rolling_windows
 from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
@@ -80,14 +79,14 @@ def main(
     cases = [("dense", "-", 0.0), *itertools.product(allocations, criteria, sparsities)]
     for allocation, criterion, sparsity in cases:
         began = time.time()
-        policies: Mapping[tuple[int, str], SitePolicy | None] = {}
+        rules: Rules = {}
         if sparsity:
             asked = AllocationOptions(sparsity, allocation, criterion, device=device, **options)
-            policies = find_thresholds(checkpoint, calibration, asked).policies()
+            rules = find_thresholds(checkpoint, calibration, asked).rules
         spent = time.time() - began
         cells = []
         for text, protocol in itertools.product(texts, protocols):
-            row = _measured(weights, reference, policies, *data[text], protocol)
+            row = _measured(weights, reference, rules, *data[text], protocol)
             rows.append({"allocation": allocation, "criterion": criterion, "sparsity": sparsity, "text": text, **row})
             loss = 100 * (row["perplexity_ratio"]["value"] - 1)
             cells.append(
@@ -123,12 +122,12 @@ def _windows(subject: Subject, name: str, count: int, first: bool) -> tuple[torc
 def _measured(
     weights: Subject,
     reference: Subject,
-    policies: Mapping[tuple[int, str], SitePolicy | None],
+    rules: Rules,
     inputs: torch.Tensor,
     targets: torch.Tensor,
     protocol: str,
 ) -> dict[str, Any]:
-    subject = replace(weights, policies=policies)
+    subject = replace(weights, rules=rules)
     scorer = subject.scorer()
     scores = score_windows(scorer, inputs, targets, protocol, reference.scorer(), batch=4)
     return {"protocol": protocol, **summarise(scores, 1), "realised_sparsity": realised_sparsity(scorer, subject)}

@@ -21,7 +21,7 @@ from sparsepack.artifacts.gguf.zigzag_reader import dequantised, read_zigzag, st
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import SiteRule
 from sparsepack.models.skeleton import parameter_shapes
 from sparsepack.models.whole import build_model
 from sparsepack.pack import PackRequest, pack
@@ -63,14 +63,14 @@ class Synthetic:
 
 
 def with_thresholds(packed: PackedModel, thresholds: Mapping[tuple[int, str], float]) -> PackedModel:
-    """The same model with the policies replaced; sites not named become dense."""
+    """The same model with the rules replaced; sites not named become dense."""
     layers = []
     for number, layer in enumerate(packed.layers):
         sites = {}
         for name, site in layer.sites.items():
             value = thresholds.get((number, name))
-            policy = None if value is None else SitePolicy(torch.tensor(value, dtype=torch.float32))
-            sites[name] = replace(site, policy=policy)
+            rule = None if value is None else SiteRule(torch.tensor(value, dtype=torch.float32))
+            sites[name] = replace(site, rule=rule)
         layers.append(replace(layer, sites=sites))
     return replace(packed, layers=tuple(layers))
 

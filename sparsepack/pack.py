@@ -10,7 +10,6 @@ from sparsepack.errors import PackingError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.resume import state_beside
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.rule import SitePolicy
 from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
@@ -95,8 +94,7 @@ def _write(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | Non
         "overwrite": request.overwrite,
     }
     if request.format == ZIGZAG:
-        policies: dict[tuple[int, str], SitePolicy | None] = table.policies() if table else {}
-        return write_zigzag(checkpoint, policies, request.output, **shared)
+        return write_zigzag(checkpoint, table.rules if table else {}, request.output, **shared)
     return write_plain(checkpoint, request.output, type=request.format, **shared)
 
 

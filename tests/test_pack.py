@@ -49,11 +49,11 @@ def test_a_table_goes_into_the_artifact_with_where_it_came_from(source, request_
     packed = pack(replace(request_, thresholds=source / "t.json", recipe={"name": "r"}))
     table, artifact = read_thresholds(source / "t.json"), read_zigzag(request_.output)
     assert packed.path == request_.output
-    for (layer, site), policy in table.policies().items():
-        assert torch.equal(artifact.layers[layer].sites[site].policy.threshold, policy.threshold)
+    for (layer, site), rule in table.rules.items():
+        assert torch.equal(artifact.layers[layer].sites[site].rule.limits, rule.limits)
     assert artifact.manifest["calibration"]["sha256"] == table.calibration_sha256
     assert artifact.manifest["recipe"] == {"name": "r"}
-    assert artifact.manifest["thresholds"]["rows"][0]["threshold"] == table.rows[0].threshold
+    assert artifact.manifest["thresholds"]["rows"][0]["threshold"] == table.rules[0, "attn_in"].threshold
     assert artifact.manifest["model"]["sha256"] == open_checkpoint(source / "m").sha256
 
 
@@ -73,7 +73,7 @@ def test_without_sparsity_every_site_is_dense(source, request_):
     ):
         pack(replace(request_, allocation=allocation, calibration=calibration, overwrite=True))
         artifact = read_zigzag(request_.output)
-        assert all(site.policy is None for layer in artifact.layers for site in layer.sites.values())
+        assert all(site.rule is None for layer in artifact.layers for site in layer.sites.values())
 
 
 @pytest.mark.parametrize("format", ["q4_k", "bf16"])

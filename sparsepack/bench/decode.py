@@ -145,7 +145,7 @@ def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], l
     if settings.n_gen:
         name = f"tg{settings.n_gen}" + (f" x {settings.batch}" if settings.batch > 1 else "")
         tests.append(_Test(name, "dense", 0, settings.n_gen))
-        if any(site.policy for layer in packed.layers for site in layer.sites.values()):
+        if packed.rules:
             tests.append(_Test(name, "sparse", 0, settings.n_gen))
         else:
             notes.append("no site of this artifact has thresholds: there is no sparse decoding to measure")

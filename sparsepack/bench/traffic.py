@@ -29,7 +29,7 @@ def stored_bytes(packed: PackedModel) -> int:
 
 def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
     """Stored bytes that decoding one token needs: the active columns of every site, the output matrix, one row of the
-    embedding, norms, biases and policies. The KV cache, which grows with the text, is left out."""
+    embedding, norms, biases and rules. The KV cache, which grows with the text, is left out."""
     sites = sum(
         site.matrix.blocks.nbytes * activity.get((number, name), 1.0)
         for number, layer in enumerate(packed.layers)
@@ -60,6 +60,6 @@ def _always_read(packed: PackedModel) -> int:
         tensors += layer.norms.values()
         for site in layer.sites.values():
             tensors.append(site.bias)
-            if site.policy is not None:
-                tensors += [site.policy.threshold, site.policy.offset]
+            if site.rule is not None:
+                tensors += [site.rule.limits, site.rule.offset]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -17,7 +17,7 @@ from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
-from sparsepack.files.resume import Unfinished, state_beside
+from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ def calibrate(
     manifest = _manifest(checkpoint, text, windows, options)
     with state_beside(output) as state:
         with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, _Unfinished(state, fingerprint(manifest)))
+            layers = _run(checkpoint, windows, options, _Resume(state, fingerprint(manifest)))
         return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
 
 
@@ -126,10 +126,10 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
 
 
 def _run(
-    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, unfinished: "_Unfinished"
+    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: "_Resume"
 ) -> list[LayerStatistics]:
     stream = BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
-    layers, hidden = unfinished.resume()
+    layers, hidden = resume.finished()
     if hidden is None:
         hidden = stream.embed(windows)
     batches = -(-len(windows) // options.batch)
@@ -152,7 +152,7 @@ def _run(
                     advance()
             hidden = torch.cat(outputs)
             layers.append(statistics)
-            unfinished.save(layer, statistics, hidden)
+            resume.save(layer, statistics, hidden)
     return layers
 
 
@@ -160,10 +160,10 @@ def _empty(checkpoint: Checkpoint) -> LayerStatistics:
     return LayerStatistics({site: SiteStatistics(checkpoint.stacked_shape(site)[1]) for site in SITES})
 
 
-class _Unfinished(Unfinished):
+class _Resume(ResumeState):
     """The state of a calibration: the statistics of each finished block, and the last hidden states."""
 
-    def resume(self) -> tuple[list[LayerStatistics], torch.Tensor | None]:
+    def finished(self) -> tuple[list[LayerStatistics], torch.Tensor | None]:
         """The blocks that are done and the hidden states after them."""
         layers = [LayerStatistics.from_tensors(tensors, layer) for layer, tensors in enumerate(self.blocks())]
         return layers, self.hidden()

@@ -1,5 +1,5 @@
 """The command line: one thin click command per verb."""
 
-from sparsepack.cli.main import main
+from sparsepack.cli.app import main
 
 __all__ = ["main"]

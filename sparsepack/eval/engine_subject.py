@@ -12,10 +12,9 @@ from sparsepack.errors import UserError
 from sparsepack.eval.subject import artifact_tokenizer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.rule import SiteKey
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
-
-SiteKey = tuple[int, str]
 
 
 class EngineScorer:
@@ -73,12 +72,8 @@ class EngineScorer:
 
     def realised(self) -> dict[SiteKey, float]:
         """Share of inactive channels per sparse site over all sparse positions so far; empty before the first."""
-        layers = self._packed.layers
-        return {
-            (layer, site): inactive / self._decoded
-            for (layer, site), inactive in self._inactive.items()
-            if layers[layer].sites[site].policy is not None
-        }
+        rules = self._packed.rules
+        return {key: inactive / self._decoded for key, inactive in self._inactive.items() if key in rules}
 
 
 @dataclass(frozen=True)
@@ -110,8 +105,8 @@ class EngineSubject:
 
     @property
     def sparse(self) -> bool:
-        """Whether any site has a policy."""
-        return any(site.policy is not None for layer in self.packed.layers for site in layer.sites.values())
+        """Whether any site skips anything."""
+        return bool(self.packed.rules)
 
     def scorer(self) -> EngineScorer:
         """A scorer over the engine, counts at zero."""

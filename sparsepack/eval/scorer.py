@@ -1,6 +1,6 @@
 """A stock transformers model with some positions of each row running sparse."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,22 +8,20 @@ import torch
 
 from sparsepack.models.families import Family
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SitePolicy, active_channels, sparsify
-
-SiteKey = tuple[int, str]
+from sparsepack.models.rule import Rules, SiteKey, active_channels, sparsify
 
 
 class SparseScorer:
-    """Runs `model` with `policies` on the positions that are asked to be sparse, and counts what they skipped.
+    """Runs `model` with `rules` on the positions that are asked to be sparse, and counts what they skipped.
 
-    A site without a policy always runs dense. Counts add up until `reset`; padding is never counted.
+    A site without a rule always runs dense. Counts add up until `reset`; padding is never counted.
     """
 
-    def __init__(self, model: Any, family: Family, policies: Mapping[SiteKey, SitePolicy | None], context: int) -> None:
+    def __init__(self, model: Any, family: Family, rules: Rules, context: int) -> None:
         self.model, self.context = model, context
         self.device: torch.device = model.lm_head.weight.device
         self._family = family
-        self._policies = {key: p.to(self.device) for key, p in policies.items() if p is not None}
+        self._rules = {key: rule.to(self.device) for key, rule in rules.items() if not rule.dense}
         self._inactive: dict[SiteKey, torch.Tensor] = {}
         self._seen: dict[SiteKey, torch.Tensor] = {}
 
@@ -49,19 +47,19 @@ class SparseScorer:
         positions = torch.arange(width, device=self.device)
         sparse = positions >= sparse_from.to(self.device)[:, None]  # [B, S]
         counted = sparse if lengths is None else sparse & (positions < lengths.to(self.device)[:, None])
-        if not self._policies or not bool(sparse.any()):
+        if not self._rules or not bool(sparse.any()):
             yield
             return
 
         def function(layer: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
-            policy = self._policies.get((layer, site))
-            if policy is None:
+            rule = self._rules.get((layer, site))
+            if rule is None:
                 return None
-            inactive = ~active_channels(x, policy) & counted[..., None]
+            inactive = ~active_channels(x, rule) & counted[..., None]
             key = (layer, site)
             self._inactive[key] = self._inactive.get(key, 0) + inactive.sum()
             self._seen[key] = self._seen.get(key, 0) + counted.sum() * x.shape[-1]
-            return torch.where(sparse[..., None], sparsify(x, policy), x)
+            return torch.where(sparse[..., None], sparsify(x, rule), x)
 
         with site_hooks(list(enumerate(self.model.model.layers)), self._family, function):
             yield

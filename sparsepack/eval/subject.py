@@ -1,9 +1,8 @@
 """What can be evaluated: a checkpoint, a checkpoint with a thresholds table, or an artifact.
 
-All become a stock transformers model with site policies beside it, so one code path measures them all.
+All become a stock transformers model with the sites' rules beside it, so one code path measures them all.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import FAMILIES, SITES, Family
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import Rules
 from sparsepack.models.whole import build_model, load_model
 from sparsepack.sparsity.thresholds import Thresholds
 
@@ -30,7 +29,7 @@ class Subject:
     model: Any
     tokenizer: Any
     family: Family
-    policies: Mapping[tuple[int, str], SitePolicy | None]
+    rules: Rules
     source_sha256: str
     target_sparsity: float
 
@@ -41,12 +40,12 @@ class Subject:
 
     @cached_property
     def sparse(self) -> bool:
-        """Whether any site has a policy."""
-        return any(policy is not None for policy in self.policies.values())
+        """Whether any site skips anything."""
+        return any(not rule.dense for rule in self.rules.values())
 
     def scorer(self) -> SparseScorer:
-        """A scorer over this model with its policies, counts at zero."""
-        return SparseScorer(self.model, self.family, self.policies, self.context)
+        """A scorer over this model with its rules, counts at zero."""
+        return SparseScorer(self.model, self.family, self.rules, self.context)
 
     def parameter_shares(self) -> dict[tuple[int, str], float]:
         """Each site's share of the parameters of all sites."""
@@ -78,17 +77,15 @@ def open_subject(
 
 
 def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
-    policies: Mapping[tuple[int, str], SitePolicy | None] = {}
     if thresholds is not None:
         thresholds.check_model(checkpoint)
-        policies = thresholds.policies()
     return Subject(
         name=checkpoint.name,
         kind="checkpoint",
         model=load_model(checkpoint, device, dtype),
         tokenizer=checkpoint.tokenizer,
         family=checkpoint.family,
-        policies=policies,
+        rules=thresholds.rules if thresholds else {},
         source_sha256=checkpoint.sha256,
         target_sparsity=thresholds.sparsity if thresholds else 0.0,
     )
@@ -106,7 +103,7 @@ def _zigzag(path: Path, device: str, dtype: torch.dtype) -> Subject:
         model=build_model(stock_config(packed), dequantised(packed), device, dtype),
         tokenizer=artifact_tokenizer(packed.tokenizer_json, architecture.bos, architecture.eos),
         family=FAMILIES[architecture.model_type],
-        policies={(n, site): layer.sites[site].policy for n, layer in enumerate(packed.layers) for site in SITES},
+        rules=packed.rules,
         source_sha256=packed.manifest["model"]["sha256"],
         target_sparsity=float(table.get("sparsity", 0.0)),
     )
@@ -124,7 +121,7 @@ def _plain(path: Path, thresholds: Thresholds | None, device: str, dtype: torch.
         model=build_model(plain.config, plain.tensor, device, dtype),
         tokenizer=plain.tokenizer,
         family=FAMILIES[plain.config.model_type],
-        policies=thresholds.policies() if thresholds else {},
+        rules=thresholds.rules if thresholds else {},
         source_sha256=plain.manifest["model"]["sha256"],
         target_sparsity=thresholds.sparsity if thresholds else 0.0,
     )

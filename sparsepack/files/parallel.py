@@ -8,7 +8,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def side_by_side(
+def parallel_map(
     work: Callable[[Item], Result], items: Iterable[Item], at_once: int, done: Callable[[], object]
 ) -> list[Result]:
     """`work(item)` of every item, in the order of the items, on `at_once` of them at a time.

@@ -41,20 +41,20 @@ def state_beside(output: Path) -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-class Unfinished:
+class ResumeState:
     """A run's state in the folder `path` (None keeps nothing).
 
-    mark  -- fingerprint of everything the result depends on; the state of a run with another one is removed
-    state -- the JSON-able values that were committed last; empty for a run that begins
+    fingerprint -- of everything the result depends on; the state of a run with another one is removed
+    state       -- the JSON-able values that were committed last; empty for a run that begins
     """
 
-    def __init__(self, path: Path | None, mark: str) -> None:
-        self.path, self.mark = path, mark
+    def __init__(self, path: Path | None, fingerprint: str) -> None:
+        self.path, self.fingerprint = path, fingerprint
         self.state: dict[str, Any] = {}
         if path is not None and path.exists():
             file = path / _STATE
             state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            if state.pop("mark", None) == mark:
+            if state.pop("fingerprint", None) == fingerprint:
                 self.state = state
             else:
                 self.discard()
@@ -62,10 +62,7 @@ class Unfinished:
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
         if self.path is not None:
-            try:
-                self.path.mkdir(exist_ok=True)
-            except OSError as error:
-                raise OutputError(f"{self.path}: cannot be made ({error.strerror})") from error
+            _make(self.path)
             with atomic_file(self._file(self.path, name), overwrite=True) as temporary:
                 save_tensors(tensors, temporary)
 
@@ -73,7 +70,8 @@ class Unfinished:
         """Change these values of the state, in one step with the tensors kept before."""
         self.state |= values
         if self.path is not None:
-            write_json(self.path / _STATE, {"mark": self.mark, **self.state})
+            _make(self.path)
+            write_json(self.path / _STATE, {"fingerprint": self.fingerprint, **self.state})
 
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors that were kept, on the CPU."""
@@ -97,13 +95,17 @@ class Unfinished:
         done = self.state.get("blocks", 0)
         return self.load(f"hidden-{done:05}")["hidden"] if done else None
 
-    def save_block(self, layer: int, found: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None) -> None:
-        """Commit a finished block, and the hidden states after it where the run needs them."""
+    def save_block(
+        self, layer: int, found: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None, **values: Any
+    ) -> None:
+        """Commit a finished block - tensors found there, values of the state - and the hidden states after it where the
+        run needs them."""
         done = layer + 1
-        self.keep(f"block-{layer:05}", found)
+        if found:
+            self.keep(f"block-{layer:05}", found)
         if hidden is not None:
             self.keep(f"hidden-{done:05}", {"hidden": hidden})
-        self.commit(blocks=done)
+        self.commit(blocks=done, **values)
         self.drop(f"hidden-{layer:05}")
 
     def discard(self) -> None:
@@ -115,3 +117,10 @@ class Unfinished:
     @staticmethod
     def _file(folder: Path, name: str) -> Path:
         return folder / f"{name}.safetensors"
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error

@@ -8,19 +8,19 @@ import torch
 
 from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import Rules, SiteRule
 
 
 @dataclass(frozen=True)
 class PackedSite:
-    """One site: its stacked matrix, the bias of its rows (float32 [rows] or None), its policy (None: always dense).
+    """One site: its stacked matrix, the bias of its rows (float32 [rows] or None), its rule (None: always dense).
 
     parts -- output rows of each projection, in stacking order
     """
 
     matrix: PackedMatrix
     bias: torch.Tensor | None
-    policy: SitePolicy | None
+    rule: SiteRule | None
     parts: tuple[int, ...]
 
 
@@ -44,3 +44,9 @@ class PackedModel:
     config_json: str
     tokenizer_json: str
     manifest: Mapping[str, Any]
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the sites that have one."""
+        sites = {(n, name): site for n, layer in enumerate(self.layers) for name, site in layer.sites.items()}
+        return {key: site.rule for key, site in sites.items() if site.rule is not None}

@@ -1,34 +1,70 @@
 """What a site does with its input while decoding: which channels are active, and what stands in for the others."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
+from torch import Tensor
+
+SiteKey = tuple[int, str]
+"""A site: the number of its decoder block, and its name there."""
 
 
 @dataclass(frozen=True)
-class SitePolicy:
-    """A site's rule.
+class SiteRule:
+    """A site's rule, the same record from the search for thresholds to the file and the kernels.
 
-    threshold -- float32 scalar or [columns]: channel j is active where |x_j - offset_j| > threshold_j, strictly
-    offset    -- float32 [columns] or None (zero): the value that an inactive channel takes
+    Channel j is active where |x_j - offset_j| * c_j > t, strictly, compared in float32; an inactive one takes the value
+    offset_j.
+
+    threshold       -- t; in an artifact float32, a scalar or [columns], t with c divided out
+    offset          -- float32 [columns]; None: zeros
+    channel_weights -- c: float32 [columns]; None: ones
+    sparsity        -- target share of inactive channels
+    realised        -- the share that the calibration text gave
     """
 
-    threshold: torch.Tensor
-    offset: torch.Tensor | None = None
+    threshold: float | Tensor = 0.0
+    offset: Tensor | None = None
+    channel_weights: Tensor | None = None
+    sparsity: float = 0.0
+    realised: float = 0.0
 
-    def to(self, device: torch.device | str) -> "SitePolicy":
-        """The same policy on another device."""
+    @property
+    def dense(self) -> bool:
+        """Whether nothing is ever skipped. A threshold of zero with a target above zero does skip exact zeros."""
+        return not isinstance(self.threshold, Tensor) and not (self.threshold or self.sparsity) and self.offset is None
+
+    @cached_property
+    def limits(self) -> Tensor:
+        """What |x - offset| is compared with: float32, a scalar or [columns]."""
+        if isinstance(self.threshold, Tensor):
+            return self.threshold
+        threshold = torch.tensor(self.threshold, dtype=torch.float32)
+        if self.channel_weights is None:
+            return threshold
+        # A channel whose weight is zero never matters: its threshold is infinite, also where t is zero.
+        weights = self.channel_weights.float()
+        return torch.where(weights > 0, threshold / weights, torch.inf)
+
+    def to(self, device: torch.device | str) -> "SiteRule":
+        """The rule as an artifact has it, on another device."""
         offset = None if self.offset is None else self.offset.to(device)
-        return SitePolicy(self.threshold.to(device), offset)
+        return replace(self, threshold=self.limits.to(device), offset=offset, channel_weights=None)
 
 
-def active_channels(x: torch.Tensor, policy: SitePolicy) -> torch.Tensor:
+Rules = Mapping[SiteKey, SiteRule]
+"""The rules of a model's sites; a site without one stays dense."""
+
+
+def active_channels(x: Tensor, rule: SiteRule) -> Tensor:
     """Which channels of x [..., columns] are active: bool [..., columns], compared in float32."""
-    shifted = x.float() if policy.offset is None else x.float() - policy.offset
-    return shifted.abs() > policy.threshold
+    shifted = x.float() if rule.offset is None else x.float() - rule.offset
+    return shifted.abs() > rule.limits
 
 
-def sparsify(x: torch.Tensor, policy: SitePolicy) -> torch.Tensor:
+def sparsify(x: Tensor, rule: SiteRule) -> Tensor:
     """x [..., columns] with every inactive channel replaced by its offset: what the sparse product computes with."""
-    rest = torch.zeros((), dtype=x.dtype, device=x.device) if policy.offset is None else policy.offset.to(x.dtype)
-    return torch.where(active_channels(x, policy), x, rest)
+    rest = torch.zeros((), dtype=x.dtype, device=x.device) if rule.offset is None else rule.offset.to(x.dtype)
+    return torch.where(active_channels(x, rule), x, rest)

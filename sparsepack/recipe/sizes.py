@@ -23,11 +23,12 @@ from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.models.checkpoint import FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.gguf_names import gguf_names
+from sparsepack.models.rule import SiteKey, SiteRule
 from sparsepack.models.source_files import config_json, tokenizer_config
 from sparsepack.recipe.actions import provenance
 from sparsepack.recipe.schema import Activation, Recipe
-from sparsepack.sparsity.allocation import SiteKey, sparse_sites
-from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds
+from sparsepack.sparsity.allocation import sparse_sites
+from sparsepack.sparsity.thresholds import Thresholds
 
 _SIZES = {
     GGUFValueType.UINT8: 1,
@@ -165,13 +166,10 @@ def _placeholder(recipe: Recipe, checkpoint: Checkpoint) -> Thresholds:
     assert recipe.activation is not None
     asked = recipe.activation
     vector = torch.zeros(1) if asked.allocation == "global" or asked.criterion != "magnitude" else None
-    rows = tuple(
-        SiteThreshold(layer, site, asked.sparsity, _TYPICAL, _TYPICAL, vector)
-        for layer in range(checkpoint.layers)
-        for site in SITES
-    )
+    rule = SiteRule(_TYPICAL, channel_weights=vector, sparsity=asked.sparsity, realised=_TYPICAL)
+    rules = {(layer, site): rule for layer in range(checkpoint.layers) for site in SITES}
     where = (checkpoint.sha256, NO_HASH, asked.allocation, asked.criterion)
-    return Thresholds(*where, asked.sparsity, asked.upstream, rows)
+    return Thresholds(*where, asked.sparsity, asked.upstream, rules)
 
 
 def _vector(name: str, width: int) -> PlannedMatrix:

@@ -1,4 +1,4 @@
-"""The decoder: a packed model, run token by token, skipping the columns that its policies call inactive."""
+"""The decoder: a packed model, run token by token, skipping the columns that its rules call inactive."""
 
 from collections.abc import Mapping, Sequence
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import SiteRule
 from sparsepack.runtime import reference
 from sparsepack.runtime.backends import Operations
 from sparsepack.runtime.sampling import Sampler
@@ -34,7 +34,7 @@ class _Site:
 
     matrix: Any
     bias: Tensor | None
-    policy: SitePolicy | None
+    rule: SiteRule | None
     constant: Tensor | None
     parts: tuple[int, ...]
 
@@ -166,11 +166,11 @@ class OperationsDecoder:
     def _product(self, number: int, name: str, x: Tensor, mode: _Mode) -> Tensor:
         """The output rows of a site for x [S, columns]: [S, rows]."""
         site = self._layers[number].sites[name]
-        if mode in (_Mode.PREFILL, _Mode.DENSE) or site.policy is None:
+        if mode in (_Mode.PREFILL, _Mode.DENSE) or site.rule is None:
             if mode is not _Mode.PREFILL:
                 self._active[number, name] += x.numel()
             return _plus(self._operations.zigzag_matmul(site.matrix, x), site.bias)
-        threshold, offset = site.policy.threshold, site.policy.offset
+        threshold, offset = site.rule.limits, site.rule.offset
         d = x if offset is None else x - offset
         if mode is _Mode.STEP:
             indices, count = self._operations.collect(d[0], threshold)
@@ -205,11 +205,11 @@ def _loaded(layer: PackedLayer, window: int, operations: Operations, device: tor
 def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> _Site:
     matrix = operations.load_zigzag(site.matrix, device)
     bias = None if site.bias is None else site.bias.to(device)
-    policy = None if site.policy is None else site.policy.to(device)
+    rule = None if site.rule is None else site.rule.to(device)
     constant = bias
-    if policy is not None and policy.offset is not None:
-        constant = _plus(operations.zigzag_matmul(matrix, policy.offset[None])[0], bias)
-    return _Site(matrix, bias, policy, constant, site.parts)
+    if rule is not None and rule.offset is not None:
+        constant = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
+    return _Site(matrix, bias, rule, constant, site.parts)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

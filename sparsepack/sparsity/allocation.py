@@ -1,4 +1,4 @@
-"""How much sparsity each site gets: what every allocation takes and gives, and the sites it may touch."""
+"""How much sparsity each site gets: what every allocation takes, and the sites it may touch."""
 
 import difflib
 import fnmatch
@@ -12,18 +12,9 @@ from sparsepack.calibrate.criteria import CRITERIA
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteKey
 
 ALLOCATIONS = ("uniform", "teal", "global")
-SiteKey = tuple[int, str]
-
-
-@dataclass(frozen=True)
-class SiteChoice:
-    """An allocation's answer for one site; vectors are float32 [columns] or None (ones, zeros)."""
-
-    sparsity: float
-    channel_weights: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,26 @@
 """`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from sparsepack import __version__
-from sparsepack.calibrate.collectors import histogram
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import Unfinished
+from sparsepack.files.resume import ResumeState
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.windows import spread_windows
-from sparsepack.sparsity.allocation import AllocationOptions, SiteChoice, SiteKey, sparse_sites, weights_of
-from sparsepack.sparsity.learned import chosen_sites, learn_choices
-from sparsepack.sparsity.sequential import Chooser, finished_rows, row_tensors, sequential_thresholds
+from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
+from sparsepack.sparsity.learned import learn_rules
+from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
 from sparsepack.sparsity.teal import greedy_sparsities, run_at
-from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds
+from sparsepack.sparsity.thresholds import Thresholds
 
 _GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
 _BATCH = 2
@@ -40,18 +40,19 @@ def find_thresholds(
     calibration.check_model(checkpoint)
     sites = sparse_sites(checkpoint, options.include, options.ignore)
     weights = weights_of(checkpoint, sites)
-    unfinished = Unfinished(state, _mark(checkpoint, calibration, options))
+    resume = ResumeState(state, _fingerprint(checkpoint, calibration, options))
+    rules: Rules
     if options.sparsity == 0:
-        rows = [SiteThreshold(layer, site, 0.0, 0.0, 0.0) for layer in range(checkpoint.layers) for site in SITES]
+        rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     elif options.allocation == "global":
-        learnt = learn_choices(checkpoint, calibration, options, weights, unfinished)
-        learnt_choices: Chooser = lambda layer, _: chosen_sites(learnt, layer, SITES)  # noqa: E731
-        rows = _sequential(checkpoint, calibration, options, learnt_choices, unfinished)
+        learnt = learn_rules(checkpoint, calibration, options, weights, resume)
+        choose: Chooser = lambda layer, _: {site: learnt.get((layer, site), SiteRule()) for site in SITES}  # noqa: E731
+        rules = _sequential(checkpoint, calibration, options, choose, resume)
     else:
         teal = options.allocation == "teal"
-        choose = _Greedy(calibration, options, weights, unfinished) if teal else _uniform(options, weights)
+        choose = _Greedy(calibration, options, weights, resume) if teal else _uniform(options, weights)
         take = _from_histograms if options.upstream == "dense" else _sequential
-        rows = take(checkpoint, calibration, options, choose, unfinished)
+        rules = take(checkpoint, calibration, options, choose, resume)
     return Thresholds(
         model_sha256=checkpoint.sha256,
         calibration_sha256=calibration.sha256,
@@ -59,11 +60,11 @@ def find_thresholds(
         criterion=options.criterion,
         sparsity=options.sparsity,
         upstream=options.upstream,
-        rows=tuple(rows),
+        rules=rules,
     )
 
 
-def _mark(checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions) -> str:
+def _fingerprint(checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions) -> str:
     hashes = {"model": checkpoint.sha256, "calibration": calibration.sha256}
     return fingerprint({"sparsepack": __version__, **hashes, "options": asdict(options)})
 
@@ -78,10 +79,10 @@ def _sequential(
     calibration: Calibration,
     options: AllocationOptions,
     choose: Chooser,
-    unfinished: Unfinished,
-) -> list[SiteThreshold]:
+    resume: ResumeState,
+) -> dict[SiteKey, SiteRule]:
     windows = spread_windows(calibration.windows, options.windows)
-    return sequential_thresholds(_stream(checkpoint, options), windows, choose, _BATCH, unfinished)
+    return sequential_thresholds(_stream(checkpoint, options), windows, choose, _BATCH, resume)
 
 
 @torch.no_grad()
@@ -90,42 +91,33 @@ def _from_histograms(
     calibration: Calibration,
     options: AllocationOptions,
     choose: Chooser,
-    unfinished: Unfinished,
-) -> list[SiteThreshold]:
+    resume: ResumeState,
+) -> dict[SiteKey, SiteRule]:
     """Thresholds from the calibration's own counts: everything upstream dense, as the papers take them."""
-    stream, rows = _stream(checkpoint, options), finished_rows(unfinished)
-    for layer in range(len(rows) // len(SITES), checkpoint.layers):
+    stream, rules = _stream(checkpoint, options), finished_rules(resume)
+    for layer in range(len(rules) // len(SITES), checkpoint.layers):
         stream.load(layer)
-        found = []
         for site, choice in choose(layer, stream).items():
             counts = calibration.layers[layer].sites[site].histograms[options.criterion]
-            threshold = histogram.quantile(counts, choice.sparsity)
-            realised = histogram.share_at_most(counts, threshold) if choice.sparsity else 0.0
-            c = choice.channel_weights if choice.sparsity else None
-            found.append(SiteThreshold(layer, site, choice.sparsity, threshold, realised, c))
-        rows += found
-        unfinished.save_block(layer, row_tensors(found))
-    return rows
+            rules[layer, site] = at_quantile(choice, counts) if choice.sparsity else SiteRule()
+        save_rules(resume, layer, rules)
+    return rules
 
 
-def _criterion_choices(stream: BlockStream, criterion: str) -> dict[str, SiteChoice]:
+def _criterion_choices(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
     """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
     names = stream.checkpoint.family.projections
     choices = {}
     for site in SITES:
         c = channel_weights(criterion, stream.block, names[site])
-        choices[site] = SiteChoice(0.0, None if c is None else c.cpu())
+        choices[site] = SiteRule(channel_weights=None if c is None else c.cpu())
     return choices
 
 
-def _with_sparsity(choice: SiteChoice, sparsity: float) -> SiteChoice:
-    return SiteChoice(sparsity, choice.channel_weights, choice.offset)
-
-
 def _uniform(options: AllocationOptions, weights: Mapping[SiteKey, float]) -> Chooser:
-    def choose(layer: int, stream: BlockStream) -> dict[str, SiteChoice]:
+    def choose(layer: int, stream: BlockStream) -> dict[str, SiteRule]:
         base = _criterion_choices(stream, options.criterion)
-        return {s: _with_sparsity(base[s], options.sparsity if (layer, s) in weights else 0.0) for s in SITES}
+        return {s: replace(base[s], sparsity=options.sparsity if (layer, s) in weights else 0.0) for s in SITES}
 
     return choose
 
@@ -138,22 +130,22 @@ class _Greedy:
         calibration: Calibration,
         options: AllocationOptions,
         weights: Mapping[SiteKey, float],
-        unfinished: Unfinished,
+        resume: ResumeState,
     ) -> None:
-        self.options, self.weights, self.unfinished = options, weights, unfinished
+        self.options, self.weights, self.resume = options, weights, resume
         self.ids = spread_windows(calibration.windows, _GREEDY_WINDOWS)[:, :_GREEDY_TOKENS]
         self.hidden: torch.Tensor | None = None
 
-    def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteChoice]:
+    def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteRule]:
         base = _criterion_choices(stream, self.options.criterion)
         if self.hidden is None:
-            self.hidden = self.unfinished.load(f"greedy-{layer:05}")["hidden"] if layer else stream.embed(self.ids)
+            self.hidden = self.resume.load(f"greedy-{layer:05}")["hidden"] if layer else stream.embed(self.ids)
         given = dict.fromkeys(SITES, 0.0)
         if any((layer, site) in self.weights for site in SITES):
             given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
         upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
         self.hidden = run_at(stream, layer, self.hidden, upstream, base)
         # These count once the block is committed; until then those before it do.
-        self.unfinished.keep(f"greedy-{layer + 1:05}", {"hidden": self.hidden})
-        self.unfinished.drop(f"greedy-{layer - 1:05}")
-        return {site: _with_sparsity(base[site], given[site]) for site in SITES}
+        self.resume.keep(f"greedy-{layer + 1:05}", {"hidden": self.hidden})
+        self.resume.drop(f"greedy-{layer - 1:05}")
+        return {site: replace(base[site], sparsity=given[site]) for site in SITES}

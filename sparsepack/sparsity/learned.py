@@ -10,7 +10,7 @@ Unpublished. benchmarks/RESULTS.md has it beside the block-wise allocations, and
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,21 @@ from torch.nn import functional
 from sparsepack.calibrate.collectors import histogram
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.files.resume import Unfinished
+from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
+from sparsepack.models.rule import SiteKey, SiteRule
 from sparsepack.models.whole import load_model
 from sparsepack.models.windows import spread_windows
 from sparsepack.progress import progress
-from sparsepack.sparsity.allocation import AllocationOptions, SiteChoice, SiteKey
+from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
 _LEARNING_RATE = 0.03
 _SOFTNESS = 0.15  # width of the sigmoid, as a share of the threshold
 _STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
 _HIGHEST = 0.98
 _SAVE_EVERY = 20.0  # seconds
-_CHOICES = "choices"  # what an unfinished run keeps when the learning is done
 
 
 @dataclass
@@ -45,29 +46,28 @@ class _Parameters:
     scales: dict[SiteKey, float]
 
 
-def learn_choices(
+def learn_rules(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,
     weights: Mapping[SiteKey, float],
-    unfinished: Unfinished,
-) -> dict[SiteKey, SiteChoice]:
-    """Sparsity, channel weights and offsets of the sites in `weights`. Holds the whole model on one device."""
-    if unfinished.state.get("learnt"):
-        return _choices_of(unfinished.load(_CHOICES), weights)
+    resume: ResumeState,
+) -> dict[SiteKey, SiteRule]:
+    """Target sparsity, channel weights and offsets of the sites in `weights`. Holds the whole model on one device."""
+    if "learnt" in resume.state:
+        return rules_of_json(resume.state["learnt"], str(resume.path))
     model = load_model(checkpoint, options.device, getattr(torch, options.dtype))
     parameters = _start(checkpoint, calibration, options, model, weights)
-    training = _Training(parameters, options, unfinished)
+    training = _Training(parameters, options, resume)
     with progress("learning thresholds", options.steps, training.step) as advance:
         while training.step < options.steps:
             ids = _slices(calibration.windows, options, training.generator).to(options.device)
             training.descend(*_divergence(model, checkpoint, ids, parameters, weights))
             advance()
     realised = _realised(model, checkpoint, calibration.windows, options, parameters, weights)
-    choices = _choices(parameters, options, _shifted(realised, weights, options.sparsity))
-    unfinished.keep(_CHOICES, _choice_tensors(choices))
-    unfinished.commit(learnt=True)
-    return choices
+    rules = _learnt(parameters, options, _shifted(realised, weights, options.sparsity))
+    resume.commit(learnt=rules_to_json(rules))
+    return rules
 
 
 class _Training:
@@ -77,8 +77,8 @@ class _Training:
     having stopped.
     """
 
-    def __init__(self, parameters: _Parameters, options: AllocationOptions, unfinished: Unfinished) -> None:
-        self.options, self.unfinished = options, unfinished
+    def __init__(self, parameters: _Parameters, options: AllocationOptions, resume: ResumeState) -> None:
+        self.options, self.resume = options, resume
         self.step = 0
         self.price: float | None = None
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -92,7 +92,7 @@ class _Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimiser, lambda step: min(1.0, 2 * (1 - step / options.steps))
         )
-        if "learning" in unfinished.state:
+        if "learning" in resume.state:
             self._resume()
         self.saved = time.monotonic()
 
@@ -118,18 +118,18 @@ class _Training:
         adam = self.optimiser.state_dict()
         tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}
         tensors |= {f"adam.{n}.{name}": x for n, moments in adam["state"].items() for name, x in moments.items()}
-        before = self.unfinished.state.get("learning", {"step": None})["step"]
-        self.unfinished.keep(f"learning-{self.step}", {**tensors, "generator": self.generator.get_state()})
+        before = self.resume.state.get("learning", {"step": None})["step"]
+        self.resume.keep(f"learning-{self.step}", {**tensors, "generator": self.generator.get_state()})
         values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
-        self.unfinished.commit(learning={**values, "schedule": self.schedule.state_dict()})
-        self.unfinished.drop(f"learning-{before}")
+        self.resume.commit(learning={**values, "schedule": self.schedule.state_dict()})
+        self.resume.drop(f"learning-{before}")
         self.saved = time.monotonic()
 
     @torch.no_grad()
     def _resume(self) -> None:
-        kept = self.unfinished.state["learning"]
+        kept = self.resume.state["learning"]
         self.step, self.price = kept["step"], kept["price"]
-        tensors = self.unfinished.load(f"learning-{self.step}")
+        tensors = self.resume.load(f"learning-{self.step}")
         self.generator.set_state(tensors.pop("generator"))
         for n, parameter in enumerate(self._trained()):
             parameter.copy_(tensors.pop(f"parameter.{n}"))
@@ -257,36 +257,12 @@ def _shifted(
     return moved
 
 
-def _choices(
+def _learnt(
     parameters: _Parameters, options: AllocationOptions, sparsities: Mapping[SiteKey, float]
-) -> dict[SiteKey, SiteChoice]:
-    choices = {}
+) -> dict[SiteKey, SiteRule]:
+    rules = {}
     for key, logs in parameters.log_thresholds.items():
         relative = logs.detach().cpu() - logs.detach().cpu().mean()
         offset = parameters.offsets[key].detach().cpu() if options.offsets else None
-        choices[key] = SiteChoice(sparsities[key], torch.exp(-relative), offset)
-    return choices
-
-
-def _choice_tensors(choices: Mapping[SiteKey, SiteChoice]) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for (layer, site), choice in choices.items():
-        tensors[f"{layer}.{site}.sparsity"] = torch.tensor(choice.sparsity, dtype=torch.float64)
-        for name in ("channel_weights", "offset"):
-            vector = getattr(choice, name)
-            if vector is not None:
-                tensors[f"{layer}.{site}.{name}"] = vector
-    return tensors
-
-
-def _choices_of(tensors: Mapping[str, torch.Tensor], keys: Iterable[SiteKey]) -> dict[SiteKey, SiteChoice]:
-    choices = {}
-    for layer, site in keys:
-        vectors = (tensors.get(f"{layer}.{site}.{name}") for name in ("channel_weights", "offset"))
-        choices[layer, site] = SiteChoice(float(tensors[f"{layer}.{site}.sparsity"]), *vectors)
-    return choices
-
-
-def chosen_sites(choices: Mapping[SiteKey, SiteChoice], layer: int, sites: Sequence[str]) -> dict[str, SiteChoice]:
-    """The choices of one block; sites without one stay dense."""
-    return {site: choices.get((layer, site), SiteChoice(0.0)) for site in sites}
+        rules[key] = SiteRule(offset=offset, channel_weights=torch.exp(-relative), sparsity=sparsities[key])
+    return rules

@@ -7,109 +7,94 @@ dense prefill sees (design, protocol `decode`). After each block its rows and th
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
 from sparsepack.calibrate.collectors import histogram
-from sparsepack.files.resume import Unfinished
+from sparsepack.files.resume import ResumeState
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import SiteFunction, site_hooks
-from sparsepack.models.rule import SitePolicy, sparsify
+from sparsepack.models.rule import Rules, SiteKey, SiteRule, sparsify
 from sparsepack.progress import progress
-from sparsepack.sparsity.allocation import SiteChoice, SiteKey
-from sparsepack.sparsity.thresholds import SiteThreshold
+from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
-Chooser = Callable[[int, BlockStream], Mapping[str, SiteChoice]]
-"""(layer, stream with that block loaded) -> what each site of the block gets; called in order of execution.
+Chooser = Callable[[int, BlockStream], Mapping[str, SiteRule]]
+"""(layer, stream with that block loaded) -> each site's rule, but for its threshold; called in order of execution.
 
 A run that goes on calls it for the blocks that are not finished.
 """
 
-_VECTORS = ("channel_weights", "offset")
-
 
 def sequential_thresholds(
-    stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int, unfinished: Unfinished
-) -> list[SiteThreshold]:
-    """Thresholds of all sites so that each realises its choice's sparsity on `windows` [N, S]."""
+    stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int, resume: ResumeState
+) -> dict[SiteKey, SiteRule]:
+    """Rules of all sites so that each realises its target sparsity on `windows` [N, S]."""
     layers, batches = stream.checkpoint.layers, -(-len(windows) // batch)
-    rows, hidden = finished_rows(unfinished), unfinished.hidden()
+    rules, hidden = finished_rules(resume), resume.hidden()
     if hidden is None:
         hidden = stream.embed(windows)
-    done = len(rows) // len(SITES)
+    done = len(rules) // len(SITES)
     with progress("thresholds", layers * batches, done * batches) as advance:
         for layer in range(done, layers):
             stream.load(layer)
-            found = _block_thresholds(stream, layer, hidden, choose(layer, stream), batch)
-            rows += found
-            policies = {(row.layer, row.site): row.policy() for row in found}
+            found = _block_rules(stream, layer, hidden, choose(layer, stream), batch)
+            rules |= found
             outputs = []
-            with sparse_second_half(stream, layer, policies):
+            with sparse_second_half(stream, layer, found):
                 for part in torch.split(hidden, batch):
                     outputs.append(stream(part).cpu())
                     advance()
             hidden = torch.cat(outputs)
-            unfinished.save_block(layer, row_tensors(found), hidden)
-    return rows
+            save_rules(resume, layer, rules, hidden)
+    return rules
 
 
-def row_tensors(rows: Sequence[SiteThreshold]) -> dict[str, torch.Tensor]:
-    """A block's rows as an unfinished run keeps them: numbers in float64, vectors where a row has them."""
-    tensors = {}
-    for row in rows:
-        numbers = (row.sparsity, row.threshold, row.realised)
-        tensors[f"{row.site}.numbers"] = torch.tensor(numbers, dtype=torch.float64)
-        for name in _VECTORS:
-            vector = getattr(row, name)
-            if vector is not None:
-                tensors[f"{row.site}.{name}"] = vector
-    return tensors
+def save_rules(resume: ResumeState, layer: int, rules: Rules, hidden: torch.Tensor | None = None) -> None:
+    """Keep the rules found up to block `layer`."""
+    resume.save_block(layer, {}, hidden, rules=rules_to_json(rules))
 
 
-def finished_rows(unfinished: Unfinished) -> list[SiteThreshold]:
-    """The rows of all finished blocks, one for each site."""
-    rows = []
-    for layer, tensors in enumerate(unfinished.blocks()):
-        for site in SITES:
-            sparsity, threshold, realised = tensors[f"{site}.numbers"].tolist()
-            vectors = (tensors.get(f"{site}.{name}") for name in _VECTORS)
-            rows.append(SiteThreshold(layer, site, sparsity, threshold, realised, *vectors))
-    return rows
+def finished_rules(resume: ResumeState) -> dict[SiteKey, SiteRule]:
+    """The rules of all sites of the finished blocks."""
+    return rules_of_json(resume.state.get("rules", []), str(resume.path))
 
 
-def _block_thresholds(
-    stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteChoice], batch: int
-) -> list[SiteThreshold]:
-    rows: list[SiteThreshold] = []
+def _block_rules(
+    stream: BlockStream, layer: int, hidden: torch.Tensor, choices: Mapping[str, SiteRule], batch: int
+) -> dict[SiteKey, SiteRule]:
+    rules: dict[SiteKey, SiteRule] = {}
     for site in SITES:
         choice = choices[site]
         if choice.sparsity == 0:
-            rows.append(SiteThreshold(layer, site, 0.0, 0.0, 0.0))
+            rules[layer, site] = SiteRule()
             continue
-        policies = {(row.layer, row.site): row.policy() for row in rows}
-        counts = _score_counts(stream, (layer, site), torch.split(hidden, batch), choice, policies)
-        threshold = histogram.quantile(counts, choice.sparsity)
-        realised = histogram.share_at_most(counts, threshold)
-        vectors = (choice.channel_weights, choice.offset)
-        rows.append(SiteThreshold(layer, site, choice.sparsity, threshold, realised, *vectors))
-    return rows
+        counts = _score_counts(stream, (layer, site), torch.split(hidden, batch), choice, rules)
+        rules[layer, site] = at_quantile(choice, counts)
+    return rules
+
+
+def at_quantile(choice: SiteRule, counts: torch.Tensor) -> SiteRule:
+    """The rule with the threshold at which scores counted so realise its target."""
+    threshold = histogram.quantile(counts, choice.sparsity)
+    return replace(choice, threshold=threshold, realised=histogram.share_at_most(counts, threshold))
 
 
 def _score_counts(
     stream: BlockStream,
     key: SiteKey,
     batches: Sequence[torch.Tensor],
-    choice: SiteChoice,
-    policies: Mapping[SiteKey, SitePolicy | None],
+    choice: SiteRule,
+    rules: Rules,
 ) -> torch.Tensor:
-    """Histogram of the score at one site of the loaded block, the sites before it sparse by `policies`."""
+    """Histogram of the score at one site of the loaded block, the sites before it sparse by `rules`."""
     layer, site = key
     counts = torch.zeros(histogram.BINS, dtype=torch.int64)
 
     def observe(_: int, at: str, x: torch.Tensor) -> torch.Tensor:
         if at != site:
-            return halved(x, policies.get((layer, at)))
+            return sparsify_second_half(x, rules.get((layer, at)))
         counts.add_(histogram.count(score(second_half(x), choice)).cpu())
         raise _Reached
 
@@ -120,7 +105,7 @@ def _score_counts(
     return counts
 
 
-def score(x: torch.Tensor, choice: SiteChoice) -> torch.Tensor:
+def score(x: torch.Tensor, choice: SiteRule) -> torch.Tensor:
     """|x_j - offset_j| * c_j in float32: [..., columns]."""
     shifted = x.float() if choice.offset is None else x.float() - choice.offset.to(x.device)
     return shifted.abs() if choice.channel_weights is None else shifted.abs() * choice.channel_weights.to(x.device)
@@ -131,19 +116,17 @@ def second_half(x: torch.Tensor) -> torch.Tensor:
     return x[:, x.shape[1] // 2 :]
 
 
-def halved(x: torch.Tensor, policy: SitePolicy | None) -> torch.Tensor:
+def sparsify_second_half(x: torch.Tensor, rule: SiteRule | None) -> torch.Tensor:
     """x [B, S, columns] with its second half sparsified."""
-    if policy is None:
+    if rule is None or rule.dense:
         return x
-    return torch.cat([x[:, : x.shape[1] // 2], sparsify(second_half(x), policy.to(x.device))], 1)
+    return torch.cat([x[:, : x.shape[1] // 2], sparsify(second_half(x), rule.to(x.device))], 1)
 
 
 @contextmanager
-def sparse_second_half(
-    stream: BlockStream, layer: int, policies: Mapping[SiteKey, SitePolicy | None]
-) -> Iterator[None]:
-    """Within the context the loaded block runs the second half of every window by `policies`."""
-    function: SiteFunction = lambda at, site, x: halved(x, policies.get((at, site)))  # noqa: E731
+def sparse_second_half(stream: BlockStream, layer: int, rules: Rules) -> Iterator[None]:
+    """Within the context the loaded block runs the second half of every window by `rules`."""
+    function: SiteFunction = lambda at, site, x: sparsify_second_half(x, rules.get((at, site)))  # noqa: E731
     with site_hooks([(layer, stream.block)], stream.checkpoint.family, function):
         yield
 

@@ -13,7 +13,7 @@ from sparsepack.calibrate.collectors import histogram
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.sparsity.allocation import SiteChoice, SiteKey
+from sparsepack.models.rule import SiteKey, SiteRule
 from sparsepack.sparsity.sequential import score, second_half
 
 STEP = 0.025
@@ -28,7 +28,7 @@ def greedy_sparsities(
     hidden: torch.Tensor,
     weights: Mapping[SiteKey, float],
     target: float,
-    base: Mapping[str, SiteChoice],
+    base: Mapping[str, SiteRule],
 ) -> dict[str, float]:
     """Sparsity of each site of the loaded block, target on average by parameters.
 
@@ -60,7 +60,7 @@ def run_at(
     layer: int,
     hidden: torch.Tensor,
     sparsities: Mapping[str, float],
-    base: Mapping[str, SiteChoice],
+    base: Mapping[str, SiteRule],
 ) -> torch.Tensor:
     """The loaded block's output [N, S, H] with thresholds taken from this very input, upstream sites sparse."""
 

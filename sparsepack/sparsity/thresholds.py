@@ -1,4 +1,4 @@
-"""The thresholds table: one row per site, as JSON that can be printed, edited and passed to `pack` and `eval`.
+"""The thresholds table: the rule of every site, as JSON that can be printed, edited and passed to `pack` and `eval`.
 
 Per row: layer, site, target sparsity, threshold t, the share that fell at or under it on the calibration text, and
 where the allocation found them, the channel weights c (score = |x_j - offset_j| * c_j) and the offsets. These two are
@@ -8,7 +8,7 @@ vectors, so they are kept as base64 of little-endian float32; editing a threshol
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,33 +20,10 @@ from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import atomic_file
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import Rules, SiteKey, SiteRule
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class SiteThreshold:
-    """A row: `sparsity` is the target, `realised` what the calibration text gave; vectors are float32 [columns]."""
-
-    layer: int
-    site: str
-    sparsity: float
-    threshold: float
-    realised: float
-    channel_weights: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
-
-    def policy(self) -> SitePolicy | None:
-        """The rule a runtime follows; None where the site stays dense."""
-        if self.sparsity == 0 and self.threshold == 0 and self.offset is None:
-            return None
-        threshold = torch.tensor(self.threshold, dtype=torch.float32)
-        if self.channel_weights is not None:
-            # A channel whose weight is zero never matters: its threshold is infinite, also where t is zero.
-            weights = self.channel_weights.float()
-            threshold = torch.where(weights > 0, threshold / weights, torch.inf)
-        return SitePolicy(threshold, self.offset)
+_VECTORS = ("channel_weights", "offset")
 
 
 @dataclass(frozen=True)
@@ -63,48 +40,39 @@ class Thresholds:
     criterion: str
     sparsity: float
     upstream: str
-    rows: tuple[SiteThreshold, ...]
-
-    def policies(self) -> dict[tuple[int, str], SitePolicy | None]:
-        """(layer, site) -> policy."""
-        return {(row.layer, row.site): row.policy() for row in self.rows}
+    rules: Rules
 
     def check_model(self, checkpoint: Checkpoint) -> None:
-        """Raise `ThresholdsError` unless the table is of that model and has a row for every site."""
+        """Raise `ThresholdsError` unless the table is of that model and has a rule for every site."""
         if self.model_sha256 != checkpoint.sha256:
             raise ThresholdsError(
                 f"{checkpoint.name}: the thresholds are of another model ({self.model_sha256[:12]}, this one is "
                 f"{checkpoint.sha256[:12]}); make them from a calibration of this model"
             )
         expected = {(layer, site) for layer in range(checkpoint.layers) for site in SITES}
-        found = {(row.layer, row.site) for row in self.rows}
-        if found != expected or len(self.rows) != len(expected):
-            wrong = sorted(f"blk.{layer}.{site}" for layer, site in expected ^ found) or ["a row that stands twice"]
-            raise ThresholdsError(f"{checkpoint.name}: the table does not have one row for every site: {wrong[0]}")
-        for row in self.rows:
-            columns = checkpoint.stacked_shape(row.site)[1]
-            for name in ("channel_weights", "offset"):
-                vector = getattr(row, name)
+        if self.rules.keys() != expected:
+            wrong = min(f"blk.{layer}.{site}" for layer, site in expected ^ self.rules.keys())
+            raise ThresholdsError(f"{checkpoint.name}: the table does not have one row for every site: {wrong}")
+        for (layer, site), rule in self.rules.items():
+            columns = checkpoint.stacked_shape(site)[1]
+            for name in _VECTORS:
+                vector = getattr(rule, name)
                 if vector is not None and len(vector) != columns:
                     raise ThresholdsError(
-                        f"layer {row.layer}, {row.site}: {name} has {len(vector)} channels, the model {columns}"
+                        f"layer {layer}, {site}: {name} has {len(vector)} channels, the model {columns}"
                     )
 
     def summary(self) -> dict[str, Any]:
         """The table without its vectors, JSON-able: for manifests and reports."""
         value = self.to_json()
         for row in value["rows"]:
-            row["channel_weights"] = row["channel_weights"] is not None
-            row["offset"] = row["offset"] is not None
+            row |= {name: row[name] is not None for name in _VECTORS}
         return value
 
     def to_json(self) -> dict[str, Any]:
         """The whole table as JSON-able values."""
-        rows = [
-            {**vars(row), "channel_weights": _encoded(row.channel_weights), "offset": _encoded(row.offset)}
-            for row in self.rows
-        ]
-        return {"schema": SCHEMA, "kind": "thresholds", **{**vars(self), "rows": rows}}
+        head = {name: value for name, value in vars(self).items() if name != "rules"}
+        return {"schema": SCHEMA, "kind": "thresholds", **head, "rows": rules_to_json(self.rules)}
 
     def write(self, path: Path, overwrite: bool = False) -> None:
         """Write as JSON, one row a line, whole or not at all."""
@@ -133,11 +101,37 @@ def read_thresholds(path: Path) -> Thresholds:
     return Thresholds(
         **head,
         sparsity=float(_field(value, "sparsity", float, str(path))),
-        rows=tuple(_row(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)),
+        rules=rules_of_json(rows, str(path)),
     )
 
 
-def _row(row: Any, where: str) -> SiteThreshold:
+def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
+    """The one form in which rules are kept outside of artifacts: a JSON-able row each, exact."""
+    return [
+        {
+            "layer": layer,
+            "site": site,
+            "sparsity": rule.sparsity,
+            "threshold": rule.threshold,
+            "realised": rule.realised,
+            **{name: _encoded(getattr(rule, name)) for name in _VECTORS},
+        }
+        for (layer, site), rule in rules.items()
+    ]
+
+
+def rules_of_json(rows: Sequence[Any], where: str) -> dict[SiteKey, SiteRule]:
+    """The inverse of `rules_to_json`. Raises `ThresholdsError` naming the row and field that is wrong."""
+    rules: dict[SiteKey, SiteRule] = {}
+    for number, row in enumerate(rows, 1):
+        key, rule = _rule(row, f"{where}, row {number}")
+        if key in rules:
+            raise ThresholdsError(f"{where}, row {number}: layer {key[0]}, {key[1]}: a row that stands twice")
+        rules[key] = rule
+    return rules
+
+
+def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
     layer, site = _field(row, "layer", int, where), _field(row, "site", str, where)
     if site not in SITES:
         raise ThresholdsError(f"{where}: site {site!r}; expected one of {', '.join(SITES)}")
@@ -146,8 +140,8 @@ def _row(row: Any, where: str) -> SiteThreshold:
         raise ThresholdsError(
             f"{where}: sparsity {sparsity}, threshold {threshold}; expected 0 <= sparsity < 1, threshold >= 0"
         )
-    vectors = (_vector(row, name, where) for name in ("channel_weights", "offset"))
-    return SiteThreshold(layer, site, float(sparsity), float(threshold), float(realised), *vectors)
+    vectors = {name: _vector(row, name, where) for name in _VECTORS}
+    return (layer, site), SiteRule(float(threshold), sparsity=float(sparsity), realised=float(realised), **vectors)
 
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {

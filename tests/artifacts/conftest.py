@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from models_for_tests import SMALL, make_model
-from small_policies import policies
+from small_rules import rules
 
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -28,5 +28,5 @@ def zigzag_files(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.Te
 
     folder = tmp_path_factory.mktemp("zigzag")
     for name, checkpoint in checkpoints.items():
-        write_zigzag(checkpoint, policies(checkpoint), folder / f"{name}.gguf")
+        write_zigzag(checkpoint, rules(checkpoint), folder / f"{name}.gguf")
     return {name: folder / f"{name}.gguf" for name in checkpoints}

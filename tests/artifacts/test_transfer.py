@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from codec_cases import relative_error
-from small_policies import policies
+from small_rules import rules
 
 from sparsepack.artifacts import transfer
 from sparsepack.artifacts.gguf import plain as plain_gguf
@@ -90,14 +90,14 @@ def test_threads_write_what_one_writes(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     checkpoint = checkpoints[name]
-    write_zigzag(checkpoint, policies(checkpoint), tmp_path / "1.zigzag")
+    write_zigzag(checkpoint, rules(checkpoint), tmp_path / "1.zigzag")
     write_plain(checkpoint, tmp_path / "1.plain", type="bf16")
     for module in (zigzag_gguf, plain_gguf):
         monkeypatch.setattr(module, "tensors_at_once", lambda device: 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # encoders on the CPU are not made to run side by side
     try:
-        write_zigzag(checkpoint, policies(checkpoint), tmp_path / "3.zigzag")
+        write_zigzag(checkpoint, rules(checkpoint), tmp_path / "3.zigzag")
         write_plain(checkpoint, tmp_path / "3.plain", type="bf16")
     finally:
         torch.set_num_threads(threads)
@@ -115,7 +115,7 @@ def test_a_cuda_device_packs_what_the_cpu_packs(
     monkeypatch.setattr(transfer, "PIECE", piece)
     checkpoint = checkpoints[name]
     for device in ("cpu", "cuda"):
-        write_zigzag(checkpoint, policies(checkpoint), tmp_path / f"{device}.zigzag", device=device)
+        write_zigzag(checkpoint, rules(checkpoint), tmp_path / f"{device}.zigzag", device=device)
         for kind in ("bf16", "q4_k"):
             if (kind, name) != ("q4_k", "odd"):  # whose widths plain Q4_K refuses
                 write_plain(checkpoint, tmp_path / f"{device}.{kind}", type=kind, device=device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import random_model, stock_model, with_policies
+from packed_models import random_model, stock_model, with_rules
 
 from sparsepack.bench import decode, machine, traffic
 from sparsepack.bench.decode import BenchSettings, bench_decode
@@ -34,7 +34,7 @@ def _small_array(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def sparse_model() -> PackedModel:
     packed = random_model("llama")
-    return with_policies(packed, stock_model(packed), TEXT, [0])
+    return with_rules(packed, stock_model(packed), TEXT, [0])
 
 
 @cache

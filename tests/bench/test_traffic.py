@@ -8,7 +8,7 @@ from packed_models import random_model, stock_model
 
 from sparsepack.bench.traffic import bytes_per_token, parameters, realised_sparsity, stored_bytes
 from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import SiteRule
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"])
@@ -43,10 +43,10 @@ def test_inactive_columns_are_not_read() -> None:
     assert realised_sparsity(packed, activity) == pytest.approx(saved / (2 * 144 * (64 * 4 + 172)))
 
 
-def test_biases_and_policies_are_read_too() -> None:
+def test_biases_and_rules_are_read_too() -> None:
     packed = random_model("qwen2, biases, tied")
     before = bytes_per_token(packed, {})
-    site = dataclasses.replace(packed.layers[0].sites["attn_in"], policy=SitePolicy(torch.zeros(()), torch.zeros(64)))
+    site = dataclasses.replace(packed.layers[0].sites["attn_in"], rule=SiteRule(torch.zeros(()), torch.zeros(64)))
     assert bytes_per_token(_with_first_site(packed, site), {}) - before == 4 + 64 * 4
     bare = dataclasses.replace(packed.layers[0].sites["attn_in"], bias=None)
     assert before - bytes_per_token(_with_first_site(packed, bare), {}) == (64 + 16 + 16) * 4

@@ -127,7 +127,7 @@ def _calibrate_until_killed(monkeypatch, where, name, dies, *arguments) -> None:
 def test_a_killed_run_goes_on_and_ends_the_same(
     small, text, tmp_path, monkeypatch, uninterrupted, blocks_read, block, when
 ):
-    save = run._Unfinished.save
+    save = run._Resume.save
 
     def dies(self, layer, *rest):
         if layer == block and when.startswith("before"):
@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
         if layer == block:
             raise Killed
 
-    _calibrate_until_killed(monkeypatch, run._Unfinished, "save", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, run._Resume, "save", dies, small, text, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)
@@ -170,12 +170,12 @@ from models_for_tests import TEXT
 from sparsepack.calibrate import run
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint import open_checkpoint
-save = run._Unfinished.save
+save = run._Resume.save
 def dies(self, layer, *rest):
     save(self, layer, *rest)
     if layer == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-run._Unfinished.save = dies
+run._Resume.save = dies
 text = Text("topics", (TEXT[:6000],), "topics")
 run.calibrate(open_checkpoint(sys.argv[1]), text, Path(sys.argv[2]), run.CalibrateOptions(context=48, samples=6))
 """
@@ -198,13 +198,13 @@ def test_a_run_ended_by_sigkill_goes_on_and_ends_the_same(small, text, tmp_path,
     [{"seed": 1}, {"sinks": 2}, {"samples": 5}, {"batch": 1}, {"context": 32}, {"dtype": "bfloat16"}, {"text": 1}],
 )
 def test_the_state_of_other_settings_is_not_used(small, text, tmp_path, monkeypatch, blocks_read, other):
-    save = run._Unfinished.save
+    save = run._Resume.save
 
     def dies(self, layer, *rest):
         save(self, layer, *rest)
         raise Killed
 
-    _calibrate_until_killed(monkeypatch, run._Unfinished, "save", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, run._Resume, "save", dies, small, text, tmp_path / "c")
     blocks_read.clear()
     changed = Text("topics", (TEXT[3000:9000],), "others") if other.pop("text", 0) else text
     calibrate(small, changed, tmp_path / "c", replace(OPTIONS, **other))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from sparsepack.cli.main import main
+from sparsepack.cli import main
 from sparsepack.cli.options import emit
 from sparsepack.errors import OutputError
 from tests.models_for_tests import make_model
@@ -263,7 +263,7 @@ def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
 def test_a_standard_output_that_is_full_is_one_line(tiny: Path) -> None:
-    command = [sys.executable, "-m", "sparsepack.cli.main", "inspect", str(tiny / "m.gguf")]
+    command = [sys.executable, "-m", "sparsepack.cli", "inspect", str(tiny / "m.gguf")]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1

@@ -101,7 +101,7 @@ def test_the_protocol_asked_for_is_the_one_used(made, protocol):
     assert bool(result["perplexity"][0]["realised_sparsity"]["sites"]) == (protocol != "dense")
 
 
-def test_a_zigzag_artifact_is_its_own_weights_and_policies(made):
+def test_a_zigzag_artifact_is_its_own_weights_and_rules(made):
     """Dequantised weights differ from the source's; thresholds and tokens are the same."""
     artifact, table = str(made / "m.gguf"), made / "t.json"
     packed = evaluate(replace(TINY, subject=artifact, against="shipped:tiny", windows=8))
@@ -116,12 +116,12 @@ def test_a_zigzag_artifact_is_its_own_weights_and_policies(made):
     assert ours["realised_sparsity"]["overall"] == pytest.approx(theirs["realised_sparsity"]["overall"], abs=0.02)
 
 
-def test_an_artifact_keeps_policies_bit_for_bit_and_norms_too(made):
+def test_an_artifact_keeps_rules_bit_for_bit_and_norms_too(made):
     subject, source = open_subject(str(made / "m.gguf")), open_checkpoint("shipped:tiny")
     table = open_subject("shipped:tiny", _table(made))
-    assert subject.policies.keys() == table.policies.keys()
-    for key, policy in table.policies.items():
-        assert torch.equal(subject.policies[key].threshold, policy.threshold)
+    assert subject.rules.keys() == table.rules.keys()
+    for key, rule in table.rules.items():
+        assert torch.equal(subject.rules[key].threshold, rule.limits)
     assert torch.equal(subject.model.model.norm.weight, source.tensor("model.norm.weight").float())
     weight = source.tensor("model.layers.0.self_attn.q_proj.weight").float()
     error = (subject.model.model.layers[0].self_attn.q_proj.weight - weight).norm() / weight.norm()

@@ -13,8 +13,9 @@ from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
+from sparsepack.models.rule import SiteRule
 from sparsepack.models.windows import rolling_windows
-from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds
+from sparsepack.sparsity.thresholds import Thresholds
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def dense(tiny):
 
 @pytest.fixture(scope="module")
 def sparse(tiny):
-    rows = tuple(SiteThreshold(layer, site, 0.4, 0.2, 0.4) for layer in range(tiny.layers) for site in SITES)
+    rule = SiteRule(0.2, sparsity=0.4, realised=0.4)
+    rows = {(layer, site): rule for layer in range(tiny.layers) for site in SITES}
     return open_subject(tiny.name, Thresholds(tiny.sha256, "", "uniform", "magnitude", 0.4, "sparse", rows))
 
 
@@ -43,11 +45,11 @@ def plain_nll(subject, inputs, targets, sparse_from):
     """Mean over rows of NLL [S], positions from `sparse_from` masked by hand."""
 
     def by_hand(layer, site, x):
-        policy = subject.policies.get((layer, site))
-        if policy is None:
+        rule = subject.rules.get((layer, site))
+        if rule is None:
             return None
         x = x.clone()
-        x[:, sparse_from:][x[:, sparse_from:].abs() <= policy.threshold] = 0
+        x[:, sparse_from:][x[:, sparse_from:].abs() <= rule.limits] = 0
         return x
 
     with torch.inference_mode(), site_hooks(list(enumerate(subject.model.model.layers)), subject.family, by_hand):

@@ -8,7 +8,7 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import SiteRule
 from sparsepack.models.whole import load_model
 
 IDS = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))
@@ -16,19 +16,19 @@ IDS = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def sparse_model(request, tmp_path_factory):
-    """A random model (the second with a sliding window), and a policy of each kind at its sites; one stays dense."""
+    """A random model (the second with a sliding window), and a rule of each kind at its sites; one stays dense."""
     changes = {"sliding_window": 6} if request.param == "mistral" else {}
     checkpoint = open_checkpoint(make_model(tmp_path_factory.mktemp("m") / "m", request.param, **changes))
     model, generator = load_model(checkpoint), torch.Generator().manual_seed(1)
-    policies = {}
+    rules = {}
     for layer in range(2):
         for number, site in enumerate(SITES):
             columns = checkpoint.stacked_shape(site)[1]
             threshold = torch.tensor(0.4) if number % 2 else torch.rand(columns, generator=generator)
             offset = 0.1 * torch.randn(columns, generator=generator) if number == 3 else None
-            policies[layer, site] = SitePolicy(threshold, offset)
-    policies[1, "attn_out"] = None
-    return model, checkpoint.family, policies
+            rules[layer, site] = SiteRule(threshold, offset)
+    rules[1, "attn_out"] = SiteRule()
+    return model, checkpoint.family, rules
 
 
 @pytest.fixture
@@ -42,15 +42,15 @@ def starts(*values):
 
 def deployed(sparse_model, ids, sparse_from):
     """Logits [S, V] and inactive shares as deployment makes them: dense prefill into a cache, then sparse steps."""
-    model, family, policies = sparse_model
-    counts = {key: [0, 0] for key, policy in policies.items() if policy is not None}
+    model, family, rules = sparse_model
+    counts = {key: [0, 0] for key, rule in rules.items() if not rule.dense}
 
     def by_hand(layer, site, x):
-        policy = policies[layer, site]
-        if policy is None:
+        rule = rules[layer, site]
+        if rule.dense:
             return None
-        offset = torch.zeros_like(x) if policy.offset is None else policy.offset.expand_as(x)
-        active = (x - offset).abs() > policy.threshold
+        offset = torch.zeros_like(x) if rule.offset is None else rule.offset.expand_as(x)
+        active = (x - offset).abs() > rule.limits
         counts[layer, site][0] += int((~active).sum())
         counts[layer, site][1] += x.numel()
         return active * x + ~active * offset
@@ -128,7 +128,7 @@ def test_counts_add_up_until_they_are_reset(scorer):
     assert scorer.realised() == {}
 
 
-def test_without_policies_it_is_the_stock_model(sparse_model):
+def test_without_rules_it_is_the_stock_model(sparse_model):
     model, family, _ = sparse_model
     plain = SparseScorer(model, family, {}, context=64)
     with torch.inference_mode():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from sparsepack.files.parallel import side_by_side
+from sparsepack.files.parallel import parallel_map
 
 AT_ONCE = [1, 2, 5]
 
@@ -28,14 +28,14 @@ def slow_first(item: int) -> int:
 @pytest.mark.parametrize("at_once", AT_ONCE)
 def test_results_come_in_the_order_of_the_items(at_once):
     seen = []
-    found = side_by_side(slow_first, range(20), at_once, lambda: seen.append(None))
+    found = parallel_map(slow_first, range(20), at_once, lambda: seen.append(None))
     assert found == [n * n for n in range(20)]
     assert len(seen) == 20
-    assert side_by_side(slow_first, [], at_once, lambda: None) == []
+    assert parallel_map(slow_first, [], at_once, lambda: None) == []
 
 
 def test_one_at_a_time_stays_in_the_callers_thread():
-    assert side_by_side(lambda _: threading.get_ident(), range(3), 1, lambda: None) == [threading.get_ident()] * 3
+    assert parallel_map(lambda _: threading.get_ident(), range(3), 1, lambda: None) == [threading.get_ident()] * 3
 
 
 def test_as_many_are_begun_as_asked_and_no_more():
@@ -50,7 +50,7 @@ def test_as_many_are_begun_as_asked_and_no_more():
         with lock:
             now -= 1
 
-    side_by_side(work, range(9), 3, lambda: None)
+    parallel_map(work, range(9), 3, lambda: None)
     assert most == 3
 
 
@@ -66,7 +66,7 @@ def test_the_first_error_in_order_is_raised_and_what_is_not_begun_dropped(at_onc
             raise kind(str(item))
 
     with pytest.raises(kind, match="3"):
-        side_by_side(work, range(1000), at_once, lambda: None)
+        parallel_map(work, range(1000), at_once, lambda: None)
     assert len(begun) < 50
 
 
@@ -82,7 +82,7 @@ def test_an_error_in_what_follows_a_result_drops_the_rest_too(at_once):
         raise OSError("told")
 
     with pytest.raises(OSError, match="told"):
-        side_by_side(work, range(1000), at_once, fail)
+        parallel_map(work, range(1000), at_once, fail)
     assert len(begun) < 50
 
 
@@ -96,5 +96,5 @@ def test_ctrl_c_reaches_whoever_waits_for_the_threads():
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(work, range(1000), 2, lambda: None)
+        parallel_map(work, range(1000), 2, lambda: None)
     assert len(begun) < 50

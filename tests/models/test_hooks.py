@@ -7,7 +7,7 @@ from model_variants import FOLDERS
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SitePolicy, active_channels, sparsify
+from sparsepack.models.rule import SiteRule, active_channels, sparsify
 from sparsepack.models.whole import load_model
 
 IDS = torch.arange(20).reshape(2, 10)
@@ -67,23 +67,23 @@ def _interrupted(layer, site, x):
 
 def test_a_channel_is_active_strictly_above_its_threshold():
     x = torch.tensor([[-0.5, 0.5, 0.6, 0.0], [-0.7, 0.4, -0.5, 2.0]])
-    assert active_channels(x, SitePolicy(torch.tensor(0.5))).tolist() == [
+    assert active_channels(x, SiteRule(torch.tensor(0.5))).tolist() == [
         [False, False, True, False],
         [True, False, False, True],
     ]
     each = torch.tensor([0.6, 0.0, torch.inf, 0.0])
-    assert active_channels(x, SitePolicy(each)).tolist() == [[False, True, False, False], [True, True, False, True]]
-    assert torch.equal(sparsify(x, SitePolicy(each)), torch.tensor([[0, 0.5, 0, 0], [-0.7, 0.4, 0, 2.0]]))
+    assert active_channels(x, SiteRule(each)).tolist() == [[False, True, False, False], [True, True, False, True]]
+    assert torch.equal(sparsify(x, SiteRule(each)), torch.tensor([[0, 0.5, 0, 0], [-0.7, 0.4, 0, 2.0]]))
 
 
 def test_an_inactive_channel_stands_at_its_offset():
     x = torch.tensor([[1.0, -1.0, 3.0]])
-    policy = SitePolicy(torch.tensor(0.5), torch.tensor([1.25, 0.0, 2.75]))
-    assert torch.equal(sparsify(x, policy), torch.tensor([[1.25, -1.0, 2.75]]))
+    rule = SiteRule(torch.tensor(0.5), torch.tensor([1.25, 0.0, 2.75]))
+    assert torch.equal(sparsify(x, rule), torch.tensor([[1.25, -1.0, 2.75]]))
 
 
 def test_thresholds_are_compared_in_float32_whatever_the_input_is():
     """In bfloat16 this threshold would round to the value itself."""
     x = torch.tensor([[0.5]], dtype=torch.bfloat16)
-    assert active_channels(x, SitePolicy(torch.tensor(0.5 - 1e-6))).item()
-    assert sparsify(x, SitePolicy(torch.tensor(0.5), torch.tensor([0.1]))).dtype == torch.bfloat16
+    assert active_channels(x, SiteRule(torch.tensor(0.5 - 1e-6))).item()
+    assert sparsify(x, SiteRule(torch.tensor(0.5), torch.tensor([0.1]))).dtype == torch.bfloat16

@@ -15,7 +15,7 @@ from sparsepack.models.architecture import architecture_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.models.rule import SitePolicy, sparsify
+from sparsepack.models.rule import SiteRule, sparsify
 from sparsepack.models.whole import build_model
 
 SMALL = {
@@ -151,20 +151,20 @@ class Sparsifier:
     def __call__(self, layer: int, site: str, x: Tensor) -> Tensor:
         sparse = x[:, self.sparse_from :]
         self.inputs[layer, site] = sparse[0]
-        policy = self.packed.layers[layer].sites[site].policy
-        return x if policy is None else torch.cat([x[:, : self.sparse_from], sparsify(sparse, policy)], dim=1)
+        rule = self.packed.layers[layer].sites[site].rule
+        return x if rule is None else torch.cat([x[:, : self.sparse_from], sparsify(sparse, rule)], dim=1)
 
 
 def stock_logits(model: Any, packed: PackedModel, ids: list[int], sparse_from: int) -> tuple[Tensor, Sparsifier]:
-    """Teacher-forced logits [S, V] of the stock model, sparsified by the packed model's policies."""
+    """Teacher-forced logits [S, V] of the stock model, sparsified by the packed model's rules."""
     watch = Sparsifier(packed, sparse_from)
     blocks = list(enumerate(model.model.layers))
     with torch.no_grad(), site_hooks(blocks, FAMILIES[packed.architecture.model_type], watch):
         return model(torch.tensor([ids])).logits[0], watch
 
 
-def with_policies(packed: PackedModel, model: Any, ids: list[int], starts: list[int], seed: int = 0) -> PackedModel:
-    """The model with a policy at every site but one, about half of the channels active on `ids`.
+def with_rules(packed: PackedModel, model: Any, ids: list[int], starts: list[int], seed: int = 0) -> PackedModel:
+    """The model with a rule at every site but one, about half of the channels active on `ids`.
 
     Kinds alternate: a scalar threshold, a threshold per channel, either with an offset. Each threshold lies amid a
     gap of the scores that the stock model really has, sparse from any of `starts`, so that the last bit of an input
@@ -181,8 +181,8 @@ def with_policies(packed: PackedModel, model: Any, ids: list[int], starts: list[
             offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if kind % 3 == 1 else None
             d = x if offset is None else x - offset
             cost = 0.5 + torch.rand(x.shape[1], generator=generator) if kind % 2 else torch.ones(())
-            policy = SitePolicy(_amid_a_gap(d.abs() * cost) / cost, offset)
-            packed = _with_policy(packed, layer, site, policy)
+            rule = SiteRule(_amid_a_gap(d.abs() * cost) / cost, offset)
+            packed = _with_rule(packed, layer, site, rule)
     return packed
 
 
@@ -194,9 +194,9 @@ def _amid_a_gap(scores: Tensor) -> Tensor:
     return (middle[widest] + middle[widest + 1]) / 2
 
 
-def _with_policy(packed: PackedModel, layer: int, site: str, policy: SitePolicy) -> PackedModel:
+def _with_rule(packed: PackedModel, layer: int, site: str, rule: SiteRule) -> PackedModel:
     old = packed.layers[layer]
-    sites = {**old.sites, site: dataclasses.replace(old.sites[site], policy=policy)}
+    sites = {**old.sites, site: dataclasses.replace(old.sites[site], rule=rule)}
     layers = [*packed.layers]
     layers[layer] = dataclasses.replace(old, sites=sites)
     return dataclasses.replace(packed, layers=tuple(layers))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend
-from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_policies
+from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import UserError
@@ -26,7 +26,7 @@ STARTS = [0, 6, 12]
 def models(variant: str) -> tuple[PackedModel, Any]:
     packed = random_model(variant)
     stock = stock_model(packed)
-    return with_policies(packed, stock, IDS, STARTS), stock
+    return with_rules(packed, stock, IDS, STARTS), stock
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
@@ -53,7 +53,7 @@ def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(
     expected, _ = stock_logits(stock, packed, IDS, start)
     dense, _ = stock_logits(stock, packed, IDS, len(IDS))
     assert largest_difference(engine_of(packed, backend).forced(IDS, start), expected) < TOLERANCE[backend]
-    assert largest_difference(expected[start:], dense[start:]) > 2, "the policies change nothing"
+    assert largest_difference(expected[start:], dense[start:]) > 2, "the rules change nothing"
 
 
 @every_backend
@@ -108,7 +108,7 @@ def test_a_prompt_may_come_in_pieces(backend: str) -> None:
 @every_backend
 @pytest.mark.parametrize("by_step", [False, True])
 @pytest.mark.parametrize("variant", ["llama", "qwen3, wide heads, yarn"])
-def test_activity_is_the_share_of_channels_that_the_policies_call_active(
+def test_activity_is_the_share_of_channels_that_the_rules_call_active(
     backend: str, variant: str, by_step: bool
 ) -> None:
     packed, stock = models(variant)
@@ -122,8 +122,8 @@ def test_activity_is_the_share_of_channels_that_the_policies_call_active(
         engine.forced(IDS, 6)
     expected = {}
     for (layer, site), x in inputs.items():
-        policy = packed.layers[layer].sites[site].policy
-        expected[layer, site] = 1.0 if policy is None else float(active_channels(x, policy).double().mean())
+        rule = packed.layers[layer].sites[site].rule
+        expected[layer, site] = 1.0 if rule is None else float(active_channels(x, rule).double().mean())
     assert engine.activity() == pytest.approx(expected, abs=SHARE[backend])
     assert 0.3 < min(expected.values()) < 0.7
 
@@ -164,8 +164,8 @@ def test_thresholds_of_zero_skip_only_zeros(backend: str) -> None:
         dataclasses.replace(
             layer,
             sites={
-                name: dataclasses.replace(site, policy=dataclasses.replace(site.policy, threshold=torch.zeros(())))
-                if site.policy
+                name: dataclasses.replace(site, rule=dataclasses.replace(site.rule, threshold=torch.zeros(())))
+                if site.rule
                 else site
                 for name, site in layer.sites.items()
             },

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsepack.codecs import q4_k, zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
-from sparsepack.models.rule import SitePolicy, active_channels
+from sparsepack.models.rule import SiteRule, active_channels
 from sparsepack.runtime import reference
 from sparsepack.runtime.backends import Operations, open_backend
 from sparsepack.runtime.cpu.dispatch import FORCED
@@ -174,9 +174,9 @@ def test_collect_compares_in_float32(backend: Backend, dtype: torch.dtype) -> No
 
 
 def test_collect_agrees_with_the_policy(backend: Backend) -> None:
-    x, policy = normal(512), SitePolicy(normal(512, seed=1).abs())
-    indices, count = backend.operations.collect(x.to(backend.device), policy.threshold.to(backend.device))
-    assert indices[: int(count)].tolist() == active_channels(x, policy).nonzero()[:, 0].tolist()
+    x, rule = normal(512), SiteRule(normal(512, seed=1).abs())
+    indices, count = backend.operations.collect(x.to(backend.device), rule.limits.to(backend.device))
+    assert indices[: int(count)].tolist() == active_channels(x, rule).nonzero()[:, 0].tolist()
 
 
 # zigzag_gemv and zigzag_matmul
@@ -287,11 +287,11 @@ def test_zigzag_matmul_is_the_whole_product(backend: Backend, shape: tuple[int, 
 
 def test_a_site_with_an_offset_is_a_product_with_the_difference(backend: Backend) -> None:
     matrix, x, offset = packed(300, 128), normal(128, seed=2), normal(128, seed=3)
-    policy = SitePolicy(torch.tensor(0.7), offset)
+    rule = SiteRule(torch.tensor(0.7), offset)
     loaded = backend.operations.load_zigzag(matrix, backend.device)
     constant = backend.operations.zigzag_matmul(loaded, offset[None].to(backend.device))[0].cpu()
-    y = gemv(backend, matrix, x - offset, policy.threshold) + constant
-    expected = torch.where(active_channels(x, policy), x, offset).double() @ decode_matrix(matrix).double().T
+    y = gemv(backend, matrix, x - offset, rule.limits) + constant
+    expected = torch.where(active_channels(x, rule), x, offset).double() @ decode_matrix(matrix).double().T
     assert (y - expected).norm() <= 2 * backend.many.normwise * expected.norm()
 
 

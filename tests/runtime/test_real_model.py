@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import engine_of, every_backend
-from packed_models import stock_logits, with_policies
+from packed_models import stock_logits, with_rules
 from tokenizers import Tokenizer
 
 from sparsepack.artifacts.gguf.zigzag import dequantised, read_zigzag, stock_config, write_zigzag
@@ -30,9 +30,9 @@ def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedMode
     write_zigzag(checkpoint, {}, path)
     dense = read_zigzag(path)
     stock = build_model(stock_config(dense), dequantised(dense))
-    chosen = with_policies(dense, stock, tokens(dense), [START])
-    policies = {(i, name): site.policy for i, layer in enumerate(chosen.layers) for name, site in layer.sites.items()}
-    write_zigzag(checkpoint, policies, path, overwrite=True)
+    chosen = with_rules(dense, stock, tokens(dense), [START])
+    rules = {(i, name): site.rule for i, layer in enumerate(chosen.layers) for name, site in layer.sites.items()}
+    write_zigzag(checkpoint, rules, path, overwrite=True)
     return read_zigzag(path)
 
 

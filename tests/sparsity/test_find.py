@@ -15,8 +15,9 @@ from sparsepack.files.text import read_text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteRule
 from sparsepack.sparsity import teal
-from sparsepack.sparsity.allocation import AllocationOptions, SiteChoice, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
 from sparsepack.sparsity.find import find_thresholds
 
 
@@ -47,7 +48,7 @@ def test_realised_sparsity_is_within_two_points_on_unseen_text_of_the_same_kind(
     # Single sites of the first and last block follow the text more; 8 windows of 512 tokens are few.
     assert sum(abs(value - 0.5) < 0.02 for value in sites.values()) >= 29
     assert max(abs(value - 0.5) for value in sites.values()) < 0.04
-    assert all(row.realised == pytest.approx(0.5, abs=1e-3) for row in table.rows)
+    assert all(row.realised == pytest.approx(0.5, abs=1e-3) for row in table.rules.values())
 
 
 def test_thresholds_taken_on_dense_activations_realise_more_than_nominal(silu, silu_calibration, unseen):
@@ -62,32 +63,32 @@ def test_thresholds_taken_on_dense_activations_realise_more_than_nominal(silu, s
 def test_dense_upstream_thresholds_are_the_calibrations_own_quantiles(small, small_calibration):
     for criterion in ("magnitude", "column-norm"):
         options = AllocationOptions(0.3, upstream="dense", criterion=criterion)
-        for row in find_thresholds(small, small_calibration, options).rows:
-            counts = small_calibration.layers[row.layer].sites[row.site].histograms[criterion]
+        for (layer, site), row in find_thresholds(small, small_calibration, options).rules.items():
+            counts = small_calibration.layers[layer].sites[site].histograms[criterion]
             assert row.threshold == histogram.quantile(counts, 0.3)
             assert (row.channel_weights is None) == (criterion == "magnitude")
 
 
 def test_column_norms_are_those_of_the_stacked_matrix(small, small_calibration):
     table = find_thresholds(small, small_calibration, AllocationOptions(0.5, criterion="column-norm"))
-    for row in table.rows:
-        stacked = small.stacked(row.layer, row.site)[0].float()
+    for key, row in table.rules.items():
+        stacked = small.stacked(*key)[0].float()
         torch.testing.assert_close(row.channel_weights, stacked.norm(dim=0))
 
 
 def test_ignored_sites_stay_dense_and_the_others_are_sparse(small, small_calibration, text):
     options = AllocationOptions(0.5, ignore=("blk.0.*", "*.attn_out"))
     table = find_thresholds(small, small_calibration, options)
-    dense = {key for key, policy in table.policies().items() if policy is None}
+    dense = {key for key, rule in table.rules.items() if rule.dense}
     assert dense == {(0, site) for site in SITES} | {(1, "attn_out"), (2, "attn_out")}
     _, sites = realised(open_subject(small.name, table), windows_of(small, text, 64, 8))
-    assert set(sites) == set(table.policies()) - dense
+    assert set(sites) == set(table.rules) - dense
 
 
 def test_a_target_of_zero_leaves_the_model_dense(small, small_calibration):
     for allocation in ("uniform", "teal", "global"):
         table = find_thresholds(small, small_calibration, AllocationOptions(0.0, allocation=allocation))
-        assert not any(table.policies().values())
+        assert all(rule.dense for rule in table.rules.values())
         assert not open_subject(small.name, table).sparse
 
 
@@ -120,11 +121,11 @@ def test_teal_gives_every_block_the_target_by_parameters(calibrated, kv_heads, u
     table = find_thresholds(checkpoint, calibration, AllocationOptions(0.4, "teal", upstream=upstream))
     sizes = _sizes(kv_heads)
     for layer in range(2):
-        rows = [row for row in table.rows if row.layer == layer]
-        assert [row.site for row in rows] == list(SITES)
-        mean = sum(row.sparsity * sizes[row.site] for row in rows) / sum(sizes.values())
+        rows = {site: rule for (at, site), rule in table.rules.items() if at == layer}
+        assert list(rows) == list(SITES)
+        mean = sum(row.sparsity * sizes[site] for site, row in rows.items()) / sum(sizes.values())
         assert mean == pytest.approx(0.4, abs=1e-6)
-        assert len({row.sparsity for row in rows}) > 1
+        assert len({row.sparsity for row in rows.values()}) > 1
 
 
 @pytest.mark.parametrize("target", [0.94, 0.97])
@@ -134,15 +135,18 @@ def test_teal_reaches_high_targets_too(calibrated, target):
     table = find_thresholds(checkpoint, calibration, AllocationOptions(target, "teal"))
     sizes = _sizes(1)
     for layer in range(2):
-        mean = sum(r.sparsity * sizes[r.site] for r in table.rows if r.layer == layer) / sum(sizes.values())
+        mean = sum(r.sparsity * sizes[site] for (at, site), r in table.rules.items() if at == layer) / sum(
+            sizes.values()
+        )
         assert mean == pytest.approx(target, abs=1e-6)
-        assert all(row.sparsity <= 0.97 for row in table.rows)
+        assert all(row.sparsity <= 0.97 for row in table.rules.values())
 
 
 def test_teal_spends_the_target_on_the_sites_it_may_touch(calibrated):
     checkpoint, calibration = calibrated(4)
     options = AllocationOptions(0.4, "teal", include=("blk.1.attn_in", "blk.1.mlp_mid"))
-    rows = {(row.layer, row.site): row.sparsity for row in find_thresholds(checkpoint, calibration, options).rows}
+    found = find_thresholds(checkpoint, calibration, options).rules
+    rows = {key: rule.sparsity for key, rule in found.items()}
     sizes = _sizes(4)
     chosen = [(1, "attn_in"), (1, "mlp_mid")]
     mean = sum(rows[key] * sizes[key[1]] for key in chosen) / sum(sizes[site] for _, site in chosen)
@@ -152,7 +156,7 @@ def test_teal_spends_the_target_on_the_sites_it_may_touch(calibrated):
 
 @torch.no_grad()
 def test_teal_lowers_the_error_of_real_blocks_at_equal_sparsity(silu, silu_calibration):
-    stream, base = BlockStream(silu), dict.fromkeys(SITES, SiteChoice(0.0))
+    stream, base = BlockStream(silu), dict.fromkeys(SITES, SiteRule())
     weights = weights_of(silu, sparse_sites(silu, (), ()))
     hidden = stream.embed(silu_calibration.windows[:2, :128].long())
     for layer in range(2):
@@ -188,9 +192,9 @@ def test_learnt_thresholds_hold_the_sparsity_and_lower_the_divergence(tiny, tiny
     assert abs(overall - 0.5) < 0.02
     assert divergence(tiny, learnt, other_windows) < 0.98 * divergence(tiny, uniform, other_windows)
     weights = weights_of(tiny, sparse_sites(tiny, (), ()))
-    target = sum(row.sparsity * weights[row.layer, row.site] for row in learnt.rows)
+    target = sum(rule.sparsity * weights[key] for key, rule in learnt.rules.items())
     assert target == pytest.approx(0.5, abs=1e-6)
-    assert all(row.offset is None and row.channel_weights is not None for row in learnt.rows)
+    assert all(row.offset is None and row.channel_weights is not None for row in learnt.rules.values())
 
 
 def test_learning_is_the_same_for_the_same_seed_and_another_for_another(tiny, tiny_calibration):
@@ -204,7 +208,7 @@ def test_learning_is_the_same_for_the_same_seed_and_another_for_another(tiny, ti
 
 def test_learnt_offsets_are_kept_and_move_with_training(tiny, tiny_calibration, other_windows):
     table = find_thresholds(tiny, tiny_calibration, replace(LEARNING, offsets=True))
-    assert all(row.offset is not None and row.offset.abs().max() > 0 for row in table.rows)
+    assert all(row.offset is not None and row.offset.abs().max() > 0 for row in table.rules.values())
     overall, _ = realised(open_subject(tiny.name, table), other_windows)
     assert abs(overall - 0.5) < 0.02
     uniform = find_thresholds(tiny, tiny_calibration, AllocationOptions(0.5))
@@ -214,7 +218,7 @@ def test_learnt_offsets_are_kept_and_move_with_training(tiny, tiny_calibration, 
 def test_learning_leaves_ignored_sites_dense(tiny, tiny_calibration):
     options = replace(LEARNING, steps=2, batch=1, ignore=("blk.0.*",))
     table = find_thresholds(tiny, tiny_calibration, options)
-    assert {key for key, policy in table.policies().items() if policy is None} == {(0, site) for site in SITES}
+    assert {key for key, rule in table.rules.items() if rule.dense} == {(0, site) for site in SITES}
 
 
 @pytest.fixture(scope="module")
@@ -229,12 +233,12 @@ def test_in_a_relu_model_the_down_input_is_left_as_sparse_as_it_is(relu, shared)
     """More exact zeros than asked for: the threshold is 0, and the realised sparsity says what is skipped."""
     checkpoint, calibration = relu
     table = find_thresholds(checkpoint, calibration, AllocationOptions(0.5))
-    down = [row for row in table.rows if row.site == "mlp_mid"]
+    down = [rule for (_, site), rule in table.rules.items() if site == "mlp_mid"]
     assert all(row.threshold == 0 and row.sparsity == 0.5 for row in down)
     assert all(0.65 < row.realised < 0.97 for row in down)
     overall, sites = realised(open_subject(checkpoint.name, table), windows_of(checkpoint, _books(shared), 256, 6))
-    for row in table.rows:
-        assert sites[row.layer, row.site] == pytest.approx(row.realised, abs=0.06)
+    for key, row in table.rules.items():
+        assert sites[key] == pytest.approx(row.realised, abs=0.06)
     assert overall > 0.52
 
 
@@ -243,6 +247,6 @@ def test_other_allocations_cope_with_exact_zeros(relu, allocation):
     checkpoint, calibration = relu
     options = AllocationOptions(0.5, allocation, windows=2, steps=2, batch=1, length=128, include=("blk.[01].*",))
     table = find_thresholds(checkpoint, calibration, options)
-    policies = [policy for policy in table.policies().values() if policy is not None]
-    assert len(policies) == 8
-    assert all(bool(policy.threshold.isfinite().all()) for policy in policies)
+    rules = [rule for rule in table.rules.values() if not rule.dense]
+    assert len(rules) == 8
+    assert all(bool(rule.limits.isfinite().all()) for rule in rules)

@@ -13,17 +13,18 @@ from click.testing import CliRunner
 
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
-from sparsepack.cli.main import main as cli
-from sparsepack.files.resume import Unfinished, state_beside
+from sparsepack.cli import main
+from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import read_text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteRule
 from sparsepack.pack import PackRequest, pack
 from sparsepack.sparsity import find, learned
 from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.sequential import finished_rows, row_tensors
-from sparsepack.sparsity.thresholds import SiteThreshold, read_thresholds
+from sparsepack.sparsity.sequential import finished_rules, save_rules
+from sparsepack.sparsity.thresholds import read_thresholds
 
 GLOBAL = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
 TEAL = AllocationOptions(0.25, "teal", windows=2)
@@ -72,17 +73,17 @@ def _killed_in_step(monkeypatch, tiny, cal, options, state, step) -> None:
 
 
 def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> None:
-    save = Unfinished.save_block
+    save = ResumeState.save_block
 
-    def dies(self, layer, *given):
+    def dies(self, layer, *given, **values):
         if layer == block and not saved:
             raise Killed
-        save(self, layer, *given)
+        save(self, layer, *given, **values)
         if layer == block:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Unfinished, "save_block", dies)
+        patch.setattr(ResumeState, "save_block", dies)
         find_thresholds(tiny, cal, options, state)
 
 
@@ -159,21 +160,21 @@ def test_the_state_of_another_calibration_or_version_is_not_used(tiny, cal, tmp_
     assert work == [0, 0]
 
 
-def test_rows_are_read_back_as_they_were(tmp_path):
+def test_rules_are_read_back_as_they_were(tmp_path):
     c = torch.rand(8)
-    rows = [SiteThreshold(0, SITES[0], 0.1, 1 / 3, 0.2, c, c - 1), *(SiteThreshold(0, s, 0, 0, 0) for s in SITES[1:])]
-    Unfinished(tmp_path / "s", "mark").save_block(0, row_tensors(rows))
-    first, *others = finished_rows(Unfinished(tmp_path / "s", "mark"))
+    rules = {(0, site): SiteRule() for site in SITES} | {(0, SITES[0]): SiteRule(1 / 3, c - 1, c, 0.1, 0.2)}
+    save_rules(ResumeState(tmp_path / "s", "fingerprint"), 0, rules)
+    first, *others = finished_rules(ResumeState(tmp_path / "s", "fingerprint")).values()
     assert (first.sparsity, first.threshold, first.realised) == (0.1, 1 / 3, 0.2)
     assert torch.equal(first.channel_weights, c)
     assert torch.equal(first.offset, c - 1)
-    assert others == rows[1:]
+    assert others == [SiteRule()] * 3
 
 
 def test_the_state_stays_until_the_output_is_written(tmp_path):
     output = tmp_path / "t.json"
     with pytest.raises(Killed), state_beside(output) as state:
-        Unfinished(state, "mark").keep("piece", {"x": torch.zeros(1)})
+        ResumeState(state, "fingerprint").keep("piece", {"x": torch.zeros(1)})
         raise Killed
     assert [entry.name for entry in tmp_path.iterdir()] == [".t.json.unfinished"]
     with state_beside(output):
@@ -189,21 +190,21 @@ def test_thresholds_and_pack_go_on_and_leave_only_their_output(tiny, tmp_path, m
     flags = ["--calibration", str(calibration), "--sparsity", "0.25", "--allocation", "teal", "--windows", "2"]
     command = ["thresholds", "shipped:tiny", *flags, "-o", str(out / "t.json")]
     request = PackRequest("shipped:tiny", out / "m.gguf", calibration=calibration, allocation=TEAL)
-    save = Unfinished.save_block
+    save = ResumeState.save_block
 
-    def dies(self, layer, *given):
-        save(self, layer, *given)
+    def dies(self, layer, *given, **values):
+        save(self, layer, *given, **values)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "save_block", dies)
+        patch.setattr(ResumeState, "save_block", dies)
         with pytest.raises(Killed):
-            CliRunner().invoke(cli.main, command, catch_exceptions=False)
+            CliRunner().invoke(main, command, catch_exceptions=False)
         with pytest.raises(Killed):
             pack(request)
     assert sorted(entry.name for entry in out.iterdir()) == [".m.gguf.unfinished", ".t.json.unfinished"]
     work.clear()
-    assert CliRunner().invoke(cli.main, command).exit_code == 0
+    assert CliRunner().invoke(main, command).exit_code == 0
     table = pack(request).thresholds
     assert work == [*range(1, tiny.layers)] * 2
     assert table is not None

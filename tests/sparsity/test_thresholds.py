@@ -8,7 +8,8 @@ import torch
 
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.families import SITES
-from sparsepack.sparsity.thresholds import SiteThreshold, Thresholds, read_thresholds
+from sparsepack.models.rule import SiteRule
+from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 
 @pytest.fixture
@@ -21,17 +22,17 @@ def table(small) -> Thresholds:
         weights = torch.rand(columns, generator=generator) / 3 if site in ("attn_in", "mlp_in") else None
         offset = torch.randn(columns, generator=generator) if site == "mlp_in" else None
         if site == "mlp_mid":
-            return SiteThreshold(layer, site, 0.0, 0.0, 0.0)
-        return SiteThreshold(layer, site, 0.5 + layer / 7, 1 / 3 + layer, 0.1 + 0.2, weights, offset)
+            return SiteRule()
+        return SiteRule(1 / 3 + layer, offset, weights, 0.5 + layer / 7, 0.1 + 0.2)
 
-    rows = tuple(row(layer, site) for layer in range(3) for site in SITES)
-    return Thresholds(small.sha256, "c" * 64, "teal", "column-norm", 1 / 3, "sparse", rows)
+    rules = {(layer, site): row(layer, site) for layer in range(3) for site in SITES}
+    return Thresholds(small.sha256, "c" * 64, "teal", "column-norm", 1 / 3, "sparse", rules)
 
 
-def same(one: SiteThreshold, other: SiteThreshold) -> bool:
+def same(one: SiteRule, other: SiteRule) -> bool:
     vectors = ("channel_weights", "offset")
-    plain = {name: value for name, value in vars(one).items() if name not in vectors}
-    if plain != {name: value for name, value in vars(other).items() if name not in vectors}:
+    plain = {name: value for name, value in vars(one).items() if name not in (*vectors, "limits")}
+    if plain != {name: value for name, value in vars(other).items() if name not in (*vectors, "limits")}:
         return False
     pairs = [(getattr(one, name), getattr(other, name)) for name in vectors]
     return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
@@ -40,9 +41,10 @@ def same(one: SiteThreshold, other: SiteThreshold) -> bool:
 def test_a_table_comes_back_bit_for_bit(table, small, tmp_path):
     table.write(tmp_path / "t.json")
     again = read_thresholds(tmp_path / "t.json")
-    assert all(same(one, other) for one, other in zip(table.rows, again.rows, strict=True))
-    head = {name: value for name, value in vars(table).items() if name != "rows"}
-    assert head == {name: value for name, value in vars(again).items() if name != "rows"}
+    assert list(again.rules) == list(table.rules)
+    assert all(same(rule, again.rules[key]) for key, rule in table.rules.items())
+    head = {name: value for name, value in vars(table).items() if name != "rules"}
+    assert head == {name: value for name, value in vars(again).items() if name != "rules"}
     again.check_model(small)
     again.write(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "t.json").read_bytes()
@@ -68,32 +70,38 @@ def test_a_threshold_can_be_edited_and_written_as_a_whole_number(table, tmp_path
         del value["rows"][0]["channel_weights"]
 
     again = read_thresholds(edited(table, tmp_path / "t.json", change))
-    assert (again.rows[1].threshold, again.rows[1].sparsity) == (2.0, 0.25)
-    assert again.policies()[0, "mlp_mid"].threshold.item() == 0.5
-    assert again.rows[0].channel_weights is None
-    assert same(again.rows[2], table.rows[2])
+    assert (again.rules[0, "attn_out"].threshold, again.rules[0, "attn_out"].sparsity) == (2.0, 0.25)
+    assert again.rules[0, "mlp_mid"].limits.item() == 0.5
+    assert again.rules[0, "attn_in"].channel_weights is None
+    assert same(again.rules[0, "mlp_in"], table.rules[0, "mlp_in"])
 
 
-def test_a_policy_is_the_threshold_over_the_channel_weights(table):
-    policies = table.policies()
-    assert policies[0, "mlp_mid"] is None
-    assert policies[0, "attn_out"].threshold.shape == ()
-    row = table.rows[2]
-    assert torch.equal(policies[0, "mlp_in"].threshold, torch.tensor(row.threshold) / row.channel_weights)
-    assert policies[0, "mlp_in"].offset is row.offset
+def test_limits_are_the_threshold_over_the_channel_weights(table):
+    assert table.rules[0, "mlp_mid"].dense
+    assert table.rules[0, "attn_out"].limits.shape == ()
+    rule = table.rules[0, "mlp_in"]
+    assert torch.equal(rule.limits, torch.tensor(rule.threshold) / rule.channel_weights)
+
+
+def test_a_rule_on_a_device_is_the_rule_that_an_artifact_holds(table):
+    rule = table.rules[0, "mlp_in"]
+    there = rule.to("cpu")
+    assert torch.equal(there.limits, rule.limits)
+    assert torch.equal(there.offset, rule.offset)
+    assert not there.dense
 
 
 def test_a_channel_without_weight_is_never_active():
     weights = torch.tensor([1.0, 0.0])
     for threshold in (0.5, 0.0):
-        policy = SiteThreshold(0, "attn_in", 0.5, threshold, 0.5, weights).policy()
-        assert policy.threshold.tolist() == [threshold, torch.inf]
+        rule = SiteRule(threshold, channel_weights=weights, sparsity=0.5)
+        assert rule.limits.tolist() == [threshold, torch.inf]
 
 
 def test_a_threshold_of_zero_still_skips_exact_zeros():
     """In a ReLU model the quantile is often 0: such a site is sparse, not dense."""
-    assert SiteThreshold(0, "mlp_mid", 0.5, 0.0, 0.8).policy() is not None
-    assert SiteThreshold(0, "mlp_mid", 0.0, 0.0, 0.0).policy() is None
+    assert not SiteRule(0.0, sparsity=0.5, realised=0.8).dense
+    assert SiteRule().dense
 
 
 ROWS = [
@@ -181,4 +189,4 @@ def test_a_summary_is_the_table_without_its_vectors(table):
     json.dumps(summary)
     assert summary["rows"][0]["channel_weights"] is True
     assert summary["rows"][1]["channel_weights"] is False
-    assert summary["rows"][1]["threshold"] == table.rows[1].threshold
+    assert summary["rows"][1]["threshold"] == table.rules[0, "attn_out"].threshold

@@ -18,7 +18,7 @@ from sparsepack.artifacts.transfer import host_pieces
 from sparsepack.errors import PackingError
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
-from sparsepack.files.parallel import side_by_side
+from sparsepack.files.parallel import parallel_map
 from sparsepack.progress import progress
 
 KeyValue = tuple[Any, GGUFValueType, GGUFValueType | None]
@@ -85,7 +85,7 @@ def write_gguf(
         *starts, end = accumulate(space + -space % alignment for space in spaces)
         os.truncate(temporary, end)  # what is not written, the padding, is zeros
         placed = zip(tensors, starts, strict=True)
-        hashes = side_by_side(lambda job: _write(temporary, *job), placed, at_once, advance)
+        hashes = parallel_map(lambda job: _write(temporary, *job), placed, at_once, advance)
         seal(temporary, starts[0], hashes)
 
 

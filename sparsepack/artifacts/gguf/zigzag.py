@@ -36,7 +36,7 @@ from sparsepack.files.atomic import check_output
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import Rules, SiteRule
 from sparsepack.models.source_files import config_json
 
 __all__ = ["decode_matrix", "dequantised", "read_zigzag", "stock_config", "write_zigzag"]
@@ -46,7 +46,7 @@ ALIGNMENT = 64  # a cache line: what the kernels load
 
 def write_zigzag(
     checkpoint: Checkpoint,
-    policies: Mapping[tuple[int, str], SitePolicy | None],
+    rules: Rules,
     path: Path,
     *,
     provenance: Mapping[str, Any] | None = None,
@@ -57,22 +57,22 @@ def write_zigzag(
 ) -> tuple[str, ...]:
     """Pack a model into a zigzag GGUF (SpQt, section 4.1.2); returns the notes that the user should see.
 
-    policies       -- (layer, site) -> its rule; absent or None: the site stays dense
+    rules          -- of the sites; one without stays dense
     provenance     -- calibration, recipe and thresholds for the manifest: see `make_manifest`
     output_type    -- of the output matrix: "auto" (Q6_K, or F16 where that does not fit), q6_k, q4_k, f16, bf16, f32
     embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
     device         -- where the encoders run
 
     Holds one matrix in memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` naming the
-    tensor for weights that are not finite, a type that does not fit or a policy of another model, and `OutputError`
+    tensor for weights that are not finite, a type that does not fit or a rule of another model, and `OutputError`
     where the output exists or cannot be written.
     """
     path = Path(path)
     check_output(path, overwrite)
-    _check_policies(checkpoint, policies)
+    _check_rules(checkpoint, rules)
     architecture = _numbers(checkpoint)
     embedding, notes = embedding_types(checkpoint, embedding_type, output_type)
-    tensors = list(_plan(checkpoint, architecture, policies, embedding, device))
+    tensors = list(_plan(checkpoint, architecture, rules, embedding, device))
     shapes = {
         f"blk.{layer}.{site}.weight": _logical(sum(parts), columns)
         for layer in range(checkpoint.layers)
@@ -104,7 +104,7 @@ def _logical(rows: int, columns: int) -> dict[str, Any]:
 def _plan(
     checkpoint: Checkpoint,
     architecture: Architecture,
-    policies: Mapping[tuple[int, str], SitePolicy | None],
+    rules: Rules,
     embedding: Mapping[str, str],
     device: str,
 ) -> Iterator[PlannedTensor]:
@@ -125,9 +125,9 @@ def _plan(
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
         for site, (parts, columns) in site_shapes(architecture).items():
             yield from _planned_site(checkpoint, layer, site, sum(parts), columns, device)
-            policy = policies.get((layer, site))
-            if policy is not None:
-                yield from _planned_policy(f"blk.{layer}.{site}", policy)
+            rule = rules.get((layer, site))
+            if rule is not None and not rule.dense:
+                yield from _planned_rule(f"blk.{layer}.{site}", rule)
     yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
     if "output.weight" in embedding:
         yield matrix("output.weight", HEAD)
@@ -156,8 +156,8 @@ def _planned_site(
         yield PlannedTensor(f"{name}.bias", (rows,), "F32", bias)
 
 
-def _planned_policy(name: str, policy: SitePolicy) -> Iterator[PlannedTensor]:
-    for part, value in (("threshold", policy.threshold), ("offset", policy.offset)):
+def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedTensor]:
+    for part, value in (("threshold", rule.limits), ("offset", rule.offset)):
         if value is not None:
             data = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
             yield PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", partial(data.view, torch.uint8))
@@ -168,25 +168,23 @@ def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedTensor:
     return PlannedTensor(name, shape, "F32", lambda: encode_rows(checkpoint.tensor(source), "F32"))
 
 
-def _check_policies(checkpoint: Checkpoint, policies: Mapping[tuple[int, str], SitePolicy | None]) -> None:
-    for (layer, site), policy in policies.items():
+def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
+    for (layer, site), rule in rules.items():
         name = f"blk.{layer}.{site}"
         if site not in SITES or not 0 <= layer < checkpoint.layers:
             raise PackingError(
                 f"{name}: no such site in {checkpoint.name} ({checkpoint.layers} layers of {', '.join(SITES)}); "
                 "give thresholds of this model"
             )
-        if policy is None:
-            continue
         columns = checkpoint.stacked_shape(site, layer)[1]
-        if policy.threshold.numel() != 1 and tuple(policy.threshold.shape) != (columns,):
+        if rule.limits.numel() != 1 and tuple(rule.limits.shape) != (columns,):
             raise PackingError(
-                f"{name}: threshold {list(policy.threshold.shape)}, expected one number or [{columns}]; "
+                f"{name}: threshold {list(rule.limits.shape)}, expected one number or [{columns}]; "
                 "give thresholds of this model"
             )
-        if policy.threshold.isnan().any():
+        if rule.limits.isnan().any():
             raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
-        if policy.offset is not None and tuple(policy.offset.shape) != (columns,):
-            raise PackingError(f"{name}: offset {list(policy.offset.shape)}, expected [{columns}]; calibrate again")
-        if policy.offset is not None and not policy.offset.isfinite().all():
+        if rule.offset is not None and tuple(rule.offset.shape) != (columns,):
+            raise PackingError(f"{name}: offset {list(rule.offset.shape)}, expected [{columns}]; calibrate again")
+        if rule.offset is not None and not rule.offset.isfinite().all():
             raise PackingError(f"{name}: an offset is not finite, expected a number; calibrate again")

@@ -21,13 +21,13 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, SITES
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import SiteRule
 
 _MATRIX_TYPES = ("Q6_K", "Q4_K", "F16", "BF16", "F32")
 
 
 def read_zigzag(path: Path, verify: bool = True) -> PackedModel:
-    """Open a zigzag GGUF. Matrices stay in the mapped file; norms, biases and policies are copied.
+    """Open a zigzag GGUF. Matrices stay in the mapped file; norms, biases and rules are copied.
 
     The header is always checked against its hash; the tensors too unless `verify` is False.
     Raises `ArtifactError` where the file is damaged, of another kind, newer than this program, or inconsistent.
@@ -84,16 +84,16 @@ class _Reader:
         self.check_logical(info.name, rows, columns)
         blocks = self.mapped(info).view(zigzag.bands(rows), columns, -1)
         bias = self.vector(f"{name}.bias", rows) if f"{name}.bias" in self.file.tensors else None
-        return PackedSite(PackedMatrix(blocks, ZIGZAG, rows, columns), bias, self.policy(name, columns), parts)
+        return PackedSite(PackedMatrix(blocks, ZIGZAG, rows, columns), bias, self.rule(name, columns), parts)
 
-    def policy(self, name: str, columns: int) -> SitePolicy | None:
+    def rule(self, name: str, columns: int) -> SiteRule | None:
         threshold = self.file.tensors.get(f"{name}.threshold")
         if threshold is None:
             return None
         width = 1 if threshold.shape == (1,) else columns
         value = self.vector(threshold.name, width)
         offset = self.vector(f"{name}.offset", columns) if f"{name}.offset" in self.file.tensors else None
-        return SitePolicy(value.reshape(()) if width == 1 else value, offset)
+        return SiteRule(value.reshape(()) if width == 1 else value, offset)
 
     def rows_matrix(self, name: str) -> PackedMatrix:
         shape = (self.architecture.vocabulary, self.architecture.hidden)

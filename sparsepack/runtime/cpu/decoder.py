@@ -127,7 +127,7 @@ def _built(packed: PackedModel, context: int, threads: int) -> Any:
 
 
 def _add_site(builder: Any, number: int, site: PackedSite, threads: int) -> None:
-    threshold, offset = (None, None) if site.policy is None else (site.policy.threshold, site.policy.offset)
+    threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
     matrix = load_zigzag(site.matrix, threads=threads)
     builder.set_site(number, matrix, _vector(site.bias), _vector(threshold), _vector(offset))
 

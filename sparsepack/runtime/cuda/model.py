@@ -124,12 +124,12 @@ def _layer(layer: PackedLayer, window: int, device: torch.device) -> Layer:
 def _site(site: PackedSite, device: torch.device, gate: bool) -> Site:
     gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
     bias = None if site.bias is None else _vector(site.bias, device)
-    if site.policy is None:
+    if site.rule is None:
         return Site(load_zigzag(site.matrix, device, gate=gate), bias, None, None, bias)
-    threshold = _vector(site.policy.threshold, device)
-    if site.policy.offset is None:
+    threshold = _vector(site.rule.limits, device)
+    if site.rule.offset is None:
         return Site(load_zigzag(site.matrix, device, gate=gate), bias, threshold, None, bias)
-    offset = _vector(site.policy.offset, device)
+    offset = _vector(site.rule.offset, device)
     matrix = load_zigzag(site.matrix, device)
     constant = torch.empty(site.matrix.rows, device=device)
     torch.cuda.synchronize(device)

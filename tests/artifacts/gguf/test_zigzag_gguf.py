@@ -12,7 +12,7 @@ import pytest
 import torch
 from codec_cases import relative_error
 from models_for_tests import END, tokenizer
-from small_policies import policies
+from small_rules import rules
 
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
 from sparsepack.artifacts.gguf import zigzag_reader
@@ -25,7 +25,7 @@ from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint import HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import SitePolicy
+from sparsepack.models.rule import SiteRule
 from sparsepack.models.whole import build_model
 
 Checkpoints, Files = dict[str, Checkpoint], dict[str, Path]
@@ -58,14 +58,14 @@ def test_rows_are_padded_to_bands_and_zero(zigzag_files: Files) -> None:
     assert packed.manifest["tensors"]["blk.1.mlp_in.weight"] == {"shape": [600, 256], "padding_rows": 168}
 
 
-def test_policies_come_back(checkpoints: Checkpoints, zigzag_files: Files) -> None:
-    given, packed = policies(checkpoints["odd"]), read_zigzag(zigzag_files["odd"])
+def test_rules_come_back(checkpoints: Checkpoints, zigzag_files: Files) -> None:
+    given, packed = rules(checkpoints["odd"]), read_zigzag(zigzag_files["odd"])
     for layer, block in enumerate(packed.layers):
         for site in SITES:
-            expected, found = given.get((layer, site)), block.sites[site].policy
-            assert (expected is None) == (found is None)
-            if expected is not None and found is not None:
-                assert torch.equal(found.threshold, expected.threshold)
+            expected, found = given.get((layer, site), SiteRule()), block.sites[site].rule
+            assert expected.dense == (found is None)
+            if found is not None:
+                assert torch.equal(found.limits, expected.limits)
                 assert (expected.offset is None) == (found.offset is None)
                 assert expected.offset is None or torch.equal(found.offset, expected.offset)
 
@@ -165,20 +165,20 @@ def test_explicit_type_that_does_not_fit_is_refused(shared: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("key", "policy", "said"),
+    ("key", "rule", "said"),
     [
-        ((2, "attn_in"), SitePolicy(torch.tensor(0.1)), "blk.2.attn_in: no such site"),
-        ((0, "ffn"), None, "blk.0.ffn: no such site"),
-        ((0, "attn_in"), SitePolicy(torch.zeros(7)), r"blk.0.attn_in: threshold \[7\], expected one number or \[256\]"),
-        ((0, "attn_in"), SitePolicy(torch.tensor(float("nan"))), "NaN"),
-        ((0, "attn_in"), SitePolicy(torch.tensor(0.1), torch.zeros(3)), r"offset \[3\], expected \[256\]"),
+        ((2, "attn_in"), SiteRule(torch.tensor(0.1)), "blk.2.attn_in: no such site"),
+        ((0, "ffn"), SiteRule(), "blk.0.ffn: no such site"),
+        ((0, "attn_in"), SiteRule(torch.zeros(7)), r"blk.0.attn_in: threshold \[7\], expected one number or \[256\]"),
+        ((0, "attn_in"), SiteRule(torch.tensor(float("nan"))), "NaN"),
+        ((0, "attn_in"), SiteRule(torch.tensor(0.1), torch.zeros(3)), r"offset \[3\], expected \[256\]"),
     ],
 )
-def test_policies_of_another_model_are_refused(
-    checkpoints: Checkpoints, tmp_path: Path, key: tuple[int, str], policy: SitePolicy | None, said: str
+def test_rules_of_another_model_are_refused(
+    checkpoints: Checkpoints, tmp_path: Path, key: tuple[int, str], rule: SiteRule, said: str
 ) -> None:
     with pytest.raises(PackingError, match=said):
-        write_zigzag(checkpoints["llama"], {key: policy}, tmp_path / "m.gguf")
+        write_zigzag(checkpoints["llama"], {key: rule}, tmp_path / "m.gguf")
 
 
 class Spoilt:
@@ -228,7 +228,7 @@ def test_existing_output_is_kept_unless_told_otherwise(checkpoints: Checkpoints,
 
 
 def test_packing_twice_gives_the_same_bytes(checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path) -> None:
-    write_zigzag(checkpoints["odd"], policies(checkpoints["odd"]), tmp_path / "again.gguf")
+    write_zigzag(checkpoints["odd"], rules(checkpoints["odd"]), tmp_path / "again.gguf")
     assert (tmp_path / "again.gguf").read_bytes() == zigzag_files["odd"].read_bytes()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from native_build import instruction_set_params
-from packed_models import VARIANTS, random_model, stock_model, with_policies
+from packed_models import VARIANTS, random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
@@ -30,13 +30,13 @@ SEVERAL = {"hidden_size": 512, "intermediate_size": 3000, "vocab_size": 4100}
 @cache
 def model(variant: str) -> PackedModel:
     packed = random_model(variant)
-    return with_policies(packed, stock_model(packed), IDS, STARTS)
+    return with_rules(packed, stock_model(packed), IDS, STARTS)
 
 
 @cache
 def large() -> PackedModel:
     packed = random_model("llama", **SEVERAL)
-    return with_policies(packed, stock_model(packed), IDS, [0])
+    return with_rules(packed, stock_model(packed), IDS, [0])
 
 
 def with_half_cache(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> Engine:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from native_build import instruction_set_params
 
-from sparsepack.cli.main import main
+from sparsepack.cli import main
 from sparsepack.errors import OutputError
 from sparsepack.runtime.cpu import tune as profile
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set

@@ -9,7 +9,7 @@ import simulated
 import tokenizers
 import torch
 from backends import SHARE, TOLERANCE
-from packed_models import random_model, stock_model, with_policies
+from packed_models import random_model, stock_model, with_rules
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
@@ -67,7 +67,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
 @cache
 def model(variant: str) -> PackedModel:
     packed = random_model("llama", **CHANGES[variant]) if variant in CHANGES else random_model(variant)
-    return with_policies(packed, stock_model(packed), TEXTS[0].tolist(), [0, 6, 12])
+    return with_rules(packed, stock_model(packed), TEXTS[0].tolist(), [0, 6, 12])
 
 
 @cache

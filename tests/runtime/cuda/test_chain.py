@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import simulated
 import torch
-from packed_models import VARIANTS, random_model, stock_model, with_policies
+from packed_models import VARIANTS, random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
@@ -37,7 +37,7 @@ def _simulated() -> Iterator[None]:
 @cache
 def model(variant: str) -> PackedModel:
     packed = random_model("llama", **BLOCKS) if variant == INTERLEAVED else random_model(variant)
-    return with_policies(packed, stock_model(packed), IDS.tolist(), STARTS)
+    return with_rules(packed, stock_model(packed), IDS.tolist(), STARTS)
 
 
 def decoder(packed: PackedModel, cache_type: str = "f32", context: int = 64) -> CudaDecoder:

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 import torch
-from packed_models import random_model, stock_model, with_policies
+from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.artifacts.gguf.zigzag import read_zigzag, write_zigzag
@@ -30,7 +30,7 @@ LARGE = {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 4100, "max
 @cache
 def model() -> PackedModel:
     packed = random_model("llama", **LARGE)
-    return with_policies(packed, stock_model(packed), IDS, [0])
+    return with_rules(packed, stock_model(packed), IDS, [0])
 
 
 @pytest.fixture(scope="module")

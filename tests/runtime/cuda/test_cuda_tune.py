@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.cli.main import main
+from sparsepack.cli import main
 from sparsepack.codecs import zigzag as codec
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.runtime.cuda import tune as profile

@@ -26,14 +26,14 @@ class Union:
         self.nearest = float("inf")
 
     def __call__(self, layer: int, site: str, x: Tensor) -> Tensor:  # x: [B, S, columns]
-        policy = self.packed.layers[layer].sites[site].policy
-        if policy is None:
+        rule = self.packed.layers[layer].sites[site].rule
+        if rule is None:
             self.counts[layer, site] = x.shape[1] * x.shape[2]
             return x
-        active = active_channels(x, policy).any(0)
+        active = active_channels(x, rule).any(0)
         self.counts[layer, site] = int(active.sum())
-        rest = torch.zeros(()) if policy.offset is None else policy.offset
-        distance = ((x - rest).abs().amax(0) - policy.threshold).abs() / policy.threshold
+        rest = torch.zeros(()) if rule.offset is None else rule.offset
+        distance = ((x - rest).abs().amax(0) - rule.limits).abs() / rule.limits
         self.nearest = min(self.nearest, float(distance.min()))
         return torch.where(active, x, rest)
 

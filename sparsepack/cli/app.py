@@ -401,7 +401,3 @@ def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bo
         write_json(Path(json_path), outcome.report)
     if not outcome.passed:
         sys.exit(3)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,5 @@
+"""`python -m sparsepack.cli`."""
+
+from sparsepack.cli.app import main
+
+main()
