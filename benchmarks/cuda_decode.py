@@ -4,7 +4,7 @@
 
 128 tokens after a prompt of 128, batch 1, each the likeliest after the last, chosen on the GPU and read by the host:
 everything that a user waits for. Dense and sparse decoding take turns on one engine. llama.cpp's figures are anchors:
-measured in November 2026 on an H100 with random Q4_K weights of the same shapes (../shared/knowledge/gpu_anchors.md).
+measured in November 2026 on an H100 with random Q4_K weights of the same shapes (benchmarks/notes/anchors.md).
 Before anything is timed, a model of the same widths with two layers is compared with the reference backend.
 """
 

@@ -8,7 +8,7 @@ weights, so that no cache serves them; dense and sparse take turns. The last pro
 float64 before anything is timed.
 
 llama.cpp's times are anchors: its own kernel for one vector and Q4_K, measured in November 2026 on an H100, one launch
-after the other in a CUDA graph, too (../shared/knowledge/gpu_anchors.md); where ours is one matrix (q, k, v; gate, up)
+after the other in a CUDA graph, too (benchmarks/notes/anchors.md); where ours is one matrix (q, k, v; gate, up)
 its products are added up.
 """
 

@@ -28,7 +28,7 @@ def default_geometry(bands: int, columns: int, device: torch.device, gate: bool 
     """Where nothing was measured: groups of 2, or of 4, whose pieces are longer, where that leaves a block for almost
     every multiprocessor and each of them many columns; as many stages as fit. A gate's groups are of 2: in a decoder
     those of 4 lose more dense than they gain sparse. Small matrices are in groups of 1, without a ring
-    (benchmarks/CUDA_NOTES.md)."""
+    (benchmarks/notes/cuda.md)."""
 
     def needed(geometry: Geometry) -> int:
         return shared_bytes(columns, geometry)
