@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsepack.cli.tables import table
-from sparsepack.runtime.cuda.attention import attend
+from sparsepack.runtime.cuda.attention import AttentionParameters, attend
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 HEADS = {"Llama-3-8B": (32, 8), "Llama-2-7B": (32, 32)}
 """Of queries, and of keys and values."""
@@ -55,19 +56,15 @@ class Case:
         self._qkv = torch.cat([self._q.flatten(1), new], dim=1).float()
         self._last = torch.tensor([positions - 1], dtype=torch.int32, device="cuda")
         # A rotation by nothing, which takes as long as any.
-        self._cos = torch.ones(positions, HEAD_DIM // 2, device="cuda")
-        self._sin = torch.zeros_like(self._cos)
+        cos, layer = torch.ones(positions, HEAD_DIM // 2, device="cuda"), LayerAttention()
+        shape = AttentionShape(heads, kv_heads, HEAD_DIM, 0.0, cos, torch.zeros_like(cos), (layer,))
+        caches = zip(self._keys, self._values, strict=True)
+        self._parameters = [AttentionParameters(shape, layer, keys, values) for keys, values in caches]
         self._out = torch.empty(1, heads * HEAD_DIM, device="cuda")
 
     def ours(self, number: int) -> Tensor:
         """Put a step on the current stream; float32 [1, heads * HEAD_DIM]."""
-        copy = number % len(self._keys)
-        attend(
-            *(self._qkv, self._keys[copy], self._values[copy]),
-            *(self._last, self._cos, self._sin, self._out),
-            heads=self._heads,
-            kv_heads=self._kv_heads,
-        )
+        attend(self._parameters[number % len(self._parameters)], self._qkv, self._last, self._out)
         return self._out
 
     def torchs(self, number: int) -> Tensor:
@@ -78,8 +75,8 @@ class Case:
 
     def error(self, found: Tensor) -> float:
         """Of the first copy's result, of the norm."""
-        group = self._heads // self._kv_heads
-        q = self._q.double().view(self._kv_heads, group, HEAD_DIM)
+        gqa_ratio = self._heads // self._kv_heads
+        q = self._q.double().view(self._kv_heads, gqa_ratio, HEAD_DIM)
         weights = (q @ self._keys[0][0].double().mT / HEAD_DIM**0.5).softmax(-1)
         expected = (weights @ self._values[0][0].double()).flatten()
         return float((found.double().flatten() - expected).norm() / expected.norm())

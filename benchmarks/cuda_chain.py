@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.words import empty_words
+from sparsepack.runtime.cuda.handoff import handoff_buffers
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv
 
 
 class Buffers:
-    """What products of a chain hand on. Each takes what the one before made, as far as it goes: the last rows where
+    """What products of a chain hand off. Each takes what the one before made, as far as it goes: the last rows where
     there are more than columns, since those are there last; where there are fewer, the other columns stay as they are.
 
-    Of four buffers, product i reads number i % 4, writes the next one, and empties the one before, which product i + 2
-    will write (`kernels/words.cuh`).
+    Of four buffers, product i reads number i % 4, writes the next one, and resets the one before, which product i + 2
+    will write (`kernels/handoff.cuh`).
 
     fill -- puts values into a part that no product writes, in place
     """
@@ -23,8 +23,8 @@ class Buffers:
     def __init__(self, rows: int, columns: int, device: torch.device, fill: Callable[[Tensor], object]) -> None:
         self._rows, self._columns = rows, columns
         sizes = [max(rows, columns)] * 4
-        self._words, self._buffers = empty_words(sizes, device)
-        self._start, begin = empty_words(sizes, device)
+        self._words, self._buffers = handoff_buffers(sizes, device)
+        self._start, begin = handoff_buffers(sizes, device)
         fill(begin[0])
         for buffer in begin[1:]:
             fill(buffer[rows:])
@@ -41,8 +41,8 @@ class Buffers:
         """What it makes, float32 [rows], until the second after it runs."""
         return self._buffers[(number + 1) % 4][: self._rows]
 
-    def emptied(self, number: int) -> Tensor:
-        """What it empties, int32 [rows]."""
+    def reset(self, number: int) -> Tensor:
+        """What it resets, int32 [rows]."""
         return self._buffers[(number - 1) % 4][: self._rows].view(torch.int32)
 
 
@@ -70,9 +70,9 @@ class Chain:
         threshold = self._thresholds[number] if self._thresholds else None
         gemv(
             self._matrices[number % len(self._matrices)],
-            Input(self._buffers.taken(number), threshold=threshold, handed=True),
+            Input(self._buffers.taken(number), threshold=threshold, early_read=True),
             self.made(number),
-            emptied=self._buffers.emptied(number),
+            reset=self._buffers.reset(number),
         )
 
     def made(self, number: int) -> Tensor:

@@ -1,16 +1,17 @@
 // A product that neither lists its columns nor multiplies: what is left of one that must wait for its input, read its
 // columns and add up over blocks. For cuda_floor.py.
 //
-// Grid: (SPLITS, groups). A block has every SPLITS-th 32 of a group's columns, half of them active, and knows which before
-// its input is there. It reads them as soon as it is, writes a sum for every row of the group, and finishes its share
-// of the rows, as products do (kernels/words.cuh). A sum is 1, or 2 where the block has read any bit that is set.
+// Launch: grid (SPLITS, tiles). A block has every SPLITS-th 32 of a tile's columns, half of them active, and knows
+// which before its input is there. It reads them as soon as it is, writes a sum for every row of the tile, and finishes
+// its share of the rows, as products do (kernels/handoff.cuh). A sum is 1, or 2 where the block has read any bit that
+// is set.
 //
-// Macros: GROUP, SPLITS; BLOCK: threads of a block; AT_ONCE: 16-byte reads that a thread has on their way; READ 0: no
-//         columns are read
+// Macros: TILE_BANDS, SPLITS; BLOCK: threads of a block; AT_ONCE: 16-byte reads that a thread has on their way; READ 0:
+//         no columns are read
 
-#include "words.cuh"
+#include "handoff.cuh"
 
-static constexpr int ROWS = GROUP * 256, PIECES = GROUP * 9;
+static constexpr int TILE_ROWS = TILE_BANDS * 256, PIECES = TILE_BANDS * 9;
 
 __device__ __forceinline__ uint4 read_once(const uint4* p) {
     uint4 v;
@@ -20,23 +21,23 @@ __device__ __forceinline__ uint4 read_once(const uint4* p) {
     return v;
 }
 
-// blocks [groups][columns][PIECES], active [SPLITS][most], x [columns], y [groups * ROWS], slots
-// [groups][SPLITS][ROWS], all of it EMPTY as emptied will be
+// blocks [tiles][columns][PIECES], active [SPLITS][most], x [columns], y [tiles * TILE_ROWS], workspace
+// [tiles][SPLITS][TILE_ROWS], all of it SENTINEL as reset will be
 extern "C" __global__ void __launch_bounds__(BLOCK) cuda_floor(
-    const uint4* blocks, const int* active, int most, int columns, const float* x, float* y, float* slots,
-    u32* emptied, int emptied_count) {
+    const uint4* blocks, const int* active, int most, int columns, const float* x, float* y, float* workspace,
+    u32* reset, int reset_count) {
     extern __shared__ int list[];
-    const int split = blockIdx.x, group = blockIdx.y, thread = threadIdx.x;
+    const int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x;
     const int share = (columns / 32 - split + SPLITS - 1) / SPLITS * 32, count = share / 2;
     for (int i = thread; i < count; i += BLOCK) list[i] = active[split * most + i];
     for (int k = thread; k < share; k += BLOCK) {
-        while (read_word(x + (k / 32 * SPLITS + split) * 32 + k % 32) == EMPTY) {}
+        while (handoff_load(x + (k / 32 * SPLITS + split) * 32 + k % 32) == SENTINEL) {}
     }
     __syncthreads();
-    let_next_begin();
+    launch_dependents();
 
     u32 seen = 0;
-    const uint4* of_group = blocks + (u64)group * columns * PIECES;
+    const uint4* tile_base = blocks + (u64)tile * columns * PIECES;
     const int pieces = READ ? count * PIECES : 0;
     for (int first = thread; first < pieces; first += BLOCK * AT_ONCE) {
         uint4 v[AT_ONCE];
@@ -44,28 +45,28 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cuda_floor(
         for (int i = 0; i < AT_ONCE; ++i) {
             const int piece = first + i * BLOCK;
             v[i] = make_uint4(0, 0, 0, 0);
-            if (piece < pieces) v[i] = read_once(of_group + (u64)list[piece / PIECES] * PIECES + piece % PIECES);
+            if (piece < pieces) v[i] = read_once(tile_base + (u64)list[piece / PIECES] * PIECES + piece % PIECES);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) seen |= v[i].x | v[i].y | v[i].z | v[i].w;
     }
     const float sum = __syncthreads_or(seen) ? 2.0f : 1.0f;
 
-    after_previous();  // nothing is written before
-    float* own = slots + (group * SPLITS + split) * ROWS;
-    for (int r = thread * 4; r < ROWS; r += BLOCK * 4) write_words(own + r, make_float4(sum, sum, sum, sum));
-    constexpr int EACH = (ROWS + SPLITS - 1) / SPLITS, ONCE = SPLITS <= 33 ? SPLITS : 16;
-    for (int r = split * EACH + thread; r < min((split + 1) * EACH, ROWS); r += BLOCK) {
-        float* slot = slots + group * SPLITS * ROWS + r;
+    wait_for_previous();  // nothing is written before
+    float* own = workspace + (tile * SPLITS + split) * TILE_ROWS;
+    for (int r = thread * 4; r < TILE_ROWS; r += BLOCK * 4) handoff_store4(own + r, make_float4(sum, sum, sum, sum));
+    constexpr int EACH = (TILE_ROWS + SPLITS - 1) / SPLITS, ONCE = SPLITS <= 33 ? SPLITS : 16;
+    for (int r = split * EACH + thread; r < min((split + 1) * EACH, TILE_ROWS); r += BLOCK) {
+        float* partials = workspace + tile * SPLITS * TILE_ROWS + r;
         float total = 0;
         for (int s = 0; s < SPLITS; s += ONCE) {
             float values[ONCE];
-            wait_for(values, [&](int i) { return s + i < SPLITS ? slot + (s + i) * ROWS : nullptr; });
+            handoff_wait(values, [&](int i) { return s + i < SPLITS ? partials + (s + i) * TILE_ROWS : nullptr; });
             for (int i = 0; i < ONCE; ++i) total += values[i];
-            for (int i = s; i < min(s + ONCE, SPLITS); ++i) *(u32*)(slot + i * ROWS) = EMPTY;
+            for (int i = s; i < min(s + ONCE, SPLITS); ++i) *(u32*)(partials + i * TILE_ROWS) = SENTINEL;
         }
-        write_word(y + group * ROWS + r, total);
+        handoff_store(y + tile * TILE_ROWS + r, total);
     }
-    const int first = (group * SPLITS + split) * BLOCK + thread;
-    for (int i = first; i < emptied_count; i += gridDim.y * SPLITS * BLOCK) emptied[i] = EMPTY;
+    const int first = (tile * SPLITS + split) * BLOCK + thread;
+    for (int i = first; i < reset_count; i += gridDim.y * SPLITS * BLOCK) reset[i] = SENTINEL;
 }

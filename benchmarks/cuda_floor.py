@@ -23,11 +23,11 @@ from torch import Tensor
 
 from sparsepack.cli.tables import table
 from sparsepack.runtime.cuda.compiler import FOLDER, cuda_core
+from sparsepack.runtime.cuda.handoff import handoff_buffers
 from sparsepack.runtime.cuda.kernel import Kernel, architecture, launch, multiprocessors
-from sparsepack.runtime.cuda.words import empty_words
 
 SUPERBLOCK = 144
-GROUPS = (1, 2, 4, 8)
+TILE_BANDS = (1, 2, 4, 8)
 BLOCKS = ((256, 8), (512, 4), (512, 8), (1024, 4))
 """Threads of a block, and reads that each of them has on their way."""
 ROUNDS = 5
@@ -37,28 +37,28 @@ TARGETS = (0.75, 1.8)
 
 @dataclass(frozen=True)
 class Layout:
-    """group  -- bands of 256 rows that lie together
-    splits   -- blocks that share a group's columns
-    threads  -- of a block
-    at_once  -- reads of 16 bytes that a thread has on their way
+    """tile_bands -- bands of 256 rows that lie together
+    splits     -- blocks that share a tile's columns
+    threads    -- of a block
+    at_once    -- reads of 16 bytes that a thread has on their way
     """
 
-    group: int
+    tile_bands: int
     splits: int
     threads: int
     at_once: int
 
     def __str__(self) -> str:
-        return f"{self.group}, {self.splits} x {self.threads} x {self.at_once}"
+        return f"{self.tile_bands}, {self.splits} x {self.threads} x {self.at_once}"
 
 
 def layouts(rows: int, columns: int, processors: int) -> Iterator[Layout]:
     """Those that suit a shape: about a block for each multiprocessor."""
-    for group, (threads, at_once) in product(GROUPS, BLOCKS):
-        groups, rest = divmod(rows, 256 * group)
-        if rest or groups > processors:
+    for tile_bands, (threads, at_once) in product(TILE_BANDS, BLOCKS):
+        tiles, rest = divmod(rows, 256 * tile_bands)
+        if rest or tiles > processors:
             continue
-        yield Layout(group, min(processors // groups, columns // 32), threads, at_once)
+        yield Layout(tile_bands, min(processors // tiles, columns // 32), threads, at_once)
 
 
 class Chain:
@@ -71,15 +71,15 @@ class Chain:
         self._rows, self._columns, self._layout, self._blocks = rows, columns, layout, blocks
         self._kernel = _kernel(layout, read)
         device = blocks.device
-        dealt = [
+        split = [
             torch.arange(columns, device=device).view(-1, 32)[s :: layout.splits].flatten()
             for s in range(layout.splits)
         ]
-        chosen = [part[torch.randperm(len(part), device=device)[: len(part) // 2]].sort().values for part in dealt]
+        chosen = [part[torch.randperm(len(part), device=device)[: len(part) // 2]].sort().values for part in split]
         self._most = len(chosen[0])
         self.active = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).int()
         self._buffers = Buffers(rows, columns, device, lambda part: part.fill_(1))
-        self._slots = empty_words([rows * layout.splits], device)[0]
+        self._workspace = handoff_buffers([rows * layout.splits], device)[0]
 
     def run(self, number: int) -> None:
         """Put a product on the current stream, after those before it."""
@@ -87,11 +87,11 @@ class Chain:
             self._buffers.begin()
         launch(
             self._kernel,
-            (self._layout.splits, self._rows // 256 // self._layout.group),
+            (self._layout.splits, self._rows // 256 // self._layout.tile_bands),
             self._layout.threads,
             *(self._blocks[number % len(self._blocks)], self.active, self._most, self._columns),
-            *(self._buffers.taken(number), self.made(number), self._slots),
-            *(self._buffers.emptied(number), self._rows),
+            *(self._buffers.taken(number), self.made(number), self._workspace),
+            *(self._buffers.reset(number), self._rows),
             shared=4 * self._most,
         )
 
@@ -104,11 +104,17 @@ def _kernel(layout: Layout, read: bool) -> Kernel:
     from cuda.bindings import driver
 
     arch = architecture(0)
-    macros = {"GROUP": layout.group, "SPLITS": layout.splits, "BLOCK": layout.threads, "AT_ONCE": layout.at_once}
+    macros = {
+        "TILE_BANDS": layout.tile_bands,
+        "SPLITS": layout.splits,
+        "BLOCK": layout.threads,
+        "AT_ONCE": layout.at_once,
+        "READ": int(read),
+    }
     options = cuda_core().ProgramOptions(
         std="c++17",
         arch=f"sm_{arch}",
-        define_macro=[(name, str(value)) for name, value in {**macros, "READ": int(read)}.items()],
+        define_macro=[(name, str(value)) for name, value in macros.items()],
         include_path=str(FOLDER),
     )
     source = Path(__file__).with_suffix(".cu").read_text()
@@ -128,9 +134,9 @@ def check() -> None:
     active = torch.zeros(columns, dtype=torch.bool, device="cuda")
     active[chain.active[chain.active >= 0].long()] = True
 
-    def made(group: int, column: int, byte: int) -> list[list[float]]:
+    def made(tile: int, column: int, byte: int) -> list[list[float]]:
         blocks.zero_()
-        blocks[0, group, column, byte] = 1
+        blocks[0, tile, column, byte] = 1
         chain.run(0)
         return [part.unique().tolist() for part in chain.made(0).clone().split(512)]
 
@@ -181,7 +187,7 @@ def main() -> None:
         )
     head = ["shape", "us, nothing read", "us", "of bandwidth", "x", "us for 75 %", "us for 1.8 x", "layout"]
     click.echo(table(head, lines))
-    click.echo("x: llama.cpp's dense time over this one; layout: group, splits x threads x reads at once")
+    click.echo("x: llama.cpp's dense time over this one; layout: tile_bands, splits x threads x reads at once")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
         "active": {name: chain.active for name, chain in chains.items()},
         "seconds": seconds,
         "errors": errors,
-        "geometry": _geometry(matrices[0]),
+        "config": _config(matrices[0]),
     }
 
 
@@ -86,9 +86,9 @@ def _error(found: Tensor, stored: Any, x: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def _geometry(matrix: ZigzagMatrix) -> str:
-    g = matrix.geometry
-    return f"{g.group} x {g.warps}, {g.stages}, {g.splits}"
+def _config(matrix: ZigzagMatrix) -> str:
+    c = matrix.config
+    return f"{c.tile_bands} x {c.warps}, {c.stages}, {c.splits}"
 
 
 def rows_of(result: dict[str, Any], bandwidth: float) -> list[list[str]]:
@@ -110,7 +110,7 @@ def rows_of(result: dict[str, Any], bandwidth: float) -> list[list[str]]:
                 f"{needed / seconds / 1e9:.0f}",
                 f"{needed / seconds / bandwidth:.0%}",
                 f"{result['errors'][share]:.0e}",
-                result["geometry"],
+                result["config"],
             ]
         )
     return lines
@@ -124,9 +124,9 @@ def main(quick: bool, path: Path | None) -> None:
     bandwidth = read_bandwidth()
     click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
     results = [measure(*shape, 1 if quick else ROUNDS) for shape in (*ANCHORS, *SMALL)]
-    head = ["shape", "active", "us", "llama.cpp", "x", "MiB", "GB/s", "of bandwidth", "error", "geometry"]
+    head = ["shape", "active", "us", "llama.cpp", "x", "MiB", "GB/s", "of bandwidth", "error", "config"]
     click.echo(table(head, [line for result in results for line in rows_of(result, bandwidth)]))
-    click.echo("us: collection included; x: llama.cpp's dense time over ours; geometry: group x warps, stages, splits")
+    click.echo("us: collection included; x: llama.cpp's dense time over ours; config: bands x warps, stages, splits")
     if path:
         path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "shapes": results}, indent=1))
 

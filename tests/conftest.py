@@ -9,7 +9,7 @@ import pytest
 
 from sparsepack.runtime.cpu.geometry import profiled as profiled_cpu
 from sparsepack.runtime.cuda.compiler import cache_folder
-from sparsepack.runtime.cuda.geometry import profiled as profiled_cuda
+from sparsepack.runtime.cuda.tile_config import profiled as profiled_cuda
 
 
 @pytest.fixture(autouse=True, scope="session")

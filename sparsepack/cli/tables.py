@@ -158,7 +158,7 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_GEOMETRY = ("span", "tile", "group", "warps", "stages", "splits")
+_GEOMETRY = ("span", "tile", "tile_bands", "warps", "stages", "splits")
 """What `profile` may choose, on CPUs and on GPUs."""
 
 

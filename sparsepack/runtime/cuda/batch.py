@@ -59,7 +59,7 @@ class BatchStep(Sequences):
         )
         self._attend(number, self._qkv, self._mixed)
         self._product(number, "attn_out", self._mixed, hidden, sparse, added=hidden, squares_of_y=self._between_squares)
-        fused = layer.sites["mlp_in"].matrix.half > 0
+        fused = layer.sites["mlp_in"].matrix.gate_bands > 0
         self._product(
             number,
             "mlp_in",
@@ -104,8 +104,8 @@ class BatchStep(Sequences):
             site.matrix,
             input,
             y,
-            constant=site.bias if input.dense else site.constant,
-            added=added,
+            bias=site.bias if input.dense else site.constant,
+            residual=added,
             activation=activation,
             squares=squares_of_y,
             active=self.active[number, SITES.index(name)],

@@ -10,12 +10,12 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import rows
-from sparsepack.runtime.cuda.attention import MOST_GROUP, MOST_HEAD_DIM
-from sparsepack.runtime.cuda.choose import sampled
+from sparsepack.runtime.cuda.attention import MOST_GQA_RATIO, MOST_HEAD_DIM
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.graph import captured, replay
 from sparsepack.runtime.cuda.model import load_model, new_cache
 from sparsepack.runtime.cuda.prefill import Prefill
+from sparsepack.runtime.cuda.sampling import sample
 from sparsepack.runtime.cuda.sequences import counted, state_parts
 from sparsepack.runtime.cuda.step import Step
 from sparsepack.runtime.sampling import Sampler, Sampling, not_finite
@@ -198,7 +198,7 @@ class CudaDecoder:
         if key not in self._samplers:
 
             def choose() -> None:
-                self._step.ids.copy_(sampled(self._step.logits[0], self._draw, *key))
+                self._step.ids.copy_(sample(self._step.logits[0], self._draw, *key))
 
             if len(self._samplers) == MOST_SAMPLERS:
                 del self._samplers[next(iter(self._samplers))]
@@ -214,8 +214,8 @@ def host_memory(like: Tensor) -> Tensor:
 def check_heads(architecture: Architecture) -> None:
     """Raise `UserError` for attention that the kernels do not know."""
     group = architecture.heads / architecture.kv_heads
-    if group > MOST_GROUP or architecture.head_dim > MOST_HEAD_DIM or architecture.head_dim % 2:
+    if group > MOST_GQA_RATIO or architecture.head_dim > MOST_HEAD_DIM or architecture.head_dim % 2:
         raise UserError(
             f"a model with heads of {architecture.head_dim} channels, {group:g} for each key head: the cuda backend "
-            f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GROUP}; use the reference backend"
+            f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GQA_RATIO}; use the reference backend"
         )

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda import zigzag
-from sparsepack.runtime.cuda.attention import CACHE_TYPES
-from sparsepack.runtime.cuda.deal import BAND_ROWS
+from sparsepack.runtime.cuda.attention import CACHE_TYPES, AttentionParameters
 from sparsepack.runtime.cuda.kernel import Kernel, kernel, launch
+from sparsepack.runtime.cuda.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, dequantise
 
 THREADS = 512  # of a block that takes a row
@@ -17,8 +17,8 @@ HEADS = 8  # that a block takes
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Rows x = values * factor, with the largest magnitude of each row's values just below 2^15.
+class ScaledFp16:
+    """Rows x = values * factor in float16, with the largest magnitude of each row's values just below 2^15.
 
     values -- float16 [S, columns]
     factor -- float32 [S], powers of two
@@ -56,7 +56,7 @@ def new_scratch(matrices: Iterable[ZigzagMatrix], device: torch.device) -> Tenso
     return torch.empty(largest, dtype=torch.float16, device=device)
 
 
-def multiply(matrix: ZigzagMatrix, x: Halves, scratch: Tensor, bias: Tensor | None = None) -> Product:
+def multiply(matrix: ZigzagMatrix, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
     """W x + bias for every row, with every column.
 
     Weights and inputs are rounded to float16, the inputs relative to the largest of their row; sums are float32.
@@ -70,11 +70,11 @@ def multiply(matrix: ZigzagMatrix, x: Halves, scratch: Tensor, bias: Tensor | No
         weights = scratch[: matrix.columns * bands * BAND_ROWS].view(matrix.columns, -1)
         dequantise(matrix, weights, first, bands)
         part = sums[:, first * BAND_ROWS : (first + bands) * BAND_ROWS]
-        _half_product(x.values, weights[:, : part.shape[1]], part)
-    return Product(sums, x.factor, 1 / matrix.half_scale, bias)
+        _fp16_product(x.values, weights[:, : part.shape[1]], part)
+    return Product(sums, x.factor, 1 / matrix.fp16_scale, bias)
 
 
-def _half_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
+def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
     torch.mm(x, weights, out_dtype=torch.float32, out=out)
 
 
@@ -86,92 +86,81 @@ def _bands_at_once(matrix: ZigzagMatrix) -> int:
     return max(zigzag.SCRATCH_BYTES // (2 * BAND_ROWS * matrix.columns), 1)
 
 
-def halved(x: Tensor, added: Product | None = None, norm: Tensor | None = None, eps: float = 0.0) -> Halves:
+def to_scaled_fp16(
+    x: Tensor, update: Product | None = None, norm: Tensor | None = None, eps: float = 0.0
+) -> ScaledFp16:
     """x, or its RMSNorm, as input of a product.
 
-    x     -- float32 [S, columns], contiguous
-    added -- is added to x before, and x written back
-    norm  -- weight of the RMSNorm, float32 [columns], with `eps`
+    x      -- float32 [S, columns], contiguous
+    update -- a product that is added to x (the residual stream) before, and x written back
+    norm   -- weight of the RMSNorm, float32 [columns], with `eps`
     """
-    halves = _new_halves(x)
-    _add_rows(x, added, norm, eps, halves)
-    return halves
+    scaled = _new_scaled(x)
+    _add_rows(x, update, norm, eps, scaled)
+    return scaled
 
 
-def add(x: Tensor, added: Product) -> None:
-    """x += added: float32 [S, columns], contiguous."""
-    _add_rows(x, added, None, 0.0, None)
+def add(x: Tensor, update: Product) -> None:
+    """x += update: float32 [S, columns], contiguous."""
+    _add_rows(x, update, None, 0.0, None)
 
 
-def gated(stacked: Product, activation: int) -> Halves:
+def gated(stacked: Product, activation: int) -> ScaledFp16:
     """activation(gate) * up, as input of a product: [S, 2 * width] -> [S, width].
 
     activation -- number of the function, see `kernels/activations.cuh`
     """
     sums = stacked.sums
     width = sums.shape[1] // 2
-    halves = _new_halves(sums[:, :width])
+    scaled = _new_scaled(sums[:, :width])
     if len(sums):
         launch(
             _row_kernel("gate_rows", width, sums, activation=activation),
             (len(sums),),
             THREADS,
-            *(sums, width, stacked.factor, stacked.inverse, stacked.bias, halves.values, halves.factor),
+            *(sums, width, stacked.factor, stacked.inverse, stacked.bias, scaled.values, scaled.factor),
         )
-    return halves
+    return scaled
 
 
-def split_heads(
-    qkv: Product,
-    keys: Tensor,
-    values: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    first: int,
-    *,
-    heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """Norm and rotate q and k of the positions `first` .. first + S - 1, and append k and v to the cache.
+def split_heads(parameters: AttentionParameters, qkv: Product, first: int, sequence: int = 0) -> Tensor:
+    """Norm and rotate q and k of the positions `first` .. first + S - 1 of a sequence, and append k and v to its cache.
 
-    qkv            -- [S, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
-    keys, values   -- of any of the cache's types, [1, kv_heads, context, head_dim], contiguous
-    cos, sin       -- float32 [context or more, head_dim / 2], as `reference.rotary_table` gives them
-    q_norm, k_norm -- float32 [head_dim]: RMSNorm of every head before it is rotated, with `eps`
+    qkv -- [S, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
 
     Returns q: [S, heads, head_dim] of the cache's type.
     """
-    _, kv_heads, context, head_dim = keys.shape
-    q = torch.empty(len(qkv.sums), heads, head_dim, dtype=keys.dtype, device=keys.device)
+    shape, layer = parameters.shape, parameters.layer
+    keys, values = parameters.keys[sequence], parameters.values[sequence]
+    kv_heads, context, head_dim = keys.shape
+    q = torch.empty(len(qkv.sums), shape.heads, head_dim, dtype=keys.dtype, device=keys.device)
     if len(q):
         defines = ("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={CACHE_TYPES[keys.dtype]}")
         launch(
             kernel("prefill", "split_heads", defines, keys.device.index or 0),
-            (len(q), -(-(heads + 2 * kv_heads) // HEADS)),
+            (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),
             HEADS * 32,
-            *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, q_norm, k_norm, float(eps), cos, sin),
-            *(first, context, heads, kv_heads, q, keys, values),
+            *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, float(shape.eps)),
+            *(shape.cos, shape.sin, first, context, shape.heads, kv_heads, q, keys, values),
         )
     return q
 
 
-def _new_halves(x: Tensor) -> Halves:
+def _new_scaled(x: Tensor) -> ScaledFp16:
     values = torch.empty(x.shape, dtype=torch.float16, device=x.device)
-    return Halves(values, torch.empty(len(x), device=x.device))
+    return ScaledFp16(values, torch.empty(len(x), device=x.device))
 
 
-def _add_rows(x: Tensor, added: Product | None, norm: Tensor | None, eps: float, halves: Halves | None) -> None:
+def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float, scaled: ScaledFp16 | None) -> None:
     if not len(x):
         return
-    product = (added.sums, added.factor, added.inverse, added.bias) if added else (None, None, 0.0, None)
+    product = (update.sums, update.factor, update.inverse, update.bias) if update else (None, None, 0.0, None)
     launch(
         _row_kernel("add_rows", x.shape[1], x, product[0]),
         (len(x),),
         THREADS,
         *(x, x.shape[1], *product, norm, float(eps)),
-        *((halves.values, halves.factor) if halves else (None, None)),
+        *((scaled.values, scaled.factor) if scaled else (None, None)),
     )
 
 

@@ -43,8 +43,8 @@ def kernel(file: str, name: str, defines: tuple[str, ...] = (), device: int = 0)
     arch = architecture(device)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes torch's context current
-        module = _checked(driver.cuModuleLoadData(cubin(file, arch, defines)))
-        function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        module = checked(driver.cuModuleLoadData(cubin(file, arch, defines)))
+        function = checked(driver.cuModuleGetFunction(module, name.encode()))
     return Kernel(function, arch, name)
 
 
@@ -58,15 +58,6 @@ def architecture(device: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """How many a GPU has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of dynamic shared memory that a block may have, 2 KiB left for what a kernel declares itself."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    return int(_checked(driver.cuDeviceGetAttribute(attribute, device.index or 0))) - 2048
 
 
 def launch(
@@ -88,7 +79,7 @@ def launch(
     stream = torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
     config = _config(kernel.arch, tuple(grid), threads, shared, stream)
     values, types = zip(*(_argument(a) for a in arguments), strict=True)
-    _checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
+    checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
 
 
 def _argument(value: Argument) -> tuple[Any, Any]:
@@ -125,7 +116,7 @@ def _allow(kernel: Kernel, shared: int) -> None:
     if shared <= kernel.allowed.get("shared", STATIC_SHARED):
         return
     what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
+    checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
     kernel.allowed["shared"] = shared
 
 
@@ -135,11 +126,12 @@ def blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: i
     from cuda.bindings import driver
 
     _allow(kernel, shared)
-    each = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, threads, shared), kernel.name)
+    each = checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, threads, shared), kernel.name)
     return int(each) * multiprocessors(device)
 
 
-def _checked(result: tuple[Any, ...], name: str = "") -> Any:
+def checked(result: tuple[Any, ...], name: str = "") -> Any:
+    """What a call of the driver returns, without its error. Raises `RuntimeError` where there is one."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error.name}{f' in {name}' if name else ''}")

@@ -9,9 +9,11 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.runtime.cuda.deal import BAND_ROWS
+from sparsepack.runtime.cuda.attention import AttentionParameters, attention_parameters
 from sparsepack.runtime.cuda.rows import RowsMatrix, load_rows
+from sparsepack.runtime.cuda.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
+from sparsepack.runtime.kv_cache import attention_shape
 from sparsepack.runtime.reference import rotary_table
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
@@ -116,6 +118,14 @@ def new_cache(architecture: Architecture, context: int, type: str, device: torch
     return Cache(keys, values)
 
 
+def attention_of(model: Model, cache: Cache) -> tuple[AttentionParameters, ...]:
+    """What attention takes at every step, of every layer."""
+    norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in model.layers]
+    sequences = cache.keys[0].shape[0]
+    shape = attention_shape(model.architecture, norms, model.cos, model.sin, sequences)
+    return attention_parameters(shape, cache.keys, cache.values)
+
+
 def _layer(layer: PackedLayer, window: int, device: torch.device) -> Layer:
     sites = {name: _site(site, device, gate=name == "mlp_in") for name, site in layer.sites.items()}
     return Layer(sites, {name: _vector(norm, device) for name, norm in layer.norms.items()}, window)
@@ -133,7 +143,7 @@ def _site(site: PackedSite, device: torch.device, gate: bool) -> Site:
     matrix = load_zigzag(site.matrix, device)
     constant = torch.empty(site.matrix.rows, device=device)
     torch.cuda.synchronize(device)
-    gemv(matrix, Input(offset), constant, constant=bias)
+    gemv(matrix, Input(offset), constant, bias=bias)
     if gate:  # rows of such a matrix come in pairs from the product that was just made
         matrix = load_zigzag(site.matrix, device, gate=True)
     return Site(matrix, bias, threshold, offset, constant)

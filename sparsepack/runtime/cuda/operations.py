@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.runtime.cuda import elementwise, rows, zigzag
-from sparsepack.runtime.cuda.dense import halved, multiply, new_scratch
+from sparsepack.runtime.cuda.dense import multiply, new_scratch, to_scaled_fp16
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.rows import RowsMatrix
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
@@ -48,7 +48,7 @@ def zigzag_gemv(matrix: ZigzagMatrix, x: Tensor, indices: Tensor, count: Tensor)
 def zigzag_matmul(matrix: ZigzagMatrix, x: Tensor) -> Tensor:
     """Y = X W^T with every column: float32 [S, columns] -> float32 [S, rows]."""
     with torch.cuda.device(x.device):
-        return multiply(matrix, halved(x.contiguous()), new_scratch([matrix], x.device)).rows()
+        return multiply(matrix, to_scaled_fp16(x.contiguous()), new_scratch([matrix], x.device)).rows()
 
 
 def matmul(weight: RowsMatrix, x: Tensor) -> Tensor:

@@ -7,8 +7,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from sparsepack.runtime import reference
-from sparsepack.runtime.cuda.dense import Halves, Product, add, gated, halved, multiply, new_scratch, split_heads
-from sparsepack.runtime.cuda.model import Cache, Layer, Model
+from sparsepack.runtime.cuda.dense import (
+    Product,
+    ScaledFp16,
+    add,
+    gated,
+    multiply,
+    new_scratch,
+    split_heads,
+    to_scaled_fp16,
+)
+from sparsepack.runtime.cuda.model import Cache, Layer, Model, attention_of
 from sparsepack.runtime.cuda.rows import embed
 
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -20,7 +29,7 @@ class Prefill:
     `zigzag.SCRATCH_BYTES` at most, kept, for weights in float16."""
 
     def __init__(self, model: Model, cache: Cache) -> None:
-        self._model, self._cache = model, cache
+        self._model, self._parameters = model, attention_of(model, cache)
         matrices = [site.matrix for layer in model.layers for site in layer.sites.values()]
         self._scratch = new_scratch(matrices, model.device)
 
@@ -33,35 +42,26 @@ class Prefill:
         more: Product | None = None  # that x still lacks
         with sdpa_kernel(_ATTENTION):
             for number, layer in enumerate(model.layers):
-                mixed = self._attention(number, layer, halved(x, more, layer.norms["attn_norm"], eps), first, sequence)
-                more = self._product(layer, "attn_out", halved(mixed))
-                more = self._mlp(layer, halved(x, more, layer.norms["mlp_norm"], eps))
+                mixed = self._attention(
+                    number, layer, to_scaled_fp16(x, more, layer.norms["attn_norm"], eps), first, sequence
+                )
+                more = self._product(layer, "attn_out", to_scaled_fp16(mixed))
+                more = self._mlp(layer, to_scaled_fp16(x, more, layer.norms["mlp_norm"], eps))
         if more is not None:
             add(x, more)
         return x
 
-    def _attention(self, number: int, layer: Layer, x: Halves, first: int, sequence: int) -> Tensor:
+    def _attention(self, number: int, layer: Layer, x: ScaledFp16, first: int, sequence: int) -> Tensor:
         """float32 [S, heads * head_dim]"""
-        keys, values = (cached[number][sequence, None] for cached in (self._cache.keys, self._cache.values))
-        q = split_heads(
-            self._product(layer, "attn_in", x),
-            keys,
-            values,
-            self._model.cos,
-            self._model.sin,
-            first,
-            heads=self._model.architecture.heads,
-            q_norm=layer.norms.get("q_norm"),
-            k_norm=layer.norms.get("k_norm"),
-            eps=self._model.architecture.norm_eps,
-        )
-        return attention(q, keys[0], values[0], first, layer.window)
+        parameters = self._parameters[number]
+        q = split_heads(parameters, self._product(layer, "attn_in", x), first, sequence)
+        return attention(q, parameters.keys[sequence], parameters.values[sequence], first, layer.window)
 
-    def _mlp(self, layer: Layer, x: Halves) -> Product:
+    def _mlp(self, layer: Layer, x: ScaledFp16) -> Product:
         mid = gated(self._product(layer, "mlp_in", x), self._model.activation)
         return self._product(layer, "mlp_mid", mid)
 
-    def _product(self, layer: Layer, name: str, x: Halves) -> Product:
+    def _product(self, layer: Layer, name: str, x: ScaledFp16) -> Product:
         site = layer.sites[name]
         return multiply(site.matrix, x, self._scratch, site.bias)
 

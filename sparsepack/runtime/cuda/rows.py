@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.codecs.superblock import BLOCK
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.shared_memory import deepest_pipeline, shared_limit
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
 """As `kernels/rows.cuh` numbers them."""
@@ -21,7 +22,8 @@ TILE_ROWS = {"F32": 4, "F16": 4, "BF16": 4, "Q4_K": 8, "Q6_K": 8}
 TILE_COLUMNS = {"F32": 128, "F16": 256, "BF16": 256, "Q4_K": 256, "Q6_K": 256}
 TILE_BYTES = {"F32": 2048, "F16": 2048, "BF16": 2048, "Q4_K": 1152, "Q6_K": 1680}
 WARPS = 16
-MOST_STAGES = 4
+STAGES = (4, 3, 2)
+"""Of a warp's pipeline: the first with which shared memory has room for the whole of x."""
 CHUNK_BYTES = 1 << 23
 """Of a matrix repacked at a time; temporaries take about fifteen times as much."""
 SCRATCH_WEIGHTS = 1 << 24
@@ -131,7 +133,7 @@ def product(
     x          -- float32 [vectors, columns], contiguous
     y          -- float32 [vectors, rows], contiguous
     norm, eps  -- weight of the RMSNorm, float32 [columns], and what it adds to the mean square
-    candidates -- what `choose.advance` chooses from, as `new_candidates` makes it
+    candidates -- what `sampling.pick_likeliest` chooses from, as `new_candidates` makes it
 
     The same bits every run; and where x fits in shared memory (on an H100 4096 columns of eight vectors), whatever the
     number of vectors. For Q4_K and Q6_K, terms fade to 0 below 2^-64 and xn is infinite from 2^64 on.
@@ -148,7 +150,7 @@ def product(
     grid = blocks(matrix)
     if candidates is not None and candidates.shape != (len(x), grid):
         raise ValueError(f"candidates {list(candidates.shape)}, expected {[len(x), grid]}; make them by new_candidates")
-    plan = _plan(matrix.type, matrix.columns, len(x), shared_limit(device))
+    plan = _plan(matrix.type, matrix.columns, len(x), device)
     defines = (f"TYPE={TYPES[matrix.type]}", f"BATCH={len(x)}", f"STAGES={plan.stages}")
     launch(
         kernel("rows_product", "rows_product", defines, device.index or 0),
@@ -166,7 +168,8 @@ def blocks(matrix: RowsMatrix) -> int:
 
 
 def new_candidates(matrix: RowsMatrix, vectors: int) -> Tensor:
-    """Room for the best row of every block and vector: int64 [vectors, blocks], for `product` and `choose.advance`."""
+    """Room for the best row of every block and vector: int64 [vectors, blocks], for `product` and
+    `sampling.pick_likeliest`."""
     return torch.zeros(vectors, blocks(matrix), dtype=torch.int64, device=matrix.data.device)
 
 
@@ -226,18 +229,20 @@ class _Plan:
 
 
 @cache
-def _plan(type: str, columns: int, vectors: int, limit: int) -> _Plan:
-    """The deepest rings that leave room for the whole of x in `limit` bytes; else the shallowest, and x in pieces."""
+def _plan(type: str, columns: int, vectors: int, device: torch.device) -> _Plan:
+    """The deepest rings that leave room for the whole of x (`kernels/rows_product.cu`); else the shallowest, and x in
+    pieces."""
     tiles = -(-columns // TILE_COLUMNS[type])
     # float32 x of a tile; sums of 16 columns for the types that have sub-blocks; norms or candidates of the warps
     x = 4 * vectors * (TILE_COLUMNS[type] + (16 if type in ("Q4_K", "Q6_K") else 0))
     few = 8 * vectors * WARPS
-    for stages in range(MOST_STAGES, 1, -1):
-        rest = limit - few - WARPS * stages * TILE_BYTES[type]
-        if stages == 2 or rest >= tiles * x:
-            break
-    piece = min(tiles, rest // x)
-    return _Plan(stages, piece, limit - rest + piece * x)
+
+    def shared(stages: int, piece: int) -> int:
+        return WARPS * stages * TILE_BYTES[type] + few + piece * x
+
+    stages = deepest_pipeline(STAGES, lambda n: shared(n, tiles), device)
+    piece = min(tiles, (shared_limit(device) - shared(stages, 0)) // x)
+    return _Plan(stages, piece, shared(stages, piece))
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -258,15 +263,3 @@ def _exact_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@cache
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may ask for."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    error, limit = driver.cuDeviceGetAttribute(attribute, device.index or 0)
-    if int(error):
-        raise RuntimeError(f"CUDA: {error.name} asking for the shared memory of {device}")
-    return int(limit)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda.attention import attend
-from sparsepack.runtime.cuda.choose import advance
-from sparsepack.runtime.cuda.model import Cache, Model, Site
+from sparsepack.runtime.cuda.model import Cache, Model, Site, attention_of
 from sparsepack.runtime.cuda.rows import embed, new_candidates, product
+from sparsepack.runtime.cuda.sampling import pick_likeliest
 from sparsepack.runtime.cuda.zigzag import Input
 
 
@@ -26,7 +26,7 @@ class Sequences(ABC):
 
     def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
         a, device = model.architecture, model.device
-        self._model, self._cache, self._eps = model, cache, float(a.norm_eps)
+        self._model, self._eps, self._attention = model, float(a.norm_eps), attention_of(model, cache)
         self.state = torch.zeros(a.layers * len(SITES) + sequences, dtype=torch.int64, device=device)
         self.active, self.ids, self.best = state_parts(self.state, sequences)
         self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
@@ -49,7 +49,7 @@ class Sequences(ABC):
             eps=self._eps,
             candidates=self._candidates,
         )
-        advance(self._candidates, self.ids, self.best, self.positions)
+        pick_likeliest(self._candidates, self.ids, self.best, self.positions)
 
     @abstractmethod
     def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
@@ -73,27 +73,11 @@ class Sequences(ABC):
             squares=squares,
             threshold=site.threshold if sparse else None,
             offset=site.offset if sparse and site.threshold is not None else None,
-            handed=handed,
+            early_read=handed,
         )
 
     def _attend(self, number: int, qkv: Tensor, mixed: Tensor, handed: bool = False) -> None:
-        a, layer = self._model.architecture, self._model.layers[number]
-        attend(
-            qkv,
-            self._cache.keys[number],
-            self._cache.values[number],
-            self.positions,
-            self._model.cos,
-            self._model.sin,
-            mixed,
-            heads=a.heads,
-            kv_heads=a.kv_heads,
-            window=layer.window,
-            q_norm=layer.norms.get("q_norm"),
-            k_norm=layer.norms.get("k_norm"),
-            eps=self._eps,
-            handed=handed,
-        )
+        attend(self._attention[number], qkv, self.positions, mixed, early_read=handed)
 
 
 def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:

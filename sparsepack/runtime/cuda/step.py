@@ -6,17 +6,17 @@ from torch import Tensor
 
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda.elementwise import gate
+from sparsepack.runtime.cuda.handoff import handoff_buffers
 from sparsepack.runtime.cuda.model import Cache, Model
 from sparsepack.runtime.cuda.sequences import Sequences
-from sparsepack.runtime.cuda.words import empty_words
 from sparsepack.runtime.cuda.zigzag import blocks, gemv
 
 
 class Step(Sequences):
     """The kernels of a decoded token of one sequence.
 
-    What they hand on lies in words (`words.py`), so that a kernel reads it as soon as it is written, while the kernel
-    before still ends. What each of them empties, `kernels/words.cuh` allows.
+    What they hand on lies in words (`handoff.py`), so that a kernel reads it as soon as it is written, while the kernel
+    before still ends. What each of them empties, `kernels/handoff.cuh` allows.
     """
 
     def __init__(self, model: Model, cache: Cache) -> None:
@@ -24,12 +24,12 @@ class Step(Sequences):
         a, device = model.architecture, model.device
         heads = a.heads * a.head_dim
         parts = {name: blocks(site.matrix) for name, site in model.layers[0].sites.items()}  # as in all layers
-        self._heads, (self._qkv,) = empty_words([heads + 2 * a.kv_heads * a.head_dim], device)
-        self._inside, (self._between, self._between_squares, self._mid) = empty_words(
+        self._heads, (self._qkv,) = handoff_buffers([heads + 2 * a.kv_heads * a.head_dim], device)
+        self._inside, (self._between, self._between_squares, self._mid) = handoff_buffers(
             [a.hidden, parts["attn_out"], a.intermediate], device
         )
         # What a block takes and mixes, and what the next one does: in turns.
-        self._turns = [empty_words([a.hidden, parts["mlp_mid"], heads], device) for _ in range(2)]
+        self._turns = [handoff_buffers([a.hidden, parts["mlp_mid"], heads], device) for _ in range(2)]
         self._last = torch.empty(a.hidden, device=device)
         self._stacked = torch.empty(2 * a.intermediate, device=device)
 
@@ -60,7 +60,7 @@ class Step(Sequences):
             squares_of_y=self._between_squares,
             emptied=self._heads,
         )
-        fused = layer.sites["mlp_in"].matrix.half > 0
+        fused = layer.sites["mlp_in"].matrix.gate_bands > 0
         self._product(
             number,
             "mlp_in",
@@ -109,10 +109,10 @@ class Step(Sequences):
             site.matrix,
             input,
             y,
-            constant=site.bias if input.dense else site.constant,
-            added=added,
+            bias=site.bias if input.dense else site.constant,
+            residual=added,
             activation=activation,
             squares=squares_of_y,
             active=self.active[number, SITES.index(name)],
-            emptied=emptied,
+            reset=emptied,
         )

@@ -1,4 +1,4 @@
-"""Measure which geometry suits this GPU, once, and remember it (SpQt, section 3.2: hardware profiling)."""
+"""Measure which tile configuration suits this GPU, once, and remember it (SpQt, section 3.2: hardware profiling)."""
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,19 +11,27 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.runtime.cuda.deal import BAND_ROWS, default_geometry, filling_splits
 from sparsepack.runtime.cuda.device import usable
-from sparsepack.runtime.cuda.geometry import SCHEMA, Geometry, profile_path, profiled, read_profile
 from sparsepack.runtime.cuda.graph import captured
+from sparsepack.runtime.cuda.tile_config import (
+    BAND_ROWS,
+    SCHEMA,
+    TileConfig,
+    default_tile_config,
+    filling_splits,
+    profile_path,
+    profiled,
+    read_profile,
+)
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
 from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
-    {"group": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (0, 8, 16, 24)}
+    {"tile_bands": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (0, 8, 16, 24)}
 )
-"""Values of the geometry's fields."""
-TOGETHER = (("group", "stages"), ("splits",), ("warps", "stages"))
-"""Fields that are chosen at one time, since together they fill shared memory; in this order. With another group come as
+"""Values of the configuration's fields."""
+TOGETHER = (("tile_bands", "stages"), ("splits",), ("warps", "stages"))
+"""Fields that are chosen at one time, since together they fill shared memory; in this order. With other tiles come as
 many splits as fill the GPU."""
 TURNS = 2
 """How often that is done, the other fields as they were chosen last."""
@@ -35,7 +43,7 @@ REPLAYS = 15
 def measure(
     shapes: Iterable[Shape], device: torch.device | str = "cuda", gates: Collection[Shape] = ()
 ) -> dict[str, Any]:
-    """Search for the fastest geometry of every shape, and return what was found as JSON-able values.
+    """Search for the fastest configuration of every shape, and return what was found as JSON-able values.
 
     Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
     was measured before for other shapes stays.
@@ -57,24 +65,25 @@ def measure(
 
 
 def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
-    """The geometry with the least median time, from the one that runs where nothing was measured, field by field."""
+    """The configuration with the least median time, searched for field by field, from the one that runs where nothing
+    was measured."""
     gate = gate and shape[0] % (2 * BAND_ROWS) == 0
     trial = _Trial(shape, device, gate)
-    best = default_geometry(trial.bands, shape[1], device, gate)
+    best = default_tile_config(trial.bands, shape[1], device, gate)
     times = {best: trial.nanoseconds(best)}
     for _ in range(TURNS):
         for names in TOGETHER:
             for values in product(*(CHOICES[name] for name in names)):
                 chosen = dict(zip(names, values, strict=True))
-                if "group" in chosen:
-                    chosen["splits"] = filling_splits(trial.bands, shape[1], device, chosen["group"])
+                if "tile_bands" in chosen:
+                    chosen["splits"] = filling_splits(trial.bands, shape[1], device, chosen["tile_bands"])
                 try:
                     candidate = replace(best, **chosen)
                     if candidate not in times:
                         times[candidate] = trial.nanoseconds(candidate)
                 except (RuntimeError, ValueError):
                     continue  # more than a multiprocessor has, or than columns and multiprocessors allow
-            best = min(times, key=lambda geometry: times[geometry])
+            best = min(times, key=lambda config: times[config])
     trial.check()
     return row_of(shape, asdict(best), times.values(), times[best])
 
@@ -94,15 +103,15 @@ class _Trial:
         self._layout: tuple[int, list[Tensor]] | None = None
 
     def check(self) -> None:
-        """Raises RuntimeError where the GPU stopped, which a geometry that it merely refuses does not make it do."""
+        """Raises RuntimeError where the GPU stopped: one that merely refuses a configuration does not."""
         torch.cuda.synchronize(self._blocks.device)
 
-    def nanoseconds(self, geometry: Geometry) -> float:
+    def nanoseconds(self, config: TileConfig) -> float:
         """Of a product, the median over replays of a CUDA graph of one for each copy.
 
         Raises RuntimeError or ValueError where the GPU cannot run it.
         """
-        matrices = self._matrices(geometry)
+        matrices = self._matrices(config)
 
         def run() -> None:
             for matrix in matrices:
@@ -111,13 +120,13 @@ class _Trial:
         graph = captured(run, self._stream)
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
 
-    def _matrices(self, geometry: Geometry) -> list[ZigzagMatrix]:
+    def _matrices(self, config: TileConfig) -> list[ZigzagMatrix]:
         packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
-        first = load_zigzag(packed, self._blocks.device, geometry, gate=self._gate)
-        if self._layout is None or self._layout[0] != geometry.group:
+        first = load_zigzag(packed, self._blocks.device, config, gate=self._gate)
+        if self._layout is None or self._layout[0] != config.tile_bands:
             self._layout = None  # before the next one is made
             copies = copies_of(self._blocks, ROTATION, COPIES)
-            self._layout = geometry.group, [first.blocks.clone() for _ in range(copies)]
+            self._layout = config.tile_bands, [first.blocks.clone() for _ in range(copies)]
         return [replace(first, blocks=blocks) for blocks in self._layout[1]]
 
 

@@ -8,27 +8,28 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.runtime.cuda.deal import (
-    BAND_PLACES,
+from sparsepack.runtime.cuda.handoff import workspace
+from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.shared_memory import shared_limit
+from sparsepack.runtime.cuda.tile_config import (
     BAND_ROWS,
     CHUNK,
-    chunks,
-    default_geometry,
+    PADDED_ROWS,
+    PRODUCERS,
+    STATIC_BYTES,
+    TileConfig,
+    default_tile_config,
     fitted,
-    ring_bytes,
+    measured_tile_config,
     shared_bytes,
     with_ring,
 )
-from sparsepack.runtime.cuda.geometry import PRODUCERS, Geometry
-from sparsepack.runtime.cuda.geometry import geometry as measured
-from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors, shared_memory
-from sparsepack.runtime.cuda.words import slots
 
 LARGEST_FACTOR = 63  # of d: scales have 6 bits
 MOST_ROUNDS = 8  # of a warp's chunks at a time
 MOST_VALUES = 32  # of several inputs, that a lane has at a time
 MOST_INPUTS = 8
-MOST_GROUP = 8  # of a matrix with room for so many
+MOST_TILE_BANDS = 8  # of a matrix with room for so many
 SCRATCH_BYTES = 1 << 28
 """Of a matrix dequantised at a time."""
 
@@ -37,32 +38,32 @@ SCRATCH_BYTES = 1 << 28
 class ZigzagMatrix:
     """A zigzag matrix in the order in which `kernels/zigzag_gemv.cu` reads it.
 
-    blocks        -- uint8 [groups, columns, group, 144]
-    geometry      -- what it is laid out for
-    half          -- bands of gate, where each group has as many bands of gate as of up; 0: bands in their order
+    blocks        -- uint8 [tiles, columns, tile_bands, 144]
+    config        -- what it is laid out for
+    gate_bands    -- bands of gate, where each tile has as many bands of gate as of up; 0: bands in their order
     largest_scale -- largest |d| of a superblock times 63: bounds what a nibble is multiplied by
     largest_d     -- largest |d| or |dmin| of a superblock
-    half_scale    -- power of two that brings the largest weight near the largest float16
+    fp16_scale    -- power of two that brings the largest weight near the largest float16
     """
 
     blocks: Tensor
     rows: int
     columns: int
-    geometry: Geometry
-    half: int
+    config: TileConfig
+    gate_bands: int
     largest_scale: float
     largest_d: float
-    half_scale: float
+    fp16_scale: float
 
 
 def load_zigzag(
     matrix: PackedMatrix,
     device: torch.device | str = "cuda",
-    geometry: Geometry | None = None,
+    config: TileConfig | None = None,
     *,
     gate: bool = False,
 ) -> ZigzagMatrix:
-    """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to a multiple of the group.
+    """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to whole tiles.
 
     gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
     """
@@ -70,29 +71,29 @@ def load_zigzag(
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
     if gate and matrix.rows % (2 * BAND_ROWS):
         raise ValueError(f"{matrix.rows} rows of gate and up, expected a multiple of {2 * BAND_ROWS}")
-    if gate and geometry and geometry.group % 2:
-        raise ValueError(f"{geometry}: gate and up need an even group")
+    if gate and config and config.tile_bands % 2:
+        raise ValueError(f"{config}: gate and up need an even number of bands in a tile")
     blocks = matrix.blocks.to(device)
-    geometry = geometry or measured((matrix.rows, matrix.columns), blocks.device, gate)
-    geometry = geometry or default_geometry(blocks.shape[0], matrix.columns, blocks.device, gate)
+    config = config or measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
+    config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
     # d and dmin of every superblock; NaN and infinity count as nothing here, and show in the products.
     ends = blocks[..., :4].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
     d, dmin = (float(x) for x in ends.flatten(0, 1).amax(0)) if ends.numel() else (0.0, 0.0)
     largest = LARGEST_FACTOR * max(15 * d, dmin)
-    half_scale = 2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30))))
-    half = blocks.shape[0] // 2 if gate else 0
-    grouped = _grouped(_headers_in_order(blocks), geometry.group, gate)
+    fp16_scale = 2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30))))
+    gate_bands = blocks.shape[0] // 2 if gate else 0
+    tiled = _tiled(_headers_in_order(blocks), config.tile_bands, gate)
     return ZigzagMatrix(
-        grouped, matrix.rows, matrix.columns, geometry, half, LARGEST_FACTOR * d, max(d, dmin), half_scale
+        tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale
     )
 
 
-def _grouped(blocks: Tensor, group: int, gate: bool) -> Tensor:
-    """uint8 [bands, columns, 144] -> [groups, columns, group, 144], filled up with bands of zeros."""
+def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
+    """uint8 [bands, columns, 144] -> [tiles, columns, tile_bands, 144], filled up with bands of zeros."""
     parts = blocks.chunk(2) if gate else (blocks,)
-    each = group // len(parts)
-    grouped = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
-    return torch.cat(grouped, dim=2).contiguous()
+    each = tile_bands // len(parts)
+    tiled = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
+    return torch.cat(tiled, dim=2).contiguous()
 
 
 def _headers_in_order(blocks: Tensor) -> Tensor:
@@ -124,7 +125,8 @@ class Input:
     threshold       -- float32 [1] or [columns]; None: every column is active
     offset          -- float32 [columns], taken from x before it is compared and multiplied
     indices, count  -- the active columns themselves, and how many: int32 [columns], int32 []
-    handed          -- x and squares are words (`words.py`), read as soon as they are written; no norm without squares
+    early_read      -- x and squares are handed off (`handoff.py`): read as soon as they are stored; no norm without
+                       squares
     """
 
     x: Tensor
@@ -135,7 +137,7 @@ class Input:
     offset: Tensor | None = None
     indices: Tensor | None = None
     count: Tensor | None = None
-    handed: bool = False
+    early_read: bool = False
 
     @property
     def dense(self) -> bool:
@@ -147,72 +149,73 @@ def gemv(
     input: Input,
     y: Tensor,
     *,
-    constant: Tensor | None = None,
-    added: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
     activation: int | None = None,
     squares: Tensor | None = None,
     active: Tensor | None = None,
-    emptied: Tensor | None = None,
+    reset: Tensor | None = None,
 ) -> None:
-    """Put y = W[:, active] x[active] + constant + added on the current stream.
+    """Put y = W[:, active] x[active] + bias + residual on the current stream.
 
     y          -- float32 [rows]; [rows / 2] with an activation
-    constant   -- float32 [rows]
-    added      -- float32 [rows], may be y itself; where the input is handed, not what the kernel just before writes
+    bias       -- float32 [rows]
+    residual   -- float32 [rows], may be y itself; where the input is read early, not what the kernel just before writes
     activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/activations.cuh`
     squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
     active     -- int64 []: the number of active columns is added to it
-    emptied    -- int32 [..]: words that become empty, since all have read them
+    reset      -- int32 [..]: words of the hand-off that become SENTINEL again, since all have read them
     """
-    device, groups = matrix.blocks.device, matrix.blocks.shape[0]
-    if input.handed and input.norm is not None and input.squares is None:
-        raise ValueError("an input that is handed on, with a norm and without squares")
+    device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
+    if input.early_read and input.norm is not None and input.squares is None:
+        raise ValueError("an input that is read early, with a norm and without squares")
     if input.indices is not None and (input.norm is not None or input.offset is not None):
         raise ValueError("a list of active columns, with a norm or an offset: the input is taken as it is")
-    _check_gate(matrix, activation, added)
-    if input.dense and not matrix.geometry.stages:
+    _check_gate(matrix, activation, residual)
+    if input.dense and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
-    geometry = matrix.geometry
+    config = matrix.config
     _check_blocks(matrix, 1)
     launch(
         kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
-        (geometry.splits, groups),
-        geometry.threads,
+        (config.splits, tiles),
+        config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
         *(input.threshold, input.offset, input.indices, input.count),
-        *(y, constant, added, squares),
-        *(active, slots(device)),
-        *(emptied, 0 if emptied is None else emptied.numel()),
-        shared=shared_bytes(matrix.columns, geometry),
+        *(y, bias, residual, squares),
+        *(active, workspace(device)),
+        *(reset, 0 if reset is None else reset.numel()),
+        shared=shared_bytes(matrix.columns, config),
     )
 
 
 def blocks(matrix: ZigzagMatrix) -> int:
     """Of a product with it."""
-    return matrix.blocks.shape[0] * matrix.geometry.splits
+    return matrix.blocks.shape[0] * matrix.config.splits
 
 
-def _check_gate(matrix: ZigzagMatrix, activation: int | None, added: Tensor | None) -> None:
-    if activation is not None and added is not None:
-        raise ValueError("an activation, with something added: activation(gate) * up is taken as it is")
-    if (activation is not None) != (matrix.half > 0):
-        raise ValueError(f"activation {activation} for {matrix.half} bands of gate: one needs the other")
+def _check_gate(matrix: ZigzagMatrix, activation: int | None, residual: Tensor | None) -> None:
+    if activation is not None and residual is not None:
+        raise ValueError("an activation, with a residual: activation(gate) * up is taken as it is")
+    if (activation is not None) != (matrix.gate_bands > 0):
+        raise ValueError(f"activation {activation} for {matrix.gate_bands} bands of gate: one needs the other")
 
 
 def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
-    """Raises `ValueError` where a block would have no columns, or blocks could not meet."""
-    geometry, device = matrix.geometry, matrix.blocks.device
-    if geometry.splits > -(-matrix.columns // CHUNK):
-        raise ValueError(f"{geometry}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
-    if geometry.splits == 1:
+    """Raises `ValueError` where a block would have no columns, or blocks would wait for each other in vain."""
+    config, device = matrix.config, matrix.blocks.device
+    if config.splits > -(-matrix.columns // CHUNK):
+        raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
+    if config.splits == 1:
         return
     if blocks(matrix) > multiprocessors(device):
-        raise ValueError(f"{geometry}: {blocks(matrix)} blocks that wait for each other, more than run at once")
-    sums, room = blocks(matrix) * geometry.group * BAND_ROWS * inputs, slots(device).numel()
+        raise ValueError(f"{config}: {blocks(matrix)} blocks that wait for each other, more than run at once")
+    sums, room = blocks(matrix) * config.tile_bands * BAND_ROWS * inputs, workspace(device).numel()
     if sums > room:
         raise ValueError(
-            f"{geometry}: {sums} sums of blocks with {inputs} inputs, more than {room}; take a group up to {MOST_GROUP}"
+            f"{config}: {sums} sums of blocks with {inputs} inputs, more than {room}; take tiles of up to "
+            f"{MOST_TILE_BANDS} bands"
         )
 
 
@@ -221,18 +224,18 @@ def batch(
     input: Input,
     y: Tensor,
     *,
-    constant: Tensor | None = None,
-    added: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
     activation: int | None = None,
     squares: Tensor | None = None,
     active: Tensor | None = None,
 ) -> None:
-    """Put y = W[:, active] x[active] + constant + added for several inputs on the current stream; W is read once.
+    """Put y = W[:, active] x[active] + bias + residual for several inputs on the current stream; W is read once.
 
-    input      -- of B, at most `MOST_INPUTS`; a column is active where it is in any of them. Not words, and no list
+    input      -- of B, at most `MOST_INPUTS`; a column is active where it is in any of them. Not read early, no list
     y          -- float32 [B, rows]; [B, rows / 2] with an activation
-    constant   -- float32 [rows]
-    added      -- float32 [B, rows], may be y itself
+    bias       -- float32 [rows]
+    residual   -- float32 [B, rows], may be y itself
     activation -- for rows of gate and up, as `gemv` takes it
     squares    -- float32 [B, blocks(matrix)]: what the blocks' rows add to the sums of y^2
     active     -- int64 []: the number of active columns is added to it
@@ -240,59 +243,60 @@ def batch(
     inputs = len(input.x)
     if not 1 <= inputs <= MOST_INPUTS:
         raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
-    if input.handed or input.indices is not None:
-        raise ValueError("several inputs, handed on or with a list of active columns: gemv takes one such input")
-    _check_gate(matrix, activation, added)
+    if input.early_read or input.indices is not None:
+        raise ValueError("several inputs, read early or with a list of active columns: gemv takes one such input")
+    _check_gate(matrix, activation, residual)
     matrix = _for_inputs(matrix, inputs)
-    device, geometry = matrix.blocks.device, matrix.geometry
+    device, config = matrix.blocks.device, matrix.config
     _check_blocks(matrix, inputs)
     launch(
         kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, activation), device.index or 0),
-        (geometry.splits, matrix.blocks.shape[0]),
-        geometry.threads,
+        (config.splits, matrix.blocks.shape[0]),
+        config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
         *(input.threshold, input.offset),
-        *(y, constant, added, squares),
-        *(active, slots(device)),
-        shared=_batch_bytes(matrix.columns, geometry, inputs),
+        *(y, bias, residual, squares),
+        *(active, workspace(device)),
+        shared=_batch_bytes(matrix.columns, config, inputs),
     )
 
 
 def most_inputs(matrix: ZigzagMatrix) -> int:
     """Inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as a block's shared memory has room."""
-    room = shared_memory(matrix.blocks.device)
+    limit = shared_limit(matrix.blocks.device)
 
     def needed(inputs: int) -> int:
-        return _batch_bytes(matrix.columns, _for_inputs(matrix, inputs).geometry, inputs)
+        return STATIC_BYTES + _batch_bytes(matrix.columns, _for_inputs(matrix, inputs).config, inputs)
 
-    return sum(needed(inputs) <= room for inputs in range(1, MOST_INPUTS + 1))
+    return sum(needed(inputs) <= limit for inputs in range(1, MOST_INPUTS + 1))
 
 
 def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
-    return _with_ring(matrix, lambda columns, geometry: _batch_bytes(columns, geometry, inputs))
+    return _with_ring(matrix, lambda columns, config: _batch_bytes(columns, config, inputs))
 
 
-def _with_ring(matrix: ZigzagMatrix, needed: Callable[[int, Geometry], int]) -> ZigzagMatrix:
+def _with_ring(matrix: ZigzagMatrix, needed: Callable[[int, TileConfig], int]) -> ZigzagMatrix:
     """The same matrix with a ring of as many stages as there is shared memory for."""
-    geometry = fitted(with_ring(matrix.geometry), lambda fewer: needed(matrix.columns, fewer), matrix.blocks.device)
-    return replace(matrix, geometry=geometry)
+    config = fitted(with_ring(matrix.config), lambda config: needed(matrix.columns, config), matrix.blocks.device)
+    return replace(matrix, config=config)
 
 
-def _batch_bytes(columns: int, geometry: Geometry, inputs: int) -> int:
-    """Dynamic shared memory of a block: the ring, later the warps' sums, and the list of its columns."""
-    first = max(ring_bytes(geometry), 4 * geometry.warps * inputs * BAND_PLACES)
-    return first + 4 * (inputs + 1) * CHUNK * chunks(columns, geometry)
+def _batch_bytes(columns: int, config: TileConfig, inputs: int) -> int:
+    """Dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list of its
+    columns."""
+    first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
+    return first + 4 * (inputs + 1) * CHUNK * config.chunks(columns)
 
 
 def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
-    listed = {"ROUNDS": 1, "TURNS": 1} if input.indices is not None else {}
+    listed = {"ROUNDS": 1, "PASSES": 1} if input.indices is not None else {}
     values = {
         **_macros(matrix),
         **listed,
         **_of_input(matrix, input, activation),
         "LISTED": int(input.indices is not None),
-        "HANDED": int(input.handed),
+        "EARLY_READ": int(input.early_read),
     }
     return tuple(f"{name}={value}" for name, value in values.items())
 
@@ -316,7 +320,7 @@ def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dic
         "NORM": int(input.norm is not None),
         "SQUARES": 0
         if input.norm is None or input.squares is None
-        else -(-input.squares.shape[-1] // (32 * matrix.geometry.warps)),
+        else -(-input.squares.shape[-1] // (32 * matrix.config.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
     }
@@ -324,17 +328,17 @@ def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dic
 
 def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
     """What every product with a matrix is compiled for."""
-    geometry = matrix.geometry
-    each = -(-chunks(matrix.columns, geometry) // geometry.warps)  # chunks of a warp
-    turns = -(-each // most_rounds)
+    config = matrix.config
+    each = -(-config.chunks(matrix.columns) // config.warps)  # chunks of a warp
+    passes = -(-each // most_rounds)
     return {
-        "WARPS": geometry.warps,
-        "STAGES": geometry.stages,
+        "WARPS": config.warps,
+        "STAGES": config.stages,
         "PRODUCERS": PRODUCERS,
-        "GROUP": geometry.group,
-        "SPLITS": geometry.splits,
-        "ROUNDS": -(-each // turns),
-        "TURNS": turns,
+        "TILE_BANDS": config.tile_bands,
+        "SPLITS": config.splits,
+        "ROUNDS": -(-each // passes),
+        "PASSES": passes,
     }
 
 
@@ -343,14 +347,14 @@ def _per_channel(threshold: Tensor | None) -> int:
 
 
 def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> None:
-    """Bands of a matrix, transposed, times `half_scale`: out float16 [columns, 256 * bands]."""
-    device, (groups, columns, group, _) = matrix.blocks.device, matrix.blocks.shape
+    """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
+    device, (tiles, columns, tile_bands, _) = matrix.blocks.device, matrix.blocks.shape
     warps, at_once = 8, 4
-    filling = -(-multiprocessors(device) * 32 // groups)  # some six times what runs at once: ends even out
+    filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
     launch(
         kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}",), device.index or 0),
-        (min(filling, -(-columns * group // (warps * at_once))), groups),
+        (min(filling, -(-columns * tile_bands // (warps * at_once))), tiles),
         warps * 32,
-        *(matrix.blocks, columns, group, matrix.half),
-        *(first, bands, matrix.half_scale, out, out.stride(0)),
+        *(matrix.blocks, columns, tile_bands, matrix.gate_bands),
+        *(first, bands, matrix.fp16_scale, out, out.stride(0)),
     )

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from sparsepack.runtime.cuda import zigzag
-from sparsepack.runtime.cuda.words import EMPTY, slots
+from sparsepack.runtime.cuda.handoff import SENTINEL, workspace
 
 
 @pytest.fixture
-def slots_become_empty() -> Iterator[None]:
+def workspace_is_reset() -> Iterator[None]:
     """Kernels leave the words where their blocks meet as they found them."""
     yield
     if torch.cuda.is_available():
-        assert bool((slots(torch.device("cuda", torch.cuda.current_device())) == EMPTY).all())
+        assert bool((workspace(torch.device("cuda", torch.cuda.current_device())) == SENTINEL).all())
 
 
 @pytest.fixture

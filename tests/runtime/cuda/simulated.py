@@ -19,16 +19,28 @@ from torch import Tensor
 from sparsepack.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import batch as batches
-from sparsepack.runtime.cuda import deal, decoder, dense, elementwise, model, prefill, rows, sequences, step, zigzag
-from sparsepack.runtime.cuda.deal import BAND_ROWS
-from sparsepack.runtime.cuda.geometry import Geometry
-from sparsepack.runtime.cuda.words import EMPTY, SLOT_WORDS
-from sparsepack.runtime.cuda.words import empty_words as real_empty_words
+from sparsepack.runtime.cuda import (
+    decoder,
+    dense,
+    elementwise,
+    model,
+    prefill,
+    rows,
+    sequences,
+    shared_memory,
+    step,
+    tile_config,
+    zigzag,
+)
+from sparsepack.runtime.cuda.attention import AttentionParameters
+from sparsepack.runtime.cuda.handoff import SENTINEL, WORKSPACE_WORDS
+from sparsepack.runtime.cuda.handoff import handoff_buffers as real_handoff_buffers
+from sparsepack.runtime.cuda.tile_config import BAND_ROWS, CHUNK, TileConfig
 from sparsepack.runtime.cuda.zigzag import Input
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
-ONE_SPLIT = Geometry(2, 8, 8, 1)
-MULTIPROCESSORS, SHARED_MEMORY = 132, 225 << 10  # as an H100 has them
+ONE_SPLIT = TileConfig(2, 8, 8, 1)
+MULTIPROCESSORS, SHARED_MEMORY = 132, 227 << 10  # as an H100 has them
 
 
 @dataclass(frozen=True)
@@ -38,27 +50,27 @@ class Matrix:
     weight: Tensor
     rows: int
     columns: int
-    half: int = 0
-    half_scale: float = 4.0
-    geometry: Geometry = ONE_SPLIT
+    gate_bands: int = 0
+    fp16_scale: float = 4.0
+    config: TileConfig = ONE_SPLIT
     largest_d: float = 1.0
 
     @cached_property
     def blocks(self) -> Tensor:
-        """The weights where the real ones have their superblocks: float32 [groups, columns, group, 256]."""
+        """The weights where the real ones have their superblocks: float32 [tiles, columns, tile_bands, 256]."""
         padded = torch.nn.functional.pad(self.weight, (0, 0, 0, -self.rows % BAND_ROWS))
         bands = padded.view(-1, BAND_ROWS, self.columns).transpose(1, 2)
-        return zigzag._grouped(bands, self.geometry.group, self.half > 0)
+        return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
-def load_zigzag(matrix: PackedMatrix, device: Any, geometry: Any = None, *, gate: bool = False) -> Matrix:
+def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False) -> Matrix:
     assert not gate or matrix.rows % 512 == 0
     return Matrix(
         decode_matrix(matrix),
         matrix.rows,
         matrix.columns,
-        half=matrix.rows // 512 if gate else 0,
-        geometry=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // deal.CHUNK))),
+        gate_bands=matrix.rows // 512 if gate else 0,
+        config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // CHUNK))),
     )
 
 
@@ -71,31 +83,31 @@ def gemv(
     input: Input,
     y: Tensor,
     *,
-    constant: Tensor | None = None,
-    added: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
     activation: int | None = None,
     squares: Tensor | None = None,
     active: Tensor | None = None,
-    emptied: Tensor | None = None,
+    reset: Tensor | None = None,
 ) -> None:
-    if input.handed:
+    if input.early_read:
         _assert_written(input.x)
     if input.norm is not None and input.squares is not None:
         _assert_written(input.squares)
         torch.testing.assert_close(input.squares.sum(), input.x.square().sum())
-    if emptied is not None:
-        emptied.copy_(torch.tensor(EMPTY))
+    if reset is not None:
+        reset.copy_(torch.tensor(SENTINEL))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > input.threshold
-    assert activation is None or added is None
-    assert bool(matrix.half) == (activation is not None), "rows of gate and up lie side by side for products of both"
+    assert activation is None or residual is None
+    assert bool(matrix.gate_bands) == (activation is not None), "gate and up lie side by side for products of both"
     product = matrix.weight @ torch.where(on, x, 0)
-    product = product if constant is None else product + constant
+    product = product if bias is None else product + bias
     if activation is not None:
         first, second = product.chunk(2)
         product = ACTIVATIONS[activation](first) * second
-    product = product if added is None else product + added
+    product = product if residual is None else product + residual
     _write(y, product)
     if squares is not None:
         _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
@@ -103,65 +115,53 @@ def gemv(
         active += on.sum()
 
 
-WORDS: dict[int, Tensor] = {}
-"""The words of `empty_words` by where they lie; kept, so that nothing else lies there."""
+BUFFERS: dict[int, Tensor] = {}
+"""The words of `handoff_buffers` by where they lie; kept, so that nothing else lies there."""
 
 
-def empty_words(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    words, parts = real_empty_words(sizes, device)
-    WORDS[words.untyped_storage().data_ptr()] = words
+def handoff_buffers(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    words, parts = real_handoff_buffers(sizes, device)
+    BUFFERS[words.untyped_storage().data_ptr()] = words
     return words, parts
 
 
 def _assert_written(x: Tensor) -> None:
-    assert not (x.view(torch.int32) == EMPTY).any(), "a kernel would wait for ever"
+    assert not (x.view(torch.int32) == SENTINEL).any(), "a kernel would wait for ever"
 
 
 def _write(to: Tensor, x: Tensor) -> None:
     """Words must be empty before."""
-    if to.untyped_storage().data_ptr() in WORDS:
-        assert bool((to.view(torch.int32) == EMPTY).all()), "who reads these words would take what was there before"
+    if to.untyped_storage().data_ptr() in BUFFERS:
+        assert bool((to.view(torch.int32) == SENTINEL).all()), "who reads these words would take what was there before"
     to.copy_(x)
 
 
 def dequantise(matrix: Matrix, out: Tensor, first: int, bands: int) -> None:
     part = matrix.weight[256 * first : 256 * (first + bands)]
     out.zero_()
-    out[:, : len(part)] = part.t() * matrix.half_scale
+    out[:, : len(part)] = part.t() * matrix.fp16_scale
 
 
 def attend(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    out: Tensor,
-    *,
-    heads: int,
-    kv_heads: int,
-    window: int = 0,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    handed: bool = False,
+    parameters: AttentionParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, early_read: bool = False
 ) -> None:
-    if handed:
+    if early_read:
         _assert_written(qkv)
-    mixed = torch.empty_like(out)
+    shape, layer, keys, values = parameters.shape, parameters.layer, parameters.keys, parameters.values
+    attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
-        q, k, v = qkv[n].view(1, -1, keys.shape[-1]).split([heads, kv_heads, kv_heads], dim=1)
-        q, k = (_turned(x, norm, eps, cos[here], sin[here]) for x, norm in ((q, q_norm), (k, k_norm)))
+        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        q = _apply_rope(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here])
+        k = _apply_rope(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])
         keys[n, :, here], values[n, :, here] = k[0], v[0]
-        oldest = max(0, here + 1 - window) if window else 0
+        oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
-        mixed[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
-    _write(out, mixed)
+        attn_output[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
+    _write(out, attn_output)
 
 
-def _turned(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     return reference.rotate(x if norm is None else reference.rms_norm(x, norm, eps), cos, sin)
 
 
@@ -192,7 +192,7 @@ def new_candidates(matrix: Matrix, vectors: int) -> Tensor:
     return torch.zeros(vectors, 2, dtype=torch.int64)
 
 
-def advance(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None) -> None:
+def pick_likeliest(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None) -> None:
     ids.copy_(candidates[:, 0])
     best.copy_(candidates[:, 1].int().view(torch.float32))
     if positions is not None:
@@ -232,12 +232,12 @@ def _gate_rows(defines: Any, grid: Any, product: Tensor, width: int, *rest: Any)
 def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
     factor, inverse, bias, q_norm, k_norm, eps, cos, sin, first, context, heads, kv_heads, q, keys, values = rest
     assert grid == (len(q), -(-(heads + 2 * kv_heads) // 8))
-    assert (keys.shape[2], int(defines["HEAD_DIM"])) == (context, keys.shape[3])
+    assert (keys.shape[1], int(defines["HEAD_DIM"])) == (context, keys.shape[2])
     here = slice(first, first + len(q))
-    rows = _finished(product, factor, inverse, bias).view(len(q), -1, keys.shape[3])
+    rows = _finished(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
     queries, k, v = (x.transpose(0, 1) for x in rows.split([heads, kv_heads, kv_heads], dim=1))
-    q.copy_(_turned(queries, q_norm, eps, cos[here], sin[here]).transpose(0, 1))
-    keys[0, :, here], values[0, :, here] = _turned(k, k_norm, eps, cos[here], sin[here]), v
+    q.copy_(_apply_rope(queries, q_norm, eps, cos[here], sin[here]).transpose(0, 1))
+    keys[:, here], values[:, here] = _apply_rope(k, k_norm, eps, cos[here], sin[here]), v
 
 
 def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int, out: Tensor) -> None:
@@ -249,12 +249,12 @@ def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int,
 def _zigzag_batch(
     defines: Any, grid: Any, blocks: Tensor, columns: int, rows: int, largest_d: float, *rest: Any
 ) -> None:
-    x, norm, eps, squares, parts, threshold, offset, y, constant, added, squares_of_y, active, slots = rest
+    x, norm, eps, squares, parts, threshold, offset, y, bias, residual, squares_of_y, active, workspace = rest
     macros = {name: int(value) for name, value in defines.items()}
-    inputs, group, each = macros["INPUTS"], macros["GROUP"], 2 if macros["GATE"] else 1
+    inputs, tile_bands, each = macros["INPUTS"], macros["TILE_BANDS"], 2 if macros["GATE"] else 1
     assert grid == (macros["SPLITS"], len(blocks))
-    assert (x.shape, blocks.shape[1:3]) == ((inputs, columns), (columns, group))
-    assert slots.dtype == torch.int32
+    assert (x.shape, blocks.shape[1:3]) == ((inputs, columns), (columns, tile_bands))
+    assert workspace.dtype == torch.int32
     if macros["NORM"]:
         if macros["SQUARES"]:
             assert squares.shape == (inputs, parts)
@@ -269,12 +269,12 @@ def _zigzag_batch(
     # Of a group the first half of the bands, then the second, where rows are of gate and up.
     product = product.view(inputs, len(blocks), each, -1).transpose(1, 2).reshape(inputs, each, -1)
     product = product[:, :, : rows // each].reshape(inputs, rows)
-    product = product if constant is None else product + constant
+    product = product if bias is None else product + bias
     if macros["GATE"]:
         gate, up = product.chunk(2, dim=1)
         product = ACTIVATIONS[macros["ACTIVATION"]](gate) * up
     else:
-        product = product if added is None else product + added
+        product = product if residual is None else product + residual
     assert y.shape == product.shape
     y.copy_(product)
     if squares_of_y is not None:
@@ -317,7 +317,7 @@ def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
 
 def use(patch: pytest.MonkeyPatch) -> None:
     """Let `CudaDecoder` and `CudaBatch` run on the CPU, by the functions above."""
-    WORDS.clear()
+    BUFFERS.clear()
     cpu = torch.device("cpu")
     for name, stand_in in {
         "device": lambda device: nullcontext(),
@@ -338,8 +338,8 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))
     for module, names in {
         model: (load_zigzag, load_rows, gemv),
-        sequences: (attend, embed, product, new_candidates, advance),
-        step: (gemv, empty_words),
+        sequences: (attend, embed, product, new_candidates, pick_likeliest),
+        step: (gemv, handoff_buffers),
         batches: (product,),
         prefill: (embed,),
         dense: (dequantise,),
@@ -350,9 +350,10 @@ def use(patch: pytest.MonkeyPatch) -> None:
     for module in (dense, elementwise, zigzag):
         patch.setattr(module, "kernel", _kernel)
         patch.setattr(module, "launch", _launch)
-    for module in (deal, zigzag):
-        patch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY)
+    for module in (shared_memory, tile_config, zigzag):
+        patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
+    for module in (tile_config, zigzag):
         patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
-    slots = real_empty_words([MULTIPROCESSORS * SLOT_WORDS], cpu)[0]
-    patch.setattr(zigzag, "slots", lambda device: slots)
-    patch.setattr(dense, "_half_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))
+    workspace = real_handoff_buffers([MULTIPROCESSORS * WORKSPACE_WORDS], cpu)[0]
+    patch.setattr(zigzag, "workspace", lambda device: workspace)
+    patch.setattr(dense, "_fp16_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime import reference
-from sparsepack.runtime.cuda import attention
-from sparsepack.runtime.cuda.attention import SPLITS, _magic, attend, splits_for
+from sparsepack.runtime.cuda import attention, shared_memory
+from sparsepack.runtime.cuda.attention import (
+    CACHE_TYPES,
+    SPLITS,
+    STAGES,
+    AttentionParameters,
+    _magic,
+    attend,
+    splits_for,
+)
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
-pytestmark = pytest.mark.usefixtures("slots_become_empty")
+pytestmark = pytest.mark.usefixtures("workspace_is_reset")
 EPS = 1e-6
 KV_HEADS = 2
 LONGEST = 4097
@@ -24,13 +33,13 @@ WINDOWS = [0, 5, 300]
 @dataclass(frozen=True)
 class Shape:
     head_dim: int
-    group: int
+    gqa_ratio: int
     dtype: torch.dtype
     norms: bool = False
 
     @property
     def heads(self) -> int:
-        return KV_HEADS * self.group
+        return KV_HEADS * self.gqa_ratio
 
 
 SHAPES = [
@@ -55,7 +64,7 @@ UNUSUAL = [
 
 
 def name(shape: Shape) -> str:
-    return f"{shape.head_dim}x{shape.group}-{str(shape.dtype).removeprefix('torch.')}"
+    return f"{shape.head_dim}x{shape.gqa_ratio}-{str(shape.dtype).removeprefix('torch.')}"
 
 
 @pytest.fixture
@@ -85,26 +94,14 @@ class Step:
         if positions is None:
             positions = torch.tensor(self.last, dtype=torch.int32, device=self.qkv.device)
         out = torch.full((len(self.last), self.shape.heads * self.shape.head_dim), torch.nan, device=self.qkv.device)
-        attend(
-            self.qkv,
-            self.keys,
-            self.values,
-            positions,
-            self.cos,
-            self.sin,
-            out,
-            heads=self.shape.heads,
-            kv_heads=KV_HEADS,
-            window=self.window,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            eps=EPS,
-            splits=splits,
-            **options,
-        )
+        layer = LayerAttention(self.window, self.q_norm, self.k_norm)
+        tables = (self.cos, self.sin)
+        shape = AttentionShape(self.shape.heads, KV_HEADS, self.shape.head_dim, EPS, *tables, (layer,), len(self.last))
+        parameters = AttentionParameters(shape, layer, self.keys, self.values)
+        attend(parameters, self.qkv, positions, out, splits=splits, **options)
         return out
 
-    def turned(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a sequence's new position, normed and rotated: float64 [heads, 1, head_dim]."""
         sizes = [heads * self.shape.head_dim for heads in (self.shape.heads, KV_HEADS, KV_HEADS)]
         q, k, v = (row.view(-1, 1, self.shape.head_dim) for row in self.qkv[b].double().split(sizes))
@@ -122,7 +119,7 @@ class Step:
             oldest = max(0, last + 1 - self.window) if self.window else 0
             keys, values = (cached[b, :, oldest : last + 1].double() for cached in (self.keys, self.values))
             seen = reference.visible(last, 1, oldest, self.window, self.qkv.device)
-            rows.append(reference.attention(self.turned(b)[0], keys, values, seen))
+            rows.append(reference.attention(self.rotated(b)[0], keys, values, seen))
         return torch.cat(rows)
 
 
@@ -194,7 +191,7 @@ def test_the_same_bits_come_every_run(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_a_row_that_no_number_fits_spoils_nobody_else(device: torch.device) -> None:
-    """A NaN with the bits of an empty word, in the sums that blocks hand on."""
+    """A NaN with the bits of a SENTINEL, in the sums that blocks hand off."""
     case = step(SHAPES[8], [3000, 500], device)
     expected = case.run(16)
     case.values[0, 0, 7] = torch.full((), -1, dtype=torch.int16, device=device).view(torch.bfloat16)
@@ -212,7 +209,7 @@ def test_scores_that_keep_growing_or_hardly_differ(size: float, device: torch.de
     """With keys in the order of their scores, the largest score grows from row to row."""
     shape = replace(SHAPES[8], norms=False)
     case = step(shape, [3000], device, size=size)
-    q = case.turned(0)[0].view(KV_HEADS, shape.group, shape.head_dim).sum(1)
+    q = case.rotated(0)[0].view(KV_HEADS, shape.gqa_ratio, shape.head_dim).sum(1)
     old = case.keys[0, :, :3000]
     order = torch.einsum("hd,htd->ht", q, old.double()).argsort(-1)
     old.copy_(torch.stack([old[h, order[h]] for h in range(KV_HEADS)]))
@@ -228,7 +225,7 @@ def test_exactly_the_new_position_is_cached(shape: Shape, splits: int, device: t
     before = [cached.nan_to_num(-7) for cached in (case.keys, case.values)]
     case.run(splits)
     for b, last in enumerate(case.last):
-        _, k, v = case.turned(b)
+        _, k, v = case.rotated(b)
         precision = torch.finfo(shape.dtype).eps
         torch.testing.assert_close(case.keys[b, :, last].double(), k[:, 0], rtol=precision, atol=1e-5)
         assert torch.equal(case.values[b, :, last], v[:, 0].to(shape.dtype))
@@ -313,6 +310,8 @@ def on_cpu() -> dict[str, Any]:
         "out": torch.zeros(1, 4 * 16),
         "heads": 4,
         "kv_heads": 2,
+        "window": 0,
+        "q_norm": None,
     }
 
 
@@ -336,8 +335,39 @@ def on_cpu() -> dict[str, Any]:
     ],
 )
 def test_arguments_that_do_not_fit_are_named(changed: dict[str, Any], message: str) -> None:
+    of = {**on_cpu(), **changed}
     with pytest.raises(ValueError, match=message):
-        attend(**{**on_cpu(), **changed})
+        layer = LayerAttention(of["window"], of["q_norm"])
+        shape = AttentionShape(of["heads"], of["kv_heads"], 16, EPS, of["cos"], of["sin"], (layer,))
+        parameters = AttentionParameters(shape, layer, of["keys"], of["values"])
+        attend(parameters, of["qkv"], of["positions"], of["out"])
+
+
+def test_every_variant_fits_the_smallest_shared_memory_with_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 KiB, as GPUs of compute capability 8.6 and 8.9 have."""
+    monkeypatch.setattr(shared_memory, "shared_limit", lambda device: 99 << 10)
+    for dtype in CACHE_TYPES:
+        for head_dim in (2, 64, 96, 128, 130, 256):
+            for ratio in range(1, 17):
+                layer, table = LayerAttention(), torch.zeros(1, head_dim // 2)
+                shape = AttentionShape(ratio, 1, head_dim, EPS, table, table, (layer,))
+                cached = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
+                variant = AttentionParameters(shape, layer, cached, cached).variant
+                assert variant.shared_bytes <= 99 << 10
+                deeper = [n for n in STAGES if n > variant.stages]
+                assert all(replace(variant, stages=n).shared_bytes > 99 << 10 for n in deeper), "as many as fit"
+                assert variant.stages == STAGES[0] or (head_dim, ratio) != (128, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", STAGES)
+def test_any_number_of_stages_gives_the_same_bits(
+    stages: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    case = step(SHAPES[8], [3000, 77], device)
+    expected = case.run(8)
+    monkeypatch.setattr(attention, "STAGES", (stages,))
+    assert torch.equal(case.run(8), expected)
 
 
 @pytest.mark.gpu
@@ -348,10 +378,10 @@ def test_splits_out_of_range_are_an_error(splits: int, device: torch.device) -> 
 
 
 @pytest.mark.gpu
-def test_blocks_that_could_not_meet_are_an_error(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_blocks_that_would_wait_in_vain_are_an_error(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(attention, "blocks_at_once", lambda *args: 63)
     with pytest.raises(ValueError, match="splits: 32 of 2 rows wait for each other, but only 63 blocks run at once"):
         step(SHAPES[0], [5], device).run(32)
-    monkeypatch.setattr(attention, "slots", lambda device: torch.empty(100))
-    with pytest.raises(ValueError, match="2048 words where blocks meet, more than 100; take fewer splits"):
+    monkeypatch.setattr(attention, "workspace", lambda device: torch.empty(100))
+    with pytest.raises(ValueError, match="2048 words of partial results, more than 100; take fewer splits"):
         step(SHAPES[0], [5], device).run(16)

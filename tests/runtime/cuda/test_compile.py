@@ -8,7 +8,7 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda import compiler, zigzag
 from sparsepack.runtime.cuda.compiler import cubin, nvrtc_version
-from sparsepack.runtime.cuda.geometry import Geometry
+from sparsepack.runtime.cuda.tile_config import TileConfig
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
 
 
@@ -31,14 +31,15 @@ VARIANTS = {
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
     ],
     "attention": [
-        (f"HEAD_DIM={width}", f"GROUP={group}", f"KV={type}", f"WARPS={warps}", f"HANDED={handed}")
-        for width, group, type, warps, handed in (
+        (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"EARLY_READ={early_read}")
+        for width, ratio, type, warps, early_read in (
             (128, 4, 1, 8, 1),
             (64, 16, 3, 8, 0),
             (80, 3, 2, 8, 1),
             (256, 12, 1, 4, 0),
         )
-    ],
+    ]
+    + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
     "dequantise": [("AT_ONCE=4",)],
     "rows_decode": [(f"TYPE={type}",) for type in range(5)],
     "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(5)],
@@ -53,7 +54,7 @@ def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "listed", "handed", "gate"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "listed", "early read", "gate"])
 def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
@@ -62,13 +63,13 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "sparse": Input(x, threshold=one),
         "per channel": Input(x, threshold=x, offset=x),
         "listed": Input(x, indices=x, count=one),
-        "handed": Input(x, norm=x, squares=one, threshold=one, handed=True),
+        "early read": Input(x, norm=x, squares=one, threshold=one, early_read=True),
         "gate": Input(x, threshold=one),
     }[what]
-    for geometry in (Geometry(1, 8, 24, 1), Geometry(2, 8, 16, 16), Geometry(8, 8, 4, 20), Geometry(2, 8, 0, 11)):
-        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, geometry, 0, 1.0, 1.0, 1.0)
+    for config in (TileConfig(1, 8, 24, 1), TileConfig(2, 8, 16, 16), TileConfig(8, 8, 4, 20), TileConfig(2, 8, 0, 11)):
+        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
         defines = zigzag._defines(matrix, input, 2 if what == "gate" else None)
-        if (what != "gate" or geometry.group > 1) and (what != "dense" or geometry.stages):
+        if (what != "gate" or config.tile_bands > 1) and (what != "dense" or config.stages):
             assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
 
 
@@ -85,17 +86,17 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
         "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),
     }[what]
-    for geometry in (Geometry(1, 8, 24, 1), Geometry(2, 8, 16, 16), Geometry(8, 8, 4, 20)):
-        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, geometry, 0, 1.0, 1.0, 1.0)
+    for config in (TileConfig(1, 8, 24, 1), TileConfig(2, 8, 16, 16), TileConfig(8, 8, 4, 20)):
+        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
         defines = zigzag._batch_defines(matrix, input, 2 if what == "gate" else None)
-        if what != "gate" or geometry.group > 1:
+        if what != "gate" or config.tile_bands > 1:
             assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])
 def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(64)
-    matrix = ZigzagMatrix(torch.empty(0), 512, 64, Geometry(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
+    matrix = ZigzagMatrix(torch.empty(0), 512, 64, TileConfig(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
     gemv = zigzag._defines(matrix, Input(x, threshold=x), None)
     batch = zigzag._batch_defines(matrix, Input(x.expand(2, -1), threshold=x), None)
     defines = gemv if name == "zigzag_gemv" else batch

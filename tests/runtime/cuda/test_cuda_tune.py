@@ -14,20 +14,20 @@ from sparsepack.cli import main
 from sparsepack.codecs import zigzag as codec
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.runtime.cuda import tune as profile
-from sparsepack.runtime.cuda.geometry import (
+from sparsepack.runtime.cuda.tile_config import (
     SCHEMA,
-    Geometry,
-    geometry,
-    geometry_of,
+    TileConfig,
+    measured_tile_config,
     profile_path,
     profiled,
     read_profile,
+    tile_config_of,
 )
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPE, OTHER = (1100, 320), (512, 64)
 GPU = "some GPU"
-ANY = Geometry()
+ANY = TileConfig()
 DEVICE = torch.device("cuda", 0)
 
 
@@ -44,7 +44,7 @@ def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
 
 
-def row(shape: tuple[int, int] = SHAPE, of: Geometry = ANY, **changes: Any) -> dict[str, Any]:
+def row(shape: tuple[int, int] = SHAPE, of: TileConfig = ANY, **changes: Any) -> dict[str, Any]:
     return {"rows": shape[0], "columns": shape[1], **asdict(of), **changes}
 
 
@@ -57,21 +57,21 @@ def keep(content: Any) -> None:
 
 @pytest.mark.usefixtures("_named")
 def test_what_was_measured_is_looked_up_by_shape_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert geometry(SHAPE, DEVICE) is None
+    assert measured_tile_config(SHAPE, DEVICE) is None
     keep({"schema": SCHEMA, "shapes": [row()]})
-    assert geometry(SHAPE, DEVICE) == ANY
-    assert geometry(OTHER, DEVICE) is None
+    assert measured_tile_config(SHAPE, DEVICE) == ANY
+    assert measured_tile_config(OTHER, DEVICE) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
-    assert geometry(SHAPE, DEVICE) is None
+    assert measured_tile_config(SHAPE, DEVICE) is None
 
 
 @pytest.mark.usefixtures("_named")
-def test_gate_and_up_take_no_odd_group() -> None:
-    one, two = (replace(ANY, group=group) for group in (1, 2))
+def test_gate_and_up_take_no_odd_number_of_bands() -> None:
+    one, two = (replace(ANY, tile_bands=bands) for bands in (1, 2))
     keep({"schema": SCHEMA, "shapes": [row(SHAPE, one), row(OTHER, two)]})
-    assert geometry(SHAPE, DEVICE, gate=True) is None
-    assert geometry(SHAPE, DEVICE) == one
-    assert geometry(OTHER, DEVICE, gate=True) == geometry(OTHER, DEVICE) == two
+    assert measured_tile_config(SHAPE, DEVICE, gate=True) is None
+    assert measured_tile_config(SHAPE, DEVICE) == one
+    assert measured_tile_config(OTHER, DEVICE, gate=True) == measured_tile_config(OTHER, DEVICE) == two
 
 
 @pytest.mark.usefixtures("_named")
@@ -95,23 +95,31 @@ def test_gate_and_up_take_no_odd_group() -> None:
 )
 def test_a_profile_that_is_damaged_or_impossible_is_ignored(content: Any) -> None:
     keep(content)
-    assert geometry(SHAPE, DEVICE) is None
+    assert measured_tile_config(SHAPE, DEVICE) is None
     assert read_profile(profile_path(GPU)) == {}
 
 
+@pytest.mark.usefixtures("_named")
+def test_a_profile_of_before_tiles_had_their_name_is_still_read() -> None:
+    old = row(of=replace(ANY, tile_bands=4))
+    old["group"] = old.pop("tile_bands")
+    keep({"schema": SCHEMA, "shapes": [old]})
+    assert measured_tile_config(SHAPE, DEVICE) == replace(ANY, tile_bands=4)
+
+
 class Imagined:
-    """In place of trials: a time for every geometry, and some that no GPU runs."""
+    """In place of trials: a time for every configuration, and some that no GPU runs."""
 
     best = replace(ANY, **{name: values[1] for name, values in profile.CHOICES.items()})
 
     def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool) -> None:
         self.bands = -(-shape[0] // 256)
-        self.tried: list[Geometry] = []
+        self.tried: list[TileConfig] = []
 
     def check(self) -> None:
         pass
 
-    def nanoseconds(self, candidate: Geometry) -> float:
+    def nanoseconds(self, candidate: TileConfig) -> float:
         assert candidate not in self.tried, "measured twice"
         self.tried.append(candidate)
         differences = sum(value != asdict(self.best)[name] for name, value in asdict(candidate).items())
@@ -122,16 +130,16 @@ class Imagined:
 
 def test_the_search_finds_what_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "_Trial", Imagined)
-    monkeypatch.setattr(profile, "default_geometry", lambda *_: ANY)
-    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, group: 16 // group)
+    monkeypatch.setattr(profile, "default_tile_config", lambda *_: ANY)
+    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, tile_bands: 16 // tile_bands)
     found = profile._best(SHAPE, DEVICE, gate=False)
-    assert geometry_of(found) == Imagined.best
+    assert tile_config_of(found) == Imagined.best
     assert found["microseconds"] == 1
     assert found["slowest_microseconds"] > 1
     assert (found["rows"], found["columns"]) == SHAPE
 
 
-def test_another_group_is_tried_with_splits_that_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_bands_is_tried_with_splits_that_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     trials: list[Imagined] = []
 
     class Kept(Imagined):
@@ -139,11 +147,11 @@ def test_another_group_is_tried_with_splits_that_fill_the_gpu(monkeypatch: pytes
             trials.append(self)
 
     monkeypatch.setattr(profile, "_Trial", Kept)
-    monkeypatch.setattr(profile, "default_geometry", lambda *_: ANY)
-    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, group: 32 // group)
+    monkeypatch.setattr(profile, "default_tile_config", lambda *_: ANY)
+    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, tile_bands: 32 // tile_bands)
     profile._best(SHAPE, DEVICE, gate=False)
-    tried = {(geometry.group, geometry.splits) for geometry in trials[0].tried[:10]}
-    assert tried == {(ANY.group, ANY.splits), (1, 32), (2, 16), (4, 8)}
+    tried = {(config.tile_bands, config.splits) for config in trials[0].tried[:10]}
+    assert tried == {(ANY.tile_bands, ANY.splits), (1, 32), (2, 16), (4, 8)}
 
 
 def test_every_field_is_chosen() -> None:
@@ -156,7 +164,7 @@ def test_every_field_is_chosen() -> None:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little work that most of the time is spent compiling."""
-    few = {"group": (1, 2), "splits": (1, 2), "warps": (8,), "stages": (0, 16)}
+    few = {"tile_bands": (1, 2), "splits": (1, 2), "warps": (8,), "stages": (0, 16)}
     for name, value in {"CHOICES": few, "TURNS": 1, "ROTATION": 1 << 16, "REPLAYS": 2}.items():
         monkeypatch.setattr(profile, name, value)
 
@@ -171,10 +179,10 @@ def test_a_profile_is_kept_and_used(_: None, cache: Path) -> None:
     assert result.pop("path") == str(profile_path(name))
     assert json.loads(profile_path(name).read_text()) == result
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
-    assert result["shapes"][1]["group"] == 2
+    assert result["shapes"][1]["tile_bands"] == 2
     matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), ZIGZAG, *SHAPE)
     loaded = operations.load_zigzag(matrix, "cuda")
-    assert loaded.geometry == geometry_of(result["shapes"][0])
+    assert loaded.config == tile_config_of(result["shapes"][0])
     x = torch.randn(SHAPE[1])
     y = operations.zigzag_gemv(loaded, x.cuda(), *operations.collect(x.cuda(), torch.tensor(0.5, device="cuda")))
     expected = decode_matrix(matrix).double() @ torch.where(x.abs() > 0.5, x, 0).double()

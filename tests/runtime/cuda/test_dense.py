@@ -8,9 +8,20 @@ from sparsepack.codecs import zigzag as codec
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import zigzag
-from sparsepack.runtime.cuda.dense import Halves, Product, add, gated, halved, multiply, new_scratch, split_heads
-from sparsepack.runtime.cuda.geometry import Geometry
+from sparsepack.runtime.cuda.attention import AttentionParameters
+from sparsepack.runtime.cuda.dense import (
+    Product,
+    ScaledFp16,
+    add,
+    gated,
+    multiply,
+    new_scratch,
+    split_heads,
+    to_scaled_fp16,
+)
 from sparsepack.runtime.cuda.prefill import attention
+from sparsepack.runtime.cuda.tile_config import TileConfig
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
@@ -39,9 +50,9 @@ def put_together(product: Product) -> Tensor:
     return y if product.bias is None else y + product.bias.cpu()
 
 
-def assert_is(halves: Halves, expected: Tensor) -> None:
+def assert_is(scaled: ScaledFp16, expected: Tensor) -> None:
     """Every row to the rounding of float16, and scaled as promised."""
-    values, factor = halves.values.cpu(), halves.factor.cpu()
+    values, factor = scaled.values.cpu(), scaled.factor.cpu()
     found, expected = values.double() * factor[:, None].double(), expected.double()
     assert ((found - expected).norm(dim=1) <= 6e-4 * expected.norm(dim=1)).all()
     largest = values.float().abs().amax(1)
@@ -53,7 +64,7 @@ def assert_is(halves: Halves, expected: Tensor) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_are_halved_as_they_are(device: str, width: int) -> None:
     x = normal(5, width) * torch.tensor([1e-20, 1e-3, 1, 1e4, 1e20])[:, None]
-    assert_is(halved(x.to(device)), x)
+    assert_is(to_scaled_fp16(x.to(device)), x)
 
 
 @on_gpu
@@ -61,13 +72,13 @@ def test_rows_are_halved_as_they_are(device: str, width: int) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_added_comes_before_the_norm_and_stays(device: str, width: int, norm: bool, bias: bool) -> None:
-    x, weight, added = normal(7, width), 1 + 0.1 * normal(width, seed=3), product_of(7, width, bias, device)
-    expected, on_device = x + put_together(added).float(), x.clone().to(device)
-    halves = halved(on_device, added, weight.to(device) if norm else None, EPS)
+    x, weight, update = normal(7, width), 1 + 0.1 * normal(width, seed=3), product_of(7, width, bias, device)
+    expected, on_device = x + put_together(update).float(), x.clone().to(device)
+    scaled = to_scaled_fp16(on_device, update, weight.to(device) if norm else None, EPS)
     assert torch.allclose(on_device.cpu(), expected, rtol=1e-5, atol=1e-5)
-    assert_is(halves, reference.rms_norm(expected, weight, EPS) if norm else expected)
+    assert_is(scaled, reference.rms_norm(expected, weight, EPS) if norm else expected)
     on_device = x.clone().to(device)
-    add(on_device, added)
+    add(on_device, update)
     assert torch.allclose(on_device.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -80,9 +91,9 @@ def test_gate_and_up_become_one(device: str, width: int, activation: int, bias: 
     gate, up = put_together(stacked).chunk(2, dim=1)
     expected = ACTIVATIONS[activation](gate) * up
     expected[expected.abs() < 1e-30] = 0
-    halves = gated(stacked, activation)
+    scaled = gated(stacked, activation)
     rows = expected.abs().amax(1) > 0
-    assert_is(Halves(halves.values[rows.to(device)], halves.factor[rows.to(device)]), expected[rows])
+    assert_is(ScaledFp16(scaled.values[rows.to(device)], scaled.factor[rows.to(device)]), expected[rows])
 
 
 @on_gpu
@@ -91,34 +102,34 @@ def test_what_is_not_finite_stays_in_its_row(device: str, bad: float) -> None:
     x = normal(3, 172)
     x[1, 5] = bad
     for norm in (None, torch.ones(172, device=device)):
-        values = halved(x.to(device), norm=norm, eps=EPS).values.cpu()
+        values = to_scaled_fp16(x.to(device), norm=norm, eps=EPS).values.cpu()
         assert torch.isfinite(values).all(1).tolist() == [True, False, True]
-    assert not halved(torch.zeros(2, 172, device=device)).values.any()
+    assert not to_scaled_fp16(torch.zeros(2, 172, device=device)).values.any()
 
 
 @on_gpu
 def test_rows_that_begin_anywhere(device: str) -> None:
     storage = normal(1 + 3 * 64).to(device)
     x = storage[1:].view(3, 64)
-    assert_is(halved(x), x.cpu())
+    assert_is(to_scaled_fp16(x), x.cpu())
 
 
 @on_gpu
-@pytest.mark.parametrize(("group", "gate"), [(1, False), *((n, gate) for n in (2, 4, 8) for gate in (False, True))])
+@pytest.mark.parametrize(("bands", "gate"), [(1, False), *((n, gate) for n in (2, 4, 8) for gate in (False, True))])
 @pytest.mark.parametrize("shape", [(512, 64), (2560, 1280), (3072, 97)])
 def test_products_come_within_the_rounding_of_float16(
-    device: str, shape: tuple[int, int], group: int, gate: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, shape: tuple[int, int], bands: int, gate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
     x, bias = normal(50, shape[1], seed=1), normal(shape[0], seed=2)
     expected = x.double() @ decode_matrix(packed).double().T + bias
-    matrix = zigzag.load_zigzag(packed, device, Geometry(group, 8, 8, 1), gate=gate)
+    matrix = zigzag.load_zigzag(packed, device, TileConfig(bands, 8, 8, 1), gate=gate)
     torch.cuda.synchronize()
     for room in (1 << 28, 3 * 512 * shape[1]):
         monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
         scratch = new_scratch([matrix], matrix.blocks.device)
         assert scratch.nbytes <= room
-        y = multiply(matrix, halved(x.to(device)), scratch, bias.to(device)).rows()
+        y = multiply(matrix, to_scaled_fp16(x.to(device)), scratch, bias.to(device)).rows()
         assert (y.cpu() - expected).norm() < 4e-4 * expected.norm()
 
 
@@ -131,31 +142,26 @@ def test_heads_are_rotated_and_appended(
 ) -> None:
     first, context, rows = 4, 19, 9
     qkv = product_of(rows, (heads + 2 * kv_heads) * head_dim, normed, device)
-    keys, values = (torch.full((1, kv_heads, context, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
+    keys, values = (torch.full((2, kv_heads, context, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
     cos, sin = reference.rotary_table(normal(head_dim // 2, seed=3), 1.3, context)
     norms = [1 + 0.1 * normal(head_dim, seed=n) for n in (4, 5)] if normed else [None, None]
-    on_device = [None if norm is None else norm.to(device) for norm in norms]
-    q = split_heads(
-        qkv,
-        *(keys, values, cos.to(device), sin.to(device), first),
-        heads=heads,
-        q_norm=on_device[0],
-        k_norm=on_device[1],
-        eps=EPS,
-    )
+    layer = LayerAttention(0, *(None if norm is None else norm.to(device) for norm in norms))
+    shape = AttentionShape(heads, kv_heads, head_dim, EPS, cos.to(device), sin.to(device), (layer,), 2)
+    q = split_heads(AttentionParameters(shape, layer, keys, values), qkv, first, sequence=1)
     here = slice(first, first + rows)
     parts = put_together(qkv).float().view(rows, -1, head_dim).transpose(0, 1).split([heads, kv_heads, kv_heads])
-    turned = []
+    rotated = []
     for part, norm in zip(parts, norms, strict=False):
         x = part if norm is None else reference.rms_norm(part, norm, EPS)
-        turned.append(reference.rotate(x, cos[here], sin[here]))
-    expected = [turned[0].transpose(0, 1), turned[1], parts[2]]
-    for found, wanted in zip((q, keys[0, :, here], values[0, :, here]), expected, strict=True):
+        rotated.append(reference.rotate(x, cos[here], sin[here]))
+    expected = [rotated[0].transpose(0, 1), rotated[1], parts[2]]
+    for found, wanted in zip((q, keys[1, :, here], values[1, :, here]), expected, strict=True):
         bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
         assert ((found.cpu().float() - wanted).abs() <= bound * wanted.abs() + 1e-5 * wanted.abs().max()).all()
     for cached in (keys, values):
-        assert (cached[0, :, :first] == 7).all()
-        assert (cached[0, :, here.stop :] == 7).all()
+        assert (cached[0] == 7).all(), "another sequence's"
+        assert (cached[1, :, :first] == 7).all()
+        assert (cached[1, :, here.stop :] == 7).all()
 
 
 @anywhere

@@ -3,36 +3,36 @@
 import pytest
 import torch
 from torch import Tensor
-from zigzag_cases import GEOMETRIES, assert_close, loaded, normal, random_matrix, weights
+from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, weights
 
 from sparsepack.codecs.matrices import PackedMatrix
-from sparsepack.runtime.cuda.geometry import Geometry
+from sparsepack.runtime.cuda.tile_config import TileConfig
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.usefixtures("slots_become_empty"),
+    pytest.mark.usefixtures("workspace_is_reset"),
 ]
 several_inputs = pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
 several_geometries = pytest.mark.parametrize(
-    ("geometry", "columns"),
+    ("config", "columns"),
     [
-        (Geometry(1, 8, 24, 1), 40),
-        (Geometry(1, 8, 8, 8), 700),
-        (Geometry(1, 8, 24, 32), 3001),
-        (Geometry(2, 8, 16, 5), 3001),
-        (Geometry(2, 4, 4, 16), 513),
-        (Geometry(4, 8, 8, 3), 700),
-        (Geometry(4, 16, 4, 2), 700),
+        (TileConfig(1, 8, 24, 1), 40),
+        (TileConfig(1, 8, 8, 8), 700),
+        (TileConfig(1, 8, 24, 32), 3001),
+        (TileConfig(2, 8, 16, 5), 3001),
+        (TileConfig(2, 4, 4, 16), 513),
+        (TileConfig(4, 8, 8, 3), 700),
+        (TileConfig(4, 16, 4, 2), 700),
     ],
     ids=str,
 )
 
 
-def loaded_for(stored: PackedMatrix, geometry: Geometry, inputs: int, gate: bool = False) -> ZigzagMatrix:
-    matrix = loaded(stored, geometry, gate)
+def loaded_for(stored: PackedMatrix, config: TileConfig, inputs: int, gate: bool = False) -> ZigzagMatrix:
+    matrix = loaded(stored, config, gate)
     if inputs > most_inputs(matrix):
         pytest.skip("more inputs than this GPU's shared memory takes")
     return matrix
@@ -53,17 +53,17 @@ def between(x: Tensor) -> Tensor:
 
 @several_inputs
 @several_geometries
-def test_several_inputs_share_their_active_columns(geometry: Geometry, columns: int, inputs: int) -> None:
+def test_several_inputs_share_their_active_columns(config: TileConfig, columns: int, inputs: int) -> None:
     stored = random_matrix(1100, columns)
-    matrix, w = loaded_for(stored, geometry, inputs), weights(stored)
+    matrix, w = loaded_for(stored, config, inputs), weights(stored)
     x = normal(inputs, columns) * powers_of_ten(inputs)
-    constant, offset, added = normal(1100, seed=1), normal(columns, seed=2), normal(inputs, 1100, seed=3)
+    bias, offset, residual = normal(1100, seed=1), normal(columns, seed=2), normal(inputs, 1100, seed=3)
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     y = torch.full((inputs, 1100), float("nan"), device="cuda")
 
-    batch(matrix, Input(x), y, constant=constant, active=active)
+    batch(matrix, Input(x), y, bias=bias, active=active)
     for found, one in zip(y, x, strict=True):
-        assert_close(found, w @ one.double() + constant)
+        assert_close(found, w @ one.double() + bias)
     assert int(active) == columns
 
     shifted = x - offset
@@ -72,26 +72,26 @@ def test_several_inputs_share_their_active_columns(geometry: Geometry, columns: 
     for threshold in (one_limit, everything, nothing, limits):
         input = Input(x, threshold=threshold, offset=offset)
         union = (shifted.abs() > threshold).any(0)
-        y.copy_(added)
+        y.copy_(residual)
         active.zero_()
-        batch(matrix, input, y, constant=constant, added=y, active=active)
-        for found, one, before in zip(y, shifted, added, strict=True):
-            assert_close(found, w @ torch.where(union, one, 0).double() + constant.double() + before.double())
+        batch(matrix, input, y, bias=bias, residual=y, active=active)
+        for found, one, before in zip(y, shifted, residual, strict=True):
+            assert_close(found, w @ torch.where(union, one, 0).double() + bias.double() + before.double())
         assert int(active) == int(union.sum())
 
     first = y.clone()
     for _ in range(3):
-        batch(matrix, input, y, constant=constant, added=added)
+        batch(matrix, input, y, bias=bias, residual=residual)
         assert torch.equal(y, first)
 
 
 @several_inputs
 @several_geometries
 @pytest.mark.parametrize("parts", [0, 1, 100, 700])
-def test_a_norm_of_several_inputs_comes_first(geometry: Geometry, columns: int, inputs: int, parts: int) -> None:
+def test_a_norm_of_several_inputs_comes_first(config: TileConfig, columns: int, inputs: int, parts: int) -> None:
     """parts -- of the sums of squares, which others have added up; 0: the product does"""
     stored = random_matrix(700, columns)
-    matrix, w = loaded_for(stored, geometry, inputs), weights(stored)
+    matrix, w = loaded_for(stored, config, inputs), weights(stored)
     x = normal(inputs, columns) * powers_of_ten(inputs)
     norm, offset = normal(columns, seed=1), normal(columns, seed=2) / 4
     squares = None
@@ -122,62 +122,63 @@ def test_a_norm_of_several_inputs_comes_first(geometry: Geometry, columns: int, 
 @several_inputs
 @several_geometries
 @pytest.mark.parametrize("rows", [700, 3328])
-def test_the_squares_of_several_outputs_are_added_up(geometry: Geometry, columns: int, inputs: int, rows: int) -> None:
-    matrix = loaded_for(random_matrix(rows, columns), geometry, inputs)
-    x, added = normal(inputs, columns) * powers_of_ten(inputs), normal(inputs, rows, seed=1)
-    y = added.clone()
+def test_the_squares_of_several_outputs_are_added_up(config: TileConfig, columns: int, inputs: int, rows: int) -> None:
+    matrix = loaded_for(random_matrix(rows, columns), config, inputs)
+    x, residual = normal(inputs, columns) * powers_of_ten(inputs), normal(inputs, rows, seed=1)
+    y = residual.clone()
     squares = torch.full((inputs, blocks(matrix)), float("nan"), device="cuda")
-    batch(matrix, Input(x), y, added=y, squares=squares)
+    batch(matrix, Input(x), y, residual=y, squares=squares)
     torch.testing.assert_close(squares.double().sum(1), y.double().square().sum(1), rtol=1e-5, atol=0)
-    # Those of a group are in its blocks' parts.
-    of_groups = torch.nn.functional.pad(y, (0, -rows % (256 * geometry.group))).view(inputs, matrix.blocks.shape[0], -1)
-    found = squares.view(*of_groups.shape[:2], -1).double().sum(2)
-    torch.testing.assert_close(found, of_groups.double().square().sum(2), rtol=1e-5, atol=0)
+    # Those of a tile are in its blocks' parts.
+    padded = torch.nn.functional.pad(y, (0, -rows % (256 * config.tile_bands)))
+    of_tiles = padded.view(inputs, matrix.blocks.shape[0], -1)
+    found = squares.view(*of_tiles.shape[:2], -1).double().sum(2)
+    torch.testing.assert_close(found, of_tiles.double().square().sum(2), rtol=1e-5, atol=0)
 
     first = squares.clone()
     for _ in range(3):
-        batch(matrix, Input(x), y, added=added, squares=squares.fill_(float("nan")))
+        batch(matrix, Input(x), y, residual=residual, squares=squares.fill_(float("nan")))
         assert torch.equal(squares, first)
 
 
 @several_inputs
 @pytest.mark.parametrize(
-    ("geometry", "width", "activation"),
+    ("config", "width", "activation"),
     [
-        *((g, width, 0) for g in GEOMETRIES if g.group > 1 for width in (256, 768)),
-        *((Geometry(2, 8, 16, 5), 1280, activation) for activation in (1, 2, 3)),
+        *((g, width, 0) for g in CONFIGS if g.tile_bands > 1 for width in (256, 768)),
+        *((TileConfig(2, 8, 16, 5), 1280, activation) for activation in (1, 2, 3)),
     ],
     ids=str,
 )
-def test_gate_and_up_of_several_inputs_become_one(geometry: Geometry, width: int, activation: int, inputs: int) -> None:
+def test_gate_and_up_of_several_inputs_become_one(config: TileConfig, width: int, activation: int, inputs: int) -> None:
     stored = random_matrix(2 * width, 300)
-    matrix, w = loaded_for(stored, geometry, inputs, gate=True), weights(stored)
+    matrix, w = loaded_for(stored, config, inputs, gate=True), weights(stored)
     x, bias, limit = normal(inputs, 300), normal(2 * width, seed=1), torch.tensor([1.5], device="cuda")
     mid = torch.full((inputs, width), float("nan"), device="cuda")
     squares = torch.full((inputs, blocks(matrix)), float("nan"), device="cuda")
-    for constant in (bias, None):
-        batch(matrix, Input(x, threshold=limit), mid, constant=constant, activation=activation, squares=squares)
+    for given in (bias, None):
+        batch(matrix, Input(x, threshold=limit), mid, bias=given, activation=activation, squares=squares)
         union = (x.abs() > limit).any(0)
         for found, one in zip(mid, x, strict=True):
             product = w @ torch.where(union, one, 0).double()
-            gate, up = (product if constant is None else product + constant).chunk(2)
+            gate, up = (product if given is None else product + given).chunk(2)
             assert_close(found, list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up)
         torch.testing.assert_close(squares.double().sum(1), mid.double().square().sum(1), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_a_chain_of_products_of_several_inputs_passes_squares_on(geometry: Geometry) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_chain_of_products_of_several_inputs_passes_squares_on(config: TileConfig) -> None:
     """Each begins while the one before still runs, and writes its buffers again."""
     stored = random_matrix(1100, 1100)
-    matrix, w = loaded_for(stored, geometry, 5), weights(stored)
+    matrix, w = loaded_for(stored, config, 5), weights(stored)
     start, norm = normal(5, 1100) * powers_of_ten(5), normal(1100, seed=1)
     hidden, normed = torch.empty_like(start), torch.empty_like(start)
     squares = torch.empty(5, blocks(matrix), device="cuda")
     for _ in range(20):
         hidden.copy_(start)
-        batch(matrix, Input(start), hidden, added=hidden, squares=squares)
+        batch(matrix, Input(start), hidden, residual=hidden, squares=squares)
         batch(matrix, Input(hidden, norm=norm, eps=1e-5, squares=squares), normed)
-        batch(matrix, Input(normed), hidden, added=hidden, squares=squares)
+        batch(matrix, Input(normed), hidden, residual=hidden, squares=squares)
         batch(matrix, Input(hidden, norm=norm, eps=1e-5, squares=squares), normed)
     expected = start.double() + start.double() @ w.t()
     for _ in range(2):
@@ -189,14 +190,14 @@ def test_a_chain_of_products_of_several_inputs_passes_squares_on(geometry: Geome
 
 
 @pytest.mark.usefixtures("no_copy_engine")
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_several_inputs_without_the_copy_engine(geometry: Geometry) -> None:
-    test_several_inputs_share_their_active_columns(geometry, 700, 3)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_several_inputs_without_the_copy_engine(config: TileConfig) -> None:
+    test_several_inputs_share_their_active_columns(config, 700, 3)
 
 
 def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
     stored = random_matrix(1100, 1100)
-    one, several = loaded(stored, Geometry(1, 8, 8, 8)), loaded(stored, Geometry(2, 8, 16, 5))
+    one, several = loaded(stored, TileConfig(1, 8, 8, 8)), loaded(stored, TileConfig(2, 8, 16, 5))
     x, w = normal(8, 1100), weights(stored)
     y, alone = torch.empty(8, 1100, device="cuda"), torch.empty(1100, device="cuda")
     for _ in range(20):

@@ -1,19 +1,18 @@
-"""Products with zigzag matrices on the GPU in every geometry, against float64."""
+"""Products with zigzag matrices on the GPU in every configuration, against float64."""
 
 import pytest
 import torch
-from zigzag_cases import GEOMETRIES, LIMIT, assert_close, loaded, normal, random_matrix, weights
+from zigzag_cases import CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.runtime.cuda.deal import with_ring
-from sparsepack.runtime.cuda.geometry import Geometry
-from sparsepack.runtime.cuda.words import EMPTY, empty_words
+from sparsepack.runtime.cuda.handoff import SENTINEL, handoff_buffers
+from sparsepack.runtime.cuda.tile_config import TileConfig, with_ring
 from sparsepack.runtime.cuda.zigzag import Input, batch, blocks, gemv, load_zigzag
 from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.usefixtures("slots_become_empty"),
+    pytest.mark.usefixtures("workspace_is_reset"),
 ]
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 
@@ -22,7 +21,7 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
     """Tensor cores cut off what is small beside their largest product: on an H100 4e-6 of a row's size in the mean,
     6e-4 at worst. Inputs as one float16 instead of two would cost 2e-4 in the mean."""
     stored = random_matrix(2048, 40)
-    matrix, w = load_zigzag(stored, "cuda", Geometry(8, 8, 8, 1)), weights(stored)
+    matrix, w = load_zigzag(stored, "cuda", TileConfig(8, 8, 8, 1)), weights(stored)
     x = normal(40)
     x[3] *= 1000
     y = torch.empty(2048, device="cuda")
@@ -35,18 +34,18 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_product_in_every_configuration(config: TileConfig, shape: tuple[int, int]) -> None:
     stored = random_matrix(*shape)
-    matrix, w = loaded(stored, geometry), weights(stored)
+    matrix, w = loaded(stored, config), weights(stored)
     x, norm, offset = (normal(shape[1], seed=n) for n in range(3))
-    constant, added, threshold = normal(shape[0], seed=5), normal(shape[0], seed=6), torch.tensor([0.6], device="cuda")
+    bias, residual, threshold = normal(shape[0], seed=5), normal(shape[0], seed=6), torch.tensor([0.6], device="cuda")
     x[3] *= 1000
     active = torch.zeros((), dtype=torch.int64, device="cuda")
     squares = torch.full((blocks(matrix),), float("nan"), device="cuda")
     y = torch.full((shape[0],), float("nan"), device="cuda")
-    warps = min(geometry.warps, with_ring(geometry).warps)
-    each = shape[1] * geometry.group / (geometry.splits * warps)  # columns that a warp adds up, where all are active
+    warps = min(config.warps, with_ring(config).warps)
+    each = shape[1] * config.tile_bands / (config.splits * warps)  # columns that a warp adds up, where all are active
     limit = max(LIMIT, 1e-8 * each)
 
     gemv(matrix, Input(x), y, active=active)
@@ -60,10 +59,10 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
 
     d = x - offset
     masked = torch.where(d.abs() > threshold, d, 0).double()
-    y.copy_(added)
+    y.copy_(residual)
     active.zero_()
-    gemv(matrix, Input(x, threshold=threshold, offset=offset), y, constant=constant, added=y, active=active)
-    assert_close(y, w @ masked + constant.double() + added.double(), limit)
+    gemv(matrix, Input(x, threshold=threshold, offset=offset), y, bias=bias, residual=y, active=active)
+    assert_close(y, w @ masked + bias.double() + residual.double(), limit)
     assert int(active) == int(masked.count_nonzero())
 
     least = norm.abs()
@@ -74,83 +73,83 @@ def test_a_product_in_every_geometry(geometry: Geometry, shape: tuple[int, int])
         gemv(matrix, Input(x, threshold=least), y)
         assert torch.equal(y, first)
 
-    gemv(matrix, Input(x, threshold=torch.tensor([float("inf")], device="cuda")), y, added=added)
-    assert torch.equal(y, added), "nothing is active"
+    gemv(matrix, Input(x, threshold=torch.tensor([float("inf")], device="cuda")), y, residual=residual)
+    assert torch.equal(y, residual), "nothing is active"
 
 
 @pytest.mark.usefixtures("no_copy_engine")
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_a_product_without_the_copy_engine(geometry: Geometry) -> None:
-    test_a_product_in_every_geometry(geometry, (700, 513))
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_product_without_the_copy_engine(config: TileConfig) -> None:
+    test_a_product_in_every_configuration(config, (700, 513))
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_a_chain_of_products_hands_its_results_on(geometry: Geometry) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_chain_of_products_hands_its_results_on(config: TileConfig) -> None:
     """The second need not wait for the end of the first. Inputs within rounding of the threshold may flip."""
     stored = random_matrix(1100, 1100)
-    matrix, w = loaded(stored, geometry), weights(stored) / 1000
+    matrix, w = loaded(stored, config), weights(stored) / 1000
     x, norm, limit = normal(1100), normal(1100, seed=1), torch.tensor([0.3], device="cuda")
-    words, (between, squares) = empty_words([1100, blocks(matrix)], x.device)
+    words, (between, squares) = handoff_buffers([1100, blocks(matrix)], x.device)
     y = torch.empty(1100, device="cuda")
     for _ in range(20):
         gemv(matrix, Input(x), between, squares=squares)
-        second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, handed=True)
+        second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, early_read=True)
         gemv(matrix, second, y)
-        gemv(matrix, Input(x), y.clone(), emptied=words)
+        gemv(matrix, Input(x), y.clone(), reset=words)
         z = w @ x.double()
         normed = z * torch.rsqrt(z.square().mean() + 1e-5 / 1e6) * norm
         assert (y.double() / 1000 - w @ torch.where(normed.abs() > limit, normed, 0)).norm() <= 1e-3 * y.norm() / 1000
-        assert bool((words == EMPTY).all())
+        assert bool((words == SENTINEL).all())
 
 
 def test_a_sum_that_is_no_number_is_handed_on() -> None:
     stored = random_matrix(512, 512)
-    matrix = load_zigzag(stored, "cuda", Geometry(2, 8, 16, 4))
+    matrix = load_zigzag(stored, "cuda", TileConfig(2, 8, 16, 4))
     x = normal(512)
-    x[7] = torch.tensor(EMPTY, dtype=torch.int32, device="cuda").view(torch.float32)  # a NaN with these bits
+    x[7] = torch.tensor(SENTINEL, dtype=torch.int32, device="cuda").view(torch.float32)  # a NaN with these bits
     y = torch.zeros(512, device="cuda")
     gemv(matrix, Input(x), y)
     assert y.isnan().all()
-    assert not (y.view(torch.int32) == EMPTY).any()
+    assert not (y.view(torch.int32) == SENTINEL).any()
 
 
 @pytest.mark.parametrize(
-    ("geometry", "width", "activation"),
+    ("config", "width", "activation"),
     [
-        *((g, width, 0) for g in GEOMETRIES if g.group > 1 for width in (256, 1280, 768)),
-        *((Geometry(2, 8, 16, 5), 768, activation) for activation in (1, 2, 3)),
+        *((g, width, 0) for g in CONFIGS if g.tile_bands > 1 for width in (256, 1280, 768)),
+        *((TileConfig(2, 8, 16, 5), 768, activation) for activation in (1, 2, 3)),
     ],
     ids=str,
 )
-def test_gate_and_up_become_one(geometry: Geometry, width: int, activation: int) -> None:
+def test_gate_and_up_become_one(config: TileConfig, width: int, activation: int) -> None:
     stored = random_matrix(2 * width, 300)
-    matrix, w = loaded(stored, geometry, gate=True), weights(stored)
+    matrix, w = loaded(stored, config, gate=True), weights(stored)
     x, bias, limit = normal(300), normal(2 * width, seed=1), torch.tensor([0.5], device="cuda")
     mid = torch.full((width,), float("nan"), device="cuda")
-    gemv(matrix, Input(x, threshold=limit), mid, constant=bias, activation=activation)
+    gemv(matrix, Input(x, threshold=limit), mid, bias=bias, activation=activation)
     gate, up = (w @ torch.where(x.abs() > limit, x, 0).double() + bias).chunk(2)
     assert_close(mid, list(ACTIVATION_FUNCTIONS.values())[activation](gate) * up)
 
 
 def test_what_a_product_cannot_do_is_refused() -> None:
-    few, x, y = load_zigzag(random_matrix(512, 64), "cuda", Geometry(2, 8, 16, 3)), normal(64), normal(512)
+    few, x, y = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 3)), normal(64), normal(512)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
         gemv(few, Input(x), y)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
         batch(few, Input(x[None]), y[None])
-    one = load_zigzag(random_matrix(512, 64), "cuda", Geometry(2, 8, 16, 1))
+    one = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 1))
     with pytest.raises(ValueError, match="the input is taken as it is"):
         gemv(one, Input(x, norm=x, indices=x.int(), count=x[0].int()), y)
-    with pytest.raises(ValueError, match="something added"):
-        gemv(one, Input(x), y, added=y, activation=0)
+    with pytest.raises(ValueError, match="with a residual"):
+        gemv(one, Input(x), y, residual=y, activation=0)
     with pytest.raises(ValueError, match="without squares"):
-        gemv(one, Input(x, norm=x, handed=True), y)
-    for wrong in (Input(x[None], handed=True), Input(x[None], indices=x.int(), count=x[0].int())):
-        with pytest.raises(ValueError, match="several inputs, handed on or with a list"):
+        gemv(one, Input(x, norm=x, early_read=True), y)
+    for wrong in (Input(x[None], early_read=True), Input(x[None], indices=x.int(), count=x[0].int())):
+        with pytest.raises(ValueError, match="several inputs, read early or with a list"):
             batch(one, wrong, y[None])
-    with pytest.raises(ValueError, match="something added"):
-        batch(one, Input(x[None]), y[None], added=y[None], activation=0)
-    gated = load_zigzag(random_matrix(512, 64), "cuda", Geometry(2, 8, 16, 1), gate=True)
+    with pytest.raises(ValueError, match="with a residual"):
+        batch(one, Input(x[None]), y[None], residual=y[None], activation=0)
+    gated = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 1), gate=True)
     for matrix, activation in ((one, 0), (gated, None)):
         with pytest.raises(ValueError, match="bands of gate: one needs the other"):
             gemv(matrix, Input(x), y, activation=activation)
@@ -159,7 +158,7 @@ def test_what_a_product_cannot_do_is_refused() -> None:
 
 
 def test_more_blocks_than_run_at_once_are_refused() -> None:
-    matrix = load_zigzag(random_matrix(256 * 100, 512), "cuda", Geometry(1, 8, 8, 16))
+    matrix = load_zigzag(random_matrix(256 * 100, 512), "cuda", TileConfig(1, 8, 8, 16))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
         gemv(matrix, Input(normal(512)), torch.empty(256 * 100, device="cuda"))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):

@@ -6,24 +6,24 @@ from torch import Tensor
 
 from sparsepack.codecs import q4_k, zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.runtime.cuda.geometry import Geometry
 from sparsepack.runtime.cuda.kernel import multiprocessors
+from sparsepack.runtime.cuda.tile_config import TileConfig
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, blocks, load_zigzag
 
-GEOMETRIES = [
-    Geometry(1, 8, 24, 1),
-    Geometry(1, 8, 8, 8),
-    Geometry(1, 8, 24, 32),
-    Geometry(2, 8, 16, 5),
-    Geometry(2, 4, 4, 16),
-    Geometry(4, 8, 8, 3),
-    Geometry(4, 16, 4, 2),
-    Geometry(8, 8, 4, 2),
-    Geometry(8, 8, 8, 9),
-    Geometry(1, 8, 0, 32),
-    Geometry(1, 6, 0, 7),
-    Geometry(2, 8, 0, 5),
-    Geometry(4, 16, 0, 1),
+CONFIGS = [
+    TileConfig(1, 8, 24, 1),
+    TileConfig(1, 8, 8, 8),
+    TileConfig(1, 8, 24, 32),
+    TileConfig(2, 8, 16, 5),
+    TileConfig(2, 4, 4, 16),
+    TileConfig(4, 8, 8, 3),
+    TileConfig(4, 16, 4, 2),
+    TileConfig(8, 8, 4, 2),
+    TileConfig(8, 8, 8, 9),
+    TileConfig(1, 8, 0, 32),
+    TileConfig(1, 6, 0, 7),
+    TileConfig(2, 8, 0, 5),
+    TileConfig(4, 16, 0, 1),
 ]
 LIMIT = 1e-5
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a
@@ -52,10 +52,10 @@ def assert_close(found: Tensor, expected: Tensor, limit: float = LIMIT) -> None:
     assert (found.double() - expected).norm() <= limit * expected.norm()
 
 
-def loaded(stored: PackedMatrix, geometry: Geometry, gate: bool = False) -> ZigzagMatrix:
-    matrix = load_zigzag(stored, "cuda", geometry, gate=gate)
+def loaded(stored: PackedMatrix, config: TileConfig, gate: bool = False) -> ZigzagMatrix:
+    matrix = load_zigzag(stored, "cuda", config, gate=gate)
     if blocks(matrix) > multiprocessors(matrix.blocks.device):
         pytest.skip("more blocks than this GPU runs at once")
-    if geometry.splits > -(-stored.columns // 32):
+    if config.splits > -(-stored.columns // 32):
         pytest.skip("blocks without columns")
     return matrix

@@ -1,17 +1,20 @@
 // Rows of keys and values: which of them a block takes, how they come from the cache, and how the new ones are loaded.
+//
+//     cache      CacheType [B, kv_heads, context, HEAD_DIM], keys and values apart
+//     positions  | before the window | block 0's share | block 1's | .. | block splits - 1's | new |
 
 #pragma once
 
 #include "attention_layout.cuh"
-#include "words.cuh"
+#include "handoff.cuh"
 
 // Of a power of two.
 __device__ __forceinline__ int log2_of(int x) { return 31 - __clz(x); }
 
 // A block's share of the positions before the new one: first, first + 1, .. splits is a power of two.
-struct Share {
+struct PositionShare {
     int first, count;
-    __device__ __forceinline__ Share(int position, int window, int splits, int split) {
+    __device__ __forceinline__ PositionShare(int position, int window, int splits, int split) {
         const int oldest = window ? max(0, position + 1 - window) : 0;
         const int old = position - oldest;
         const int each = (old + splits - 1) >> log2_of(splits);
@@ -31,8 +34,8 @@ __device__ __forceinline__ void widen(u32 word, float* x) {
 #endif
 }
 
-// Stored channels as floats; `at` is aligned to all of them.
-template <int CHANNELS> __device__ __forceinline__ void load_stored(const u8* at, float* x) {
+// CacheType channels as floats; `at` is aligned to all of them.
+template <int CHANNELS> __device__ __forceinline__ void load_cached(const u8* at, float* x) {
 #if KV == 3
     if (CHANNELS == 4) {
         const float4 v = *(const float4*)at;
@@ -60,33 +63,33 @@ struct NewRow {
     float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
 
     __device__ __forceinline__ void load(const float* row, const float* norm) {
-        ask(row);
+        request(row);
         if (!norm) return;
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = threadIdx.x % 32 + 32 * i;
-            norm_first[i] = c < HALF ? fresh(norm + c) : 0;
-            norm_second[i] = c < HALF ? fresh(norm + c + HALF) : 0;
+            norm_first[i] = c < HALF ? load_l2(norm + c) : 0;
+            norm_second[i] = c < HALF ? load_l2(norm + c + HALF) : 0;
         }
     }
 
-    __device__ __forceinline__ void ask(const float* row) {
+    __device__ __forceinline__ void request(const float* row) {
 #pragma unroll
         for (int i = 0; i < 2 * LANE_PAIRS; ++i) {  // the first channels, then the second
             const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
-            words[i] = c < HALF ? read_word(row + c + i / LANE_PAIRS * HALF) : 0;
+            words[i] = c < HALF ? handoff_load(row + c + i / LANE_PAIRS * HALF) : 0;
         }
     }
 
-    // Where they are handed on: until all of them are there.
+    // Where they are read early: until all of them are there.
     __device__ __forceinline__ void receive(const float* row) {
         const auto missing = [&] {
             bool any = false;
 #pragma unroll
-            for (int i = 0; i < 2 * LANE_PAIRS; ++i) any |= words[i] == EMPTY;
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i) any |= words[i] == SENTINEL;
             return any;
         };
-        while (HANDED && missing()) ask(row);
+        while (EARLY_READ && missing()) request(row);
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i)
             first[i] = __uint_as_float(words[i]), second[i] = __uint_as_float(words[i + LANE_PAIRS]);
@@ -107,7 +110,8 @@ struct NewRow {
 // keys, values -- the lane's first chunk
 // left         -- rows from the lane's first on; those beyond are zeros
 // without_new  -- the first row is left alone
-__device__ __forceinline__ void bring(u8* to, const Stored* keys, const Stored* values, int left, bool without_new) {
+__device__ __forceinline__ void fetch_rows(
+    u8* to, const CacheType* keys, const CacheType* values, int left, bool without_new) {
     const int lane_chunk = threadIdx.x % LANES;
 #pragma unroll
     for (int d = 0; d < DEEP; ++d) {
@@ -124,8 +128,8 @@ __device__ __forceinline__ void bring(u8* to, const Stored* keys, const Stored* 
 #pragma unroll
                 for (int c = 0; c < CHUNK; ++c) {
                     const bool there = real && chunk * CHUNK + c < HEAD_DIM;
-                    ((Stored*)at)[c] = there ? fresh(keys + from + c) : Stored(0);
-                    ((Stored*)(at + KEY_BYTES))[c] = there ? fresh(values + from + c) : Stored(0);
+                    ((CacheType*)at)[c] = there ? load_l2(keys + from + c) : CacheType(0);
+                    ((CacheType*)(at + KEY_BYTES))[c] = there ? load_l2(values + from + c) : CacheType(0);
                 }
             }
         }

@@ -9,27 +9,32 @@ typedef unsigned long long u64;
 
 static constexpr u32 ALL_LANES = 0xffffffff;
 
-// Order between kernels. Each is launched with programmatic stream serialisation: it may begin while the one before it
-// still runs, and must call after_previous() before it touches what another kernel writes or reads, but for what
-// words.cuh allows. Because every kernel waits for its predecessor before it ends, all earlier ones have ended then.
+// Order between kernels. Each is launched with programmatic stream serialisation (programmatic dependent launch, PDL):
+// it may begin while the one before it still runs, and must call wait_for_previous() before it touches what another
+// kernel writes or reads, but for what handoff.cuh allows. Because every kernel waits for its predecessor before it
+// ends, all earlier ones have ended then.
 
-__device__ __forceinline__ void let_next_begin() {
+// Let the next kernel begin once all blocks have called this or ended: cudaTriggerProgrammaticLaunchCompletion,
+// CUTLASS's launch_dependent_grids.
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void after_previous() {
+// Until the kernel before has ended, and what it wrote is visible: cudaGridDependencySynchronize, CUTLASS's
+// wait_on_dependent_grids.
+__device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // What other kernels wrote is read past the L1 cache: a line of it may be older than the wait.
-template <typename T> __device__ __forceinline__ T fresh(const T* p) { return __ldcg(p); }
+template <typename T> __device__ __forceinline__ T load_l2(const T* p) { return __ldcg(p); }
 
 // For constants that the kernel will need once it may begin.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {
     float x;
@@ -44,14 +49,14 @@ __device__ __forceinline__ u16 float_to_half(float x) {
 }
 
 // Two float16 in a word, the first in the low half.
-__device__ __forceinline__ u32 two_halves(float first, float second) {
+__device__ __forceinline__ u32 pack_half2(float first, float second) {
     u32 bits;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
     return bits;
 }
 
 // Of two float16 each.
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
+__device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     u32 c;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
@@ -93,8 +98,9 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Barriers of some THREADS of a block, which others need not reach. 0 is __syncthreads'.
-enum { OF_FIRST = 1, OF_LAST = 2, OF_ALL = 3 };
+// Named barriers (CUTLASS's NamedBarrier) of some THREADS of a block, which others need not reach. 0 is
+// __syncthreads'.
+enum { CONSUMER_BARRIER = 1, PRODUCER_BARRIER = 2, BLOCK_BARRIER = 3 };
 template <int BARRIER, int THREADS> __device__ __forceinline__ void sync() {
     asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
 }
@@ -129,32 +135,33 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
     } while (!done);
 }
 
-// A build for racecheck (compiler.py) has CHECKED 1. The tool (CUDA 13.0) does not see that a barrier of all warps comes
-// after one of some, nor that one lane arrives for its warp, and reports races where there are none. So there the first
-// warps meet at a barrier in shared memory, and every lane arrives for itself, which it sees in small kernels.
+// A build for racecheck (compiler.py) has CHECKED 1. The tool (CUDA 13.0) does not see that a barrier of all warps
+// comes after one of some, nor that one lane arrives for its warp, and reports races where there are none. So there the
+// first warps meet at a barrier in shared memory, and every lane arrives for itself, which it sees in small kernels.
 #ifndef CHECKED
 #define CHECKED 0
 #endif
 #if CHECKED
-__shared__ u64 first_threads;
+__shared__ u64 consumer_barrier;
 #endif
 
-// Before sync_first(), by all threads.
-template <int THREADS> __device__ __forceinline__ void set_up_first() {
+// Before sync_consumers(), by all threads.
+template <int THREADS> __device__ __forceinline__ void init_consumer_barrier() {
 #if CHECKED
-    if (threadIdx.x == 0) barrier_init(&first_threads, THREADS);
+    if (threadIdx.x == 0) barrier_init(&consumer_barrier, THREADS);
     __syncthreads();
 #endif
 }
 // Until the first THREADS threads of a block are here.
-template <int THREADS> __device__ __forceinline__ void sync_first() {
+template <int THREADS> __device__ __forceinline__ void sync_consumers() {
 #if CHECKED
     asm volatile(
         "{\n.reg .b64 state;\n.reg .pred p;\nmbarrier.arrive.shared.b64 state, [%0];\n"
-        "again: mbarrier.test_wait.shared.b64 p, [%0], state;\n@!p bra again;\n}" ::"r"(shared_address(&first_threads))
+        "again: mbarrier.test_wait.shared.b64 p, [%0], state;\n@!p bra again;\n}" ::"r"(
+            shared_address(&consumer_barrier))
         : "memory");
 #else
-    sync<OF_FIRST, THREADS>();
+    sync<CONSUMER_BARRIER, THREADS>();
 #endif
 }
 // A warp's arrivals at a barrier.
@@ -165,13 +172,13 @@ __device__ __forceinline__ void warp_arrive(u64* barrier) {
 }
 
 // Add to a counter of the whole GPU.
-__device__ __forceinline__ void add(u64* counter, int n) {
+__device__ __forceinline__ void atomic_add(u64* counter, int n) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"((u64)n) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900
 // Bring bytes into the L2 cache: a multiple of 16, aligned to 16.
-__device__ __forceinline__ void prefetch_bytes(const void* p, u32 bytes) {
+__device__ __forceinline__ void prefetch_l2_bulk(const void* p, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 #endif

@@ -1,12 +1,12 @@
 // Zigzag Q4_K to float16, for products with many inputs on the tensor cores through cuBLAS.
 //
-//     in   [groups, columns, group, 144 bytes]      bands in groups, as in zigzag_gemv.cu
+//     in   [tiles, columns, tile_bands, 144 bytes]  as zigzag.cuh draws it
 //     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale
 //
-// Grid: any, groups. Warps take the superblocks of a group in the order of memory, AT_ONCE each time, of which those of
-// bands first .. first + bands - 1 count: 144 bytes become 512 in a row. A lane has 4 bytes of nibbles: rows
-// 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop: with them, and one
-// superblock at a time, it took a third longer.
+// Launch: grid (any, tiles), 256 threads a block. Warps take the superblocks of a tile in the order of memory, AT_ONCE
+// each time, of which those of bands first .. first + bands - 1 count: 144 bytes become 512 in a row. A lane has 4
+// bytes of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop:
+// with them, and one superblock at a time, it took a third longer.
 //
 // Macros: AT_ONCE
 
@@ -22,14 +22,14 @@ __device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, floa
 }
 
 extern "C" __global__ void __launch_bounds__(256) zigzag_dequantise(
-    const u8* __restrict__ blocks, int columns, int group, int half, int first, int bands, float scale,
+    const u8* __restrict__ blocks, int columns, int tile_bands, int gate_bands, int first, int bands, float scale,
     u16* __restrict__ out, int width) {
-    let_next_begin();
-    after_previous();  // the scratch may still be read
+    launch_dependents();
+    wait_for_previous();  // the scratch may still be read
     const int lane = threadIdx.x % 32, p = lane / 8;
-    // Where gate and up share groups (half > 0), the second half of a group are bands of up.
-    const int each = half ? group / 2 : group, shift = __ffs(group) - 1;
-    const int count = columns * group, bands_before = blockIdx.y * each;
+    // Where gate and up share tiles (gate_bands > 0), the second half of a tile are bands of up.
+    const int each = gate_bands ? tile_bands / 2 : tile_bands, shift = __ffs(tile_bands) - 1;
+    const int count = columns * tile_bands, bands_before = blockIdx.y * each;
     blocks += (long long)blockIdx.y * count * BLOCK_BYTES;
     out += 64 * p + lane % 8 * 4;
     for (int i = (blockIdx.x * 8 + threadIdx.x / 32) * AT_ONCE; i < count; i += gridDim.x * 8 * AT_ONCE) {
@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(256) zigzag_dequantise(
         int band[AT_ONCE];  // counted from the first; -1: none of them
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
-            const int member = i + n & group - 1, up = member >= each;
+            const int member = i + n & tile_bands - 1, up = member >= each;
             const int own = bands_before + member - up * each;  // among bands of its part, or of zeros beyond them
-            band[n] = own + up * half - first;
-            if (i + n >= count || band[n] >= bands || half && own >= half) band[n] = -1;
+            band[n] = own + up * gate_bands - first;
+            if (i + n >= count || band[n] >= bands || gate_bands && own >= gate_bands) band[n] = -1;
             if (band[n] < 0) continue;
             const u8* block = blocks + (long long)(i + n) * BLOCK_BYTES;
             header[n] = *(const uint4*)block;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(256) zigzag_dequantise(
                 float w[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) w[j] = sub * (float)(nibbles[n] >> (8 * j + 4 * high) & 15) - minimum;
-                *(uint2*)(to + 32 * high) = make_uint2(two_halves(w[0], w[1]), two_halves(w[2], w[3]));
+                *(uint2*)(to + 32 * high) = make_uint2(pack_half2(w[0], w[1]), pack_half2(w[2], w[3]));
             }
         }
     }

@@ -1,13 +1,14 @@
 // What prefill does between its products. Those run on the tensor cores through cuBLAS, float16 in and float32 out, so
 // every row that goes in is multiplied by a power of two that brings its largest magnitude just below 2^15:
 //
-//     half     float16 [S, columns]      what goes in
+//     scaled   float16 [S, columns]      what goes in
 //     factor   float32 [S]               the powers of two that undo it
-//     product  float32 [S, rows]         what comes out: W half; W x = product * factor[s] * inverse, `inverse` of what
-//                                        the weights were multiplied by
+//     product  float32 [S, rows]         what comes out: W scaled; W x = product * factor[s] * inverse, `inverse` of
+//                                        what the weights were multiplied by
 //
-// Grid: add_rows, gate_rows: a block a row; a thread has the columns VECTOR (r * THREADS + thread) .. of round r.
-//       split_heads: (S, heads / 8 rounded up), a warp for each head.
+// Launch: add_rows, gate_rows: grid (S), a block a row; a thread has the columns VECTOR (r * THREADS + thread) .. of
+// round r.
+//         split_heads: grid (S, heads / 8 rounded up), a warp for each head.
 //
 // Macros: VECTOR 4 where every row begins at a multiple of 16 bytes, 1 elsewhere; ROUNDS: width / (VECTOR * THREADS),
 //         rounded up; ACTIVATION: number of the gate's function; or HEADS 1 for split_heads, with HEAD_DIM and the
@@ -34,10 +35,10 @@ __device__ __forceinline__ int column(int round) { return VECTOR * (round * THRE
 
 __device__ __forceinline__ void load(float (&v)[VECTOR], const float* p) {
 #if VECTOR == 4
-    const float4 x = fresh((const float4*)p);
+    const float4 x = load_l2((const float4*)p);
     v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
 #else
-    v[0] = fresh(p);
+    v[0] = load_l2(p);
 #endif
 }
 
@@ -49,9 +50,9 @@ __device__ __forceinline__ void store(float* p, const float (&v)[VECTOR]) {
 #endif
 }
 
-__device__ __forceinline__ void store_halves(u16* p, const float (&v)[VECTOR]) {
+__device__ __forceinline__ void store_scaled_fp16(u16* p, const float (&v)[VECTOR]) {
 #if VECTOR == 4
-    *(uint2*)p = make_uint2(two_halves(v[0], v[1]), two_halves(v[2], v[3]));
+    *(uint2*)p = make_uint2(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
 #else
     *p = float_to_half(v[0]);
 #endif
@@ -95,18 +96,18 @@ __device__ __forceinline__ void finished(
 
 // x        float32 [S, width]; what a product adds to it is written back
 // product  float32 [S, width] or null, with its factors, `inverse`, and bias [width] or null
-// norm     float32 [width]: RMSNorm comes before `half`; or null
-// half     float16 [S, width] and factor float32 [S]; or null: x is all that is wanted
+// norm     float32 [width]: RMSNorm comes before `scaled`; or null
+// scaled   float16 [S, width] and factor float32 [S]; or null: x is all that is wanted
 extern "C" __global__ void __launch_bounds__(THREADS) add_rows(
     float* x, int width, const float* product, const float* product_factor, float inverse, const float* bias,
-    const float* norm, float eps, u16* half, float* factor) {
+    const float* norm, float eps, u16* scaled, float* factor) {
     __shared__ float scratch[2][THREADS / 32];
-    let_next_begin();
-    after_previous();
+    launch_dependents();
+    wait_for_previous();
     const u64 at = (u64)blockIdx.x * width;
     float v[ROUNDS][VECTOR];
     float sum = 0, largest = 0;
-    const float known = product ? fresh(product_factor + blockIdx.x) : 0;
+    const float known = product ? load_l2(product_factor + blockIdx.x) : 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int k = column(r);
@@ -126,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_rows(
             largest = fmaxf(largest, fabsf(v[r][j]));
         }
     }
-    if (!half) return;
+    if (!scaled) return;
     over_block(sum, largest, scratch);
     const float scale = norm ? 1 / sqrtf(sum / width + eps) : 1;
     const int exponent = exponent_for(largest * scale);
@@ -137,22 +138,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_rows(
         if (k >= width) break;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) v[r][j] = v[r][j] * scale * up;
-        store_halves(half + at + k, v[r]);
+        store_scaled_fp16(scaled + at + k, v[r]);
     }
     if (threadIdx.x == 0) factor[blockIdx.x] = power_of_two(-exponent);
 }
 
-// activation(gate) * up of product [S, 2 width] and bias [2 width] or null -> half [S, width], factor [S].
+// activation(gate) * up of product [S, 2 width] and bias [2 width] or null -> scaled [S, width], factor [S].
 extern "C" __global__ void __launch_bounds__(THREADS) gate_rows(
-    const float* product, int width, const float* product_factor, float inverse, const float* bias, u16* half,
+    const float* product, int width, const float* product_factor, float inverse, const float* bias, u16* scaled,
     float* factor) {
     __shared__ float scratch[2][THREADS / 32];
-    let_next_begin();
-    after_previous();
+    launch_dependents();
+    wait_for_previous();
     const float* from = product + (u64)blockIdx.x * 2 * width;
     float v[ROUNDS][VECTOR];
     float none = 0, largest = 0;
-    const float known = fresh(product_factor + blockIdx.x);
+    const float known = load_l2(product_factor + blockIdx.x);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int k = column(r);
@@ -175,36 +176,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) gate_rows(
         if (k >= width) break;
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) v[r][j] *= up;
-        store_halves(half + (u64)blockIdx.x * width + k, v[r]);
+        store_scaled_fp16(scaled + (u64)blockIdx.x * width + k, v[r]);
     }
     if (threadIdx.x == 0) factor[blockIdx.x] = power_of_two(-exponent);
 }
 
 #else  // ---- Heads --------------------------------------------------------------------------------------------------
 
-#include "stored.cuh"
+#include "cache_type.cuh"
 
 static constexpr int HALF = HEAD_DIM / 2;
 static constexpr int LANE_PAIRS = (HALF + 31) / 32;
 
-// Norm and rotate queries and keys, and append keys and values to the cache.
+// Norm and rotate queries and keys (channels c and c + HALF together), and append keys and values to the cache.
 //
 // product       float32 [S, heads + 2 kv_heads, HEAD_DIM]: q, then k, then v; factors, `inverse` and bias as above
 // q_norm, k_norm  float32 [HEAD_DIM] or null: RMSNorm of every head
 // cos, sin      float32 [context, HEAD_DIM / 2]; row s is position first + s
-// q             Stored [S, heads, HEAD_DIM]
-// keys, values  Stored [kv_heads, context, HEAD_DIM]
+// q             CacheType [S, heads, HEAD_DIM]
+// keys, values  CacheType [kv_heads, context, HEAD_DIM]
 extern "C" __global__ void __launch_bounds__(256) split_heads(
     const float* product, const float* product_factor, float inverse, const float* bias, const float* q_norm,
     const float* k_norm, float eps, const float* cos, const float* sin, int first, int context, int heads,
-    int kv_heads, Stored* q, Stored* keys, Stored* values) {
-    let_next_begin();
-    after_previous();
+    int kv_heads, CacheType* q, CacheType* keys, CacheType* values) {
+    launch_dependents();
+    wait_for_previous();
     const int row = blockIdx.x, lane = threadIdx.x % 32, head = blockIdx.y * 8 + threadIdx.x / 32;
     const int all = heads + 2 * kv_heads;
     if (head >= all) return;
     const float* from = product + ((u64)row * all + head) * HEAD_DIM;
-    const float known = fresh(product_factor + row);
+    const float known = load_l2(product_factor + row);
     float a[LANE_PAIRS], b[LANE_PAIRS];
     float sum = 0;
 #pragma unroll
@@ -212,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(256) split_heads(
         const int i = p * 32 + lane;
         a[p] = b[p] = 0;
         if (i >= HALF) continue;
-        a[p] = fresh(from + i) * known * inverse;
-        b[p] = fresh(from + HALF + i) * known * inverse;
+        a[p] = load_l2(from + i) * known * inverse;
+        b[p] = load_l2(from + HALF + i) * known * inverse;
         if (bias) {
             a[p] += bias[head * HEAD_DIM + i];
             b[p] += bias[head * HEAD_DIM + HALF + i];
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(256) split_heads(
     const bool rotated = head < heads + kv_heads;
     const float* norm = head < heads ? q_norm : rotated ? k_norm : nullptr;
     const float scale = norm ? 1 / sqrtf(warp_sum(sum) / HEAD_DIM + eps) : 1;
-    Stored* to = head < heads ? q + ((u64)row * heads + head) * HEAD_DIM
+    CacheType* to = head < heads ? q + ((u64)row * heads + head) * HEAD_DIM
         : rotated ? keys + ((u64)(head - heads) * context + position) * HEAD_DIM
                   : values + ((u64)(head - heads - kv_heads) * context + position) * HEAD_DIM;
 #pragma unroll
@@ -240,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(256) split_heads(
             a[p] = old * c - b[p] * s;
             b[p] = b[p] * c + old * s;
         }
-        to[i] = to_stored(a[p]);
-        to[HALF + i] = to_stored(b[p]);
+        to[i] = to_cache_type(a[p]);
+        to[HALF + i] = to_cache_type(b[p]);
     }
 }
 #endif

@@ -31,10 +31,10 @@ enum { F32, F16, BF16, Q4_K, Q6_K };
 static constexpr bool PACKED = TYPE == Q4_K || TYPE == Q6_K;
 static constexpr int ACROSS = PACKED ? 16 : 32;                 // lanes side by side along a row
 static constexpr int QUADS = PACKED ? 4 : TYPE == F32 ? 1 : 2;  // of four columns, that a lane has in a row of a tile
-static constexpr int GROUP = 4 * 32 / ACROSS;                   // rows of a tile
+static constexpr int TILE_ROWS = 4 * 32 / ACROSS;               // of a tile
 static constexpr int TILE_QUADS = ACROSS * QUADS;               // in a row of a tile
-static constexpr int TILE = TYPE == Q6_K ? 1680 : TYPE == Q4_K ? 1152 : 2048;  // bytes
-static constexpr int TILE_STEP = PACKED ? TILE : 512;           // bytes to the next tile of the same rows
+static constexpr int TILE_BYTES = TYPE == Q6_K ? 1680 : TYPE == Q4_K ? 1152 : 2048;
+static constexpr int TILE_STEP = PACKED ? TILE_BYTES : 512;     // bytes to the next tile of the same rows
 static constexpr int FIELD = TYPE == Q6_K ? 6 : 4;              // bits
 
 static constexpr int SCALES = TYPE == Q6_K ? 1536 : 1024;  // bytes into a tile

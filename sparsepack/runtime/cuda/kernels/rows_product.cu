@@ -1,10 +1,14 @@
 // y = W xn for a matrix stored by rows (rows.cuh) and one to eight vectors; xn = x, or RMSNorm(x).
 //
-// Grid: up to one block of 16 warps for each multiprocessor. A warp takes one group of 8 (floats: 4)
-// rows after the other; its tiles travel to its own ring in shared memory, STAGES - 1 ahead, the first ones while the
-// previous kernel still runs. A row's sum runs over its tiles in order, then over the lanes: the same bits every run,
-// whatever the grid. xn lies in shared memory; where all columns do not fit, it comes in pieces, and y holds the sum
-// so far.
+//     weights   | tiles of rows 0 .. 7: tile 0 | tile 1 | .. | tiles of rows 8 .. 15 | ..      drawn in rows.cuh
+//     xn        float32 [BATCH, columns], in shared memory in the order in which lanes multiply it
+//     y         float32 [BATCH, rows]
+//
+// Launch: grid: up to one block of 16 warps for each multiprocessor. A warp takes one row of tiles, 8 rows of the
+// matrix (floats: 4), after the other; the tiles travel to its own ring in shared memory, STAGES - 1 ahead, the first
+// ones while the previous kernel still runs. A row's sum runs over its tiles in order, then over the lanes: the same
+// bits every run, whatever the grid. xn lies in shared memory; where all columns do not fit, it comes in pieces, and y
+// holds the sum so far.
 //
 // Macros: TYPE; BATCH 1 .. 8, vectors; STAGES
 
@@ -12,43 +16,44 @@
 
 static constexpr int WARPS = 16;
 static constexpr int THREADS = WARPS * 32;
-static constexpr int RING = STAGES * TILE;  // of a warp
+static constexpr int RING = STAGES * TILE_BYTES;  // of a warp
 
 // The tiles of a warp in the order in which it takes them: how far they were sent for.
-struct Stream {
+struct TilePipeline {
     int rows, row_bytes;  // row_bytes: of floats
     int first, last;      // tiles of this piece
-    int group, tile;
+    int row_tile, tile;
     const u8* from;  // this lane's first bytes of the next tile
-    u64 jump;        // from behind the last tile of a group to the next group
+    u64 jump;        // from behind the last tile of these rows to the warp's next rows
 
-    __device__ __forceinline__ Stream(const u8* weights, int rows, int tiles, int row_bytes, int first, int last)
+    __device__ __forceinline__ TilePipeline(const u8* weights, int rows, int tiles, int row_bytes, int first, int last)
         : rows(rows), row_bytes(row_bytes), first(first), last(last), tile(first) {
-        const u64 group_bytes = PACKED ? (u64)tiles * TILE : (u64)row_bytes * GROUP;
-        group = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-        from = weights + group_bytes * group + (u64)first * TILE_STEP + threadIdx.x % 32 * 16;
-        jump = group_bytes * (gridDim.x * WARPS) - (u64)(last - first) * TILE_STEP;
+        const u64 row_tile_bytes = PACKED ? (u64)tiles * TILE_BYTES : (u64)row_bytes * TILE_ROWS;
+        row_tile = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+        from = weights + row_tile_bytes * row_tile + (u64)first * TILE_STEP + threadIdx.x % 32 * 16;
+        jump = row_tile_bytes * (gridDim.x * WARPS) - (u64)(last - first) * TILE_STEP;
     }
 
     // The next tile; none after the last.
     __device__ __forceinline__ void fetch(u8* slot) {
         const int lane = threadIdx.x % 32;
-        if (group * GROUP < rows) {
+        if (row_tile * TILE_ROWS < rows) {
             slot += lane * 16;
             if (PACKED) {
 #pragma unroll
-                for (int i = 0; i < TILE / 512; ++i) copy_async(slot + i * 512, from + i * 512);
-                if (lane < TILE % 512 / 16) copy_async(slot + TILE / 512 * 512, from + TILE / 512 * 512);
+                for (int i = 0; i < TILE_BYTES / 512; ++i) copy_async(slot + i * 512, from + i * 512);
+                constexpr int WHOLE = TILE_BYTES / 512 * 512;
+                if (lane < (TILE_BYTES - WHOLE) / 16) copy_async(slot + WHOLE, from + WHOLE);
             } else if (tile * 512 + lane * 16 < row_bytes) {
-                const int below = rows - 1 - group * GROUP;
+                const int below = rows - 1 - row_tile * TILE_ROWS;
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i)
+                for (int i = 0; i < TILE_ROWS; ++i)
                     copy_async(slot + i * 512, from + (u64)(u32)min(i, below) * row_bytes);
             }
             from += TILE_STEP;
             if (++tile == last) {
                 tile = first;
-                group += gridDim.x * WARPS;
+                row_tile += gridDim.x * WARPS;
                 from += jump;
             }
         }
@@ -78,7 +83,7 @@ __device__ __forceinline__ void multiply(
     u32 words[4][4];  // [row][quad]
     uint4 p[4];
 #pragma unroll
-    for (int i = 0; i < TILE / 512; ++i) p[i] = planes[32 * i];
+    for (int i = 0; i < TILE_BYTES / 512; ++i) p[i] = planes[32 * i];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         if (TYPE == Q6_K) {
@@ -154,10 +159,10 @@ __device__ __forceinline__ void multiply(
 
 // Four of a row's columns; zeros beyond the last.
 __device__ __forceinline__ float4 four(const float* row, int column, int columns) {
-    if (PACKED) return fresh((const float4*)(row + column));
+    if (PACKED) return load_l2((const float4*)(row + column));
     float v[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = column + j < columns ? fresh(row + column + j) : 0;
+    for (int j = 0; j < 4; ++j) v[j] = column + j < columns ? load_l2(row + column + j) : 0;
     return make_float4(v[0], v[1], v[2], v[3]);
 }
 
@@ -231,11 +236,11 @@ __device__ __forceinline__ u64 candidate(float value, int row) {
 // columns     of Q4_K and Q6_K: a multiple of 256
 // row_bytes   of floats
 // piece       tiles of a row whose x fits in shared memory
-// candidates  u64 [BATCH, blocks]: the best row of each block, as choose.cu reads it; or null
+// candidates  u64 [BATCH, blocks]: the best row of each block, as sampling.cu reads it; or null
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
     const u8* __restrict__ weights, int rows, int columns, int row_bytes, const float* x,
     const float* __restrict__ norm, float eps, int piece, float* y, u64* candidates) {
-    let_next_begin();
+    launch_dependents();
     extern __shared__ __align__(16) u8 shared[];
     u8* const ring = shared + threadIdx.x / 32 * RING;
     u64* const scratch = (u64*)(shared + WARPS * RING);  // [BATCH][WARPS]
@@ -251,34 +256,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
 
     for (int first = 0; first < tiles; first += piece) {
         const int last = min(first + piece, tiles);
-        Stream stream(weights, rows, tiles, row_bytes, first, last);
-        for (int i = 0; i < STAGES - 1; ++i) stream.fetch(ring + i * TILE);
+        TilePipeline pipeline(weights, rows, tiles, row_bytes, first, last);
+        for (int i = 0; i < STAGES - 1; ++i) pipeline.fetch(ring + i * TILE_BYTES);
         if (first == 0) {
             if (norm) {
 #pragma unroll 1
-                for (int k = threadIdx.x * 32; k < columns; k += THREADS * 32) prefetch(norm + k);
+                for (int k = threadIdx.x * 32; k < columns; k += THREADS * 32) prefetch_l2(norm + k);
             }
-            after_previous();
+            wait_for_previous();
             if (norm) inverse_norms(inverse, (float*)scratch, x, columns, eps);
         }
         fill(xs, x_sums, x, first * 4 * TILE_QUADS, (last - first) * TILE_QUADS, columns, norm, inverse);
         __syncthreads();
 
-        int now = 0, free = (STAGES - 1) * TILE;
+        int now = 0, free = (STAGES - 1) * TILE_BYTES;
         const int step = gridDim.x * WARPS;
-        for (int group = threadIdx.x / 32 * gridDim.x + blockIdx.x; group * GROUP < rows; group += step) {
+        for (int row_tile = threadIdx.x / 32 * gridDim.x + blockIdx.x; row_tile * TILE_ROWS < rows; row_tile += step) {
             float sums[BATCH][4] = {};
             const float4* from = xs + across;
             const float* from_sums = x_sums + across;
             for (int tile = first; tile < last; ++tile) {
                 copy_wait<STAGES - 2>();
                 __syncwarp();  // all lanes' copies are here, and all have done with `free`
-                stream.fetch(ring + free);
+                pipeline.fetch(ring + free);
                 if (PACKED || tile * 512 + across * 16 < row_bytes) multiply(sums, ring + now, from, from_sums);
                 from += BATCH * TILE_QUADS;
                 from_sums += BATCH * 16;
                 free = now;
-                now = now + TILE == RING ? 0 : now + TILE;
+                now = now + TILE_BYTES == RING ? 0 : now + TILE_BYTES;
             }
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
@@ -287,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rows_product(
 #pragma unroll
                     for (int apart = ACROSS / 2; apart; apart /= 2)
                         sums[b][r] += __shfl_xor_sync(ALL_LANES, sums[b][r], apart);
-            const int row = group * GROUP + threadIdx.x % 32 / ACROSS * 4 + across;
+            const int row = row_tile * TILE_ROWS + threadIdx.x % 32 / ACROSS * 4 + across;
             if (across < 4 && row < rows) {
 #pragma unroll
                 for (int b = 0; b < BATCH; ++b) {

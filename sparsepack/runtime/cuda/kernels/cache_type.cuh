@@ -1,4 +1,4 @@
-// The type of cached keys and values.
+// The type of cached keys and values: CacheType.
 //
 // Macro: KV 1 bfloat16, 2 float16, 3 float32
 
@@ -11,12 +11,12 @@
 #endif
 
 #if KV == 3
-typedef float Stored;
+typedef float CacheType;
 #else
-typedef u16 Stored;
+typedef u16 CacheType;
 #endif
 
-__device__ __forceinline__ Stored to_stored(float x) {
+__device__ __forceinline__ CacheType to_cache_type(float x) {
 #if KV == 1
     return float_to_bfloat(x);
 #elif KV == 2

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
-from sparsepack.runtime.cuda.choose import advance, sampled
 from sparsepack.runtime.cuda.rows import RowsMatrix, embed, load_rows, new_candidates, product
+from sparsepack.runtime.cuda.sampling import pick_likeliest, sample
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -24,7 +24,7 @@ def likeliest(matrix: RowsMatrix, x: Tensor, positions: Tensor | None = None) ->
     candidates, y = new_candidates(matrix, len(x)), torch.empty(len(x), matrix.rows, device="cuda")
     ids, best = torch.full((len(x),), -1, dtype=torch.int32, device="cuda"), torch.empty(len(x), device="cuda")
     product(matrix, x, y, candidates=candidates)
-    advance(candidates, ids, best, positions)
+    pick_likeliest(candidates, ids, best, positions)
     return ids.cpu(), best.cpu(), y.cpu()
 
 
@@ -93,7 +93,7 @@ def test_tokens_follow_each_other_in_a_cuda_graph() -> None:
     def step() -> None:
         embed(matrix, ids, x)
         product(matrix, x, y, norm=weight, eps=1e-5, candidates=candidates)
-        advance(candidates, ids, best, positions)
+        pick_likeliest(candidates, ids, best, positions)
 
     step()  # compiles
     ids.zero_(), positions.zero_()
@@ -132,7 +132,7 @@ def test_sampled_tokens_are_the_samplers(sampling: Sampling, vocabulary: int) ->
         on_device = logits.cuda()
         for _ in range(3):
             draw = torch.tensor(draws.draw(), dtype=torch.float64).cuda()
-            found = sampled(on_device, draw, sampling.temperature, sampling.top_k, sampling.top_p)
+            found = sample(on_device, draw, sampling.temperature, sampling.top_k, sampling.top_p)
             assert found.shape == ()
             assert int(found) == sampler.choose(logits)
 
@@ -140,7 +140,7 @@ def test_sampled_tokens_are_the_samplers(sampling: Sampling, vocabulary: int) ->
 @pytest.mark.parametrize("bad", [INF, NAN, -INF])
 def test_sampling_from_what_is_not_finite_still_gives_an_id(bad: float) -> None:
     logits = torch.full((300,), bad, device="cuda")
-    found = sampled(logits, torch.tensor(0.5, dtype=torch.float64, device="cuda"), 1.0, None, 0.9)
+    found = sample(logits, torch.tensor(0.5, dtype=torch.float64, device="cuda"), 1.0, None, 0.9)
     assert 0 <= int(found) < 300
 
 
@@ -149,7 +149,7 @@ def test_sampling_does_not_wait_and_can_be_captured() -> None:
     draw, id = torch.zeros((), dtype=torch.float64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def choose() -> None:
-        id[0].copy_(sampled(logits, draw, 0.8, 100, 0.9))
+        id[0].copy_(sample(logits, draw, 0.8, 100, 0.9))
 
     logits.normal_()
     choose()

@@ -1,31 +1,33 @@
 // Which columns a block of a product takes, and which of them are active (SpQt, section 4.2.3).
 //
-// A product has a grid of (SPLITS, groups) blocks. The columns are dealt to the SPLITS blocks of a group like cards,
-// CHUNK at a time, so that neighbours that are active together fall to different blocks:
+// The columns of a product are split over the SPLITS blocks of a tile (CUTLASS's split-K), CHUNK at a time in turns, so
+// that neighbours that are active together fall to different blocks:
 //
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
 //
 // A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of
-// active columns but its own. It leaves a list of them in shared memory, in ascending order, filled up to whole units
-// of 16 by columns with value 0. Inputs that are multiplied together share the list: a column is active where it is in
-// any of them.
+// active columns but its own. compact_active() leaves a list of them in shared memory, in ascending order (a stream
+// compaction), filled up to whole k_tiles by columns with value 0. Inputs that are multiplied together share the list:
+// a column is active where it is in any of them.
+//
+// Launch: grid (SPLITS, tiles); the first WARPS warps of a block list its columns.
 
 #pragma once
 
-#include "units.cuh"
-#include "words.cuh"
+#include "k_tile.cuh"
+#include "handoff.cuh"
 
 // Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
-//         at a time, TURNS times; HANDED 1: inputs are read as soon as they are written (words.cuh), not when the
+//         at a time, PASSES times; EARLY_READ 1: inputs are read as soon as they are stored (handoff.cuh), not when the
 //         kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of squares a thread
 //         takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x; PER_CHANNEL 1: a
-//         threshold for each column; INPUTS: how many are multiplied together, 1 where HANDED
+//         threshold for each column; INPUTS: how many are multiplied together, 1 where EARLY_READ
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
-#define TURNS 1
-#define HANDED 0
+#define PASSES 1
+#define EARLY_READ 0
 #define NORM 1
 #define SQUARES 0
 #define OFFSET 1
@@ -34,7 +36,7 @@
 #ifndef INPUTS
 #define INPUTS 1
 #endif
-static_assert(INPUTS == 1 || !HANDED, "words of one input");
+static_assert(INPUTS == 1 || !EARLY_READ, "the hand-off is of one input");
 
 static constexpr int CHUNK = 32;
 
@@ -51,13 +53,13 @@ struct Site {
 };
 
 // A number for each input.
-struct Each {
+struct PerInput {
     float of[INPUTS] = {};
 };
 
 // Sums over the lanes of a warp, in the same order every time: lane b gets that of input b. Lanes give half of their
 // values away as long as they have several, so that 8 inputs take 9 shuffles instead of 40.
-__device__ __forceinline__ float warp_sums(const Each& each) {
+__device__ __forceinline__ float warp_sums(const PerInput& each) {
     constexpr int VALUES = INPUTS > 4 ? 8 : INPUTS > 2 ? 4 : INPUTS;
     float x[VALUES] = {};
 #pragma unroll
@@ -76,11 +78,11 @@ __device__ __forceinline__ float warp_sums(const Each& each) {
     return x[0];
 }
 
-// A block's chunks.
-struct Deal {
+// The chunks of a block, and their columns.
+struct ColumnSplit {
     int columns, split, chunks;
 
-    __device__ __forceinline__ Deal(int columns, int split)
+    __device__ __forceinline__ ColumnSplit(int columns, int split)
         : columns(columns), split(split), chunks(((columns + CHUNK - 1) / CHUNK - split + SPLITS - 1) / SPLITS) {}
 
     // The first column of a chunk.
@@ -89,7 +91,7 @@ struct Deal {
     __device__ __forceinline__ int count() const {
         return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
     }
-    // As many as any block of the group may have, filled up to whole chunks.
+    // As many as any block of the tile may have, filled up to whole chunks.
     __device__ __forceinline__ static int most(int columns) {
         return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
     }
@@ -121,55 +123,55 @@ struct List {
                          : "memory");
         }
     }
-    // Up to a whole unit. For all threads of a block.
+    // Up to a whole k_tile. For all threads of a block.
     __device__ __forceinline__ void fill_up() const {
-        if (threadIdx.x < (-count & (COLUMNS - 1))) put(count + threadIdx.x, [](int) { return 0.0f; }, 0);
+        if (threadIdx.x < (-count & (K_TILE - 1))) put(count + threadIdx.x, [](int) { return 0.0f; }, 0);
     }
 };
 
 // A warp's part of the inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
-struct Inputs {
-    float v[INPUTS][ROUNDS], norm[ROUNDS], least[ROUNDS], offset[ROUNDS];
+struct InputChunks {
+    float v[INPUTS][ROUNDS], norm[ROUNDS], threshold[ROUNDS], offset[ROUNDS];
 
-    __device__ __forceinline__ static bool real(const Deal& deal, int chunk, int k) {
-        return chunk < deal.chunks && k < deal.columns;
+    __device__ __forceinline__ static bool real(const ColumnSplit& column_split, int chunk, int k) {
+        return chunk < column_split.chunks && k < column_split.columns;
     }
 
     // What may be loaded before the input is there.
-    __device__ __forceinline__ void prepare(const Site& site, const Deal& deal, int first) {
+    __device__ __forceinline__ void prepare(const Site& site, const ColumnSplit& column_split, int first) {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            const int k = deal.column(first + r) + threadIdx.x % 32;
-            const bool is = real(deal, first + r, k);
+            const int k = column_split.column(first + r) + threadIdx.x % 32;
+            const bool is = real(column_split, first + r, k);
             if (NORM) norm[r] = is ? site.norm[k] : 0;
-            if (PER_CHANNEL) least[r] = is ? site.threshold[k] : 0;
+            if (PER_CHANNEL) threshold[r] = is ? site.threshold[k] : 0;
             if (OFFSET) offset[r] = is ? site.offset[k] : 0;
         }
     }
 
     // Returns what the thread has of the sums of squares: PARTS parts of each, which it waits for at the same time.
     template <int PARTS, int THREADS>
-    __device__ __forceinline__ Each load(const Site& site, const Deal& deal, int first) {
+    __device__ __forceinline__ PerInput load(const Site& site, const ColumnSplit& column_split, int first) {
         const auto at = [&](int r) {
             if (r >= ROUNDS) {
                 const int part = (r - ROUNDS) * THREADS + threadIdx.x;
                 return part < site.parts ? site.squares + part : nullptr;
             }
-            const int k = deal.column(first + r) + threadIdx.x % 32;
-            return real(deal, first + r, k) ? site.x + k : nullptr;
+            const int k = column_split.column(first + r) + threadIdx.x % 32;
+            return real(column_split, first + r, k) ? site.x + k : nullptr;
         };
         float both[INPUTS][ROUNDS + PARTS];
-        if (HANDED) {
-            wait_for(both[0], at);
+        if (EARLY_READ) {
+            handoff_wait(both[0], at);
         } else {
 #pragma unroll
             for (int r = 0; r < ROUNDS + PARTS; ++r) {
                 const int apart = r < ROUNDS ? site.columns : site.parts;
 #pragma unroll
-                for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? fresh(at(r) + b * apart) : 0;
+                for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? load_l2(at(r) + b * apart) : 0;
             }
         }
-        Each sums;
+        PerInput sums;
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) {
 #pragma unroll
@@ -180,7 +182,7 @@ struct Inputs {
         return sums;
     }
 
-    __device__ __forceinline__ void finish(const Each& scale) {
+    __device__ __forceinline__ void finish(const PerInput& scale) {
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) {
 #pragma unroll
@@ -195,19 +197,19 @@ struct Inputs {
     __device__ __forceinline__ bool active(int r, float limit) const {
         bool is = false;
 #pragma unroll
-        for (int b = 0; b < INPUTS; ++b) is |= fabsf(v[b][r]) > (PER_CHANNEL ? least[r] : limit);
+        for (int b = 0; b < INPUTS; ++b) is |= fabsf(v[b][r]) > (PER_CHANNEL ? threshold[r] : limit);
         return is;
     }
 };
 
 // A thread's share of the sums of x^2.
-template <int THREADS> __device__ __forceinline__ Each own_squares(const Site& site) {
-    Each sums;
+template <int THREADS> __device__ __forceinline__ PerInput own_squares(const Site& site) {
+    PerInput sums;
 #pragma unroll 4
     for (int k = threadIdx.x; k < site.columns; k += THREADS) {
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) {
-            const float v = fresh(site.x + b * site.columns + k);
+            const float v = load_l2(site.x + b * site.columns + k);
             sums.of[b] += v * v;
         }
     }
@@ -218,20 +220,20 @@ template <int THREADS> __device__ __forceinline__ Each own_squares(const Site& s
 // thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float for
 // each input. before_input() is called once everything that may be loaded before the input is on its way.
 template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
-__device__ __forceinline__ Each deal_out(
-    const Site& site, const Deal& deal, List& list, int* found, float* sums, BeforeInput before_input) {
+__device__ __forceinline__ PerInput compact_active(
+    const Site& site, const ColumnSplit& column_split, List& list, int* found, float* sums, BeforeInput before_input) {
     constexpr int THREADS = BLOCK_WARPS * 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Inputs in;
-    in.prepare(site, deal, warp * ROUNDS);
+    InputChunks in;
+    in.prepare(site, column_split, warp * ROUNDS);
     const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
     before_input();
-    Each squares = in.load<SQUARES, THREADS>(site, deal, warp * ROUNDS), scale;
+    PerInput squares = in.load<SQUARES, THREADS>(site, column_split, warp * ROUNDS), scale;
     if (NORM) {
         if (!SQUARES) squares = own_squares<THREADS>(site);
         const float warps = warp_sums(squares);
         if (lane < INPUTS) sums[warp * INPUTS + lane] = warps;
-        sync_first<THREADS>();
+        sync_consumers<THREADS>();
         float sum = 0;  // in lane b of input b
 #pragma unroll
         for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w * INPUTS + lane % INPUTS];
@@ -239,27 +241,27 @@ __device__ __forceinline__ Each deal_out(
 #pragma unroll
         for (int b = 0; b < INPUTS; ++b) scale.of[b] = INPUTS > 1 ? __shfl_sync(ALL_LANES, mine, b) : mine;
     }
-    Each peaks;
+    PerInput max_abs;
     list.count = 0;
 #pragma unroll 1
-    for (int turn = 0; turn < TURNS; ++turn) {
-        const int first = (turn * BLOCK_WARPS + warp) * ROUNDS;
-        if (turn) {
-            in.prepare(site, deal, first);
-            in.load<0, THREADS>(site, deal, first);
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int first = (pass * BLOCK_WARPS + warp) * ROUNDS;
+        if (pass) {
+            in.prepare(site, column_split, first);
+            in.load<0, THREADS>(site, column_split, first);
         }
         in.finish(scale);
         if (ALL) {
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
                 const int chunk = first + r;
-                if (chunk >= deal.chunks) continue;
-                const bool is = deal.column(chunk) + lane < deal.columns;
+                if (chunk >= column_split.chunks) continue;
+                const bool is = column_split.column(chunk) + lane < column_split.columns;
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) {
                     const float v = is ? in.v[b][r] : 0;
                     list.value[b * list.stride + chunk * CHUNK + lane] = v;
-                    peaks.of[b] = fmaxf(peaks.of[b], fabsf(v));
+                    max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(v));
                 }
             }
             continue;
@@ -268,16 +270,17 @@ __device__ __forceinline__ Each deal_out(
         int mine = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            const bool is = Inputs::real(deal, first + r, deal.column(first + r) + lane) && in.active(r, limit);
+            const int k = column_split.column(first + r) + lane;
+            const bool is = InputChunks::real(column_split, first + r, k) && in.active(r, limit);
             if (is) {
 #pragma unroll
-                for (int b = 0; b < INPUTS; ++b) peaks.of[b] = fmaxf(peaks.of[b], fabsf(in.v[b][r]));
+                for (int b = 0; b < INPUTS; ++b) max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(in.v[b][r]));
             }
             masks[r] = __ballot_sync(ALL_LANES, is);
             mine += __popc(masks[r]);
         }
         if (lane == 0) found[warp] = mine;
-        sync_first<THREADS>();
+        sync_consumers<THREADS>();
         int at = list.count;
 #pragma unroll
         for (int w = 0; w < BLOCK_WARPS; ++w) {
@@ -287,15 +290,15 @@ __device__ __forceinline__ Each deal_out(
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const auto v = [&](int b) { return in.v[b][r]; };
-            list.put_if(masks[r] >> lane & 1, at + before(masks[r]), v, deal.column(first + r) + lane);
+            list.put_if(masks[r] >> lane & 1, at + lanes_before(masks[r]), v, column_split.column(first + r) + lane);
             at += __popc(masks[r]);
         }
-        if (turn + 1 < TURNS) sync_first<THREADS>();
+        if (pass + 1 < PASSES) sync_consumers<THREADS>();
     }
     if (ALL) {
-        list.count = deal.chunks * CHUNK;
+        list.count = column_split.chunks * CHUNK;
     } else {
         list.fill_up();
     }
-    return peaks;
+    return max_abs;
 }

@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsepack.runtime.cuda.kernel import kernel, launch
 
 
-def advance(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None) -> None:
+def pick_likeliest(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None) -> None:
     """Put the likeliest token of every sequence on the current stream, the lowest id of equals, and finish the step.
 
     candidates -- int64 [sequences, blocks], as `rows.product` wrote them
@@ -15,14 +15,14 @@ def advance(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | N
     positions  -- int32 [sequences]: one is added to each; None: nothing is
     """
     launch(
-        kernel("choose", "advance", (), candidates.device.index or 0),
+        kernel("sampling", "pick_likeliest", (), candidates.device.index or 0),
         (len(candidates),),
         32,
         *(candidates, candidates.shape[1], ids, best, positions),
     )
 
 
-def sampled(logits: Tensor, draw: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+def sample(logits: Tensor, draw: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """What `Sampler.choose` chooses from the same logits and draw, by operations that no host waits for.
 
     logits      -- float32 [vocabulary]
@@ -30,8 +30,8 @@ def sampled(logits: Tensor, draw: Tensor, temperature: float, top_k: int | None,
     temperature -- more than 0
     top_k, top_p -- as in `Sampling`
 
-    Returns the id, int64 scalar; any id where the largest logit is not finite (`advance` tells). The operations can be
-    captured in a CUDA graph, with the three settings as constants.
+    Returns the id, int64 scalar; any id where the largest logit is not finite (`pick_likeliest` tells). The operations
+    can be captured in a CUDA graph, with the three settings as constants.
 
     Sums of probabilities run in another order than on the CPU: a draw within about 1e-15 of where one token ends and
     the next begins may choose its neighbour, and so may top_p. Logits are sorted before the largest is taken from them
