@@ -10,7 +10,7 @@ from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import zigzag
 from sparsepack.runtime.cuda.dense import Halves, Product, add, gated, halved, multiply, new_scratch, split_heads
 from sparsepack.runtime.cuda.geometry import Geometry
-from sparsepack.runtime.cuda.prefill import attention
+from sparsepack.runtime.cuda.prefill_attention import attention
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
