@@ -22,8 +22,8 @@ class CudaKvCache(KvCache, Protocol):
     computes from the same memory every time.
 
     positions -- [sequences]: what `lengths` are; the last kernel of a decoder's step adds one to each
-    hands_on  -- whether the kernel after `step` may read `out` as soon as it is written, and `step` keeps the order of
-                 `kernels/words.cuh`
+    hands_on  -- `step` can take and leave words, in the order of `kernels/words.cuh`. False: it is given plain memory
+                 that kernels before have written, and who reads its result waits until it has ended
     """
 
     @property
@@ -37,7 +37,8 @@ class CudaKvCache(KvCache, Protocol):
 
         out    -- where to leave the result, `positions` being written already: nothing but kernels is put on the
                   stream then. None: memory of its own
-        handed -- qkv is words (`words.py`), read as soon as they are written; so is `out`, empty before
+        handed -- qkv is words (`words.py`), to be read as soon as they are written, and `out` will be read so; only
+                  where it `hands_on`
         """
 
 
@@ -62,16 +63,13 @@ class DenseKvCache:
             raise UserError(f"cache type {type!r}: expected one of {', '.join(CACHE_TYPES)}")
         self.type = type
         self.positions = Mirror(torch.zeros(shape.sequences, dtype=torch.int32, device=device), kernels)
-        self._shape, self._kernels, self._lengths = shape, kernels, [0] * shape.sequences
+        self._shape, self._kernels = shape, kernels
+        self.lengths = [0] * shape.sequences
         room = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
         # Each a tensor of its own, which begins at a multiple of 16 bytes whatever the context.
         self._keys, self._values = (
             [torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in shape.layers] for _ in range(2)
         )
-
-    @property
-    def lengths(self) -> list[int]:
-        return self._lengths
 
     def append(self, layer: int, qkv: Product | Tensor, sequence: int = 0) -> Tensor:
         if isinstance(qkv, Tensor):
@@ -83,7 +81,7 @@ class DenseKvCache:
             self._values[layer][sequence, None],
             shape.cos,
             shape.sin,
-            self._lengths[sequence],
+            self.lengths[sequence],
             heads=shape.heads,
             q_norm=of.q_norm,
             k_norm=of.k_norm,
@@ -93,13 +91,13 @@ class DenseKvCache:
     def attend(self, layer: int, queries: Tensor, sequence: int = 0) -> Tensor:
         keys, values, window = self._keys[layer], self._values[layer], self._shape.layers[layer].window
         return self._kernels.prefill_attention(
-            queries, keys[sequence], values[sequence], self._lengths[sequence], window
+            queries, keys[sequence], values[sequence], self.lengths[sequence], window
         )
 
     def step(self, layer: int, qkv: Tensor, out: Tensor | None = None, handed: bool = False) -> Tensor:
         shape, of = self._shape, self._shape.layers[layer]
         if out is None:
-            self.positions.write(self._lengths)
+            self.positions.write(self.lengths)
             out = torch.empty(len(qkv), shape.heads * shape.head_dim, device=qkv.device)
         self._kernels.attend(
             qkv,
@@ -120,13 +118,13 @@ class DenseKvCache:
         return out
 
     def advance(self, positions: int, sequence: int = 0) -> None:
-        self._lengths[sequence] += positions
+        self.lengths[sequence] += positions
 
     def truncate(self, length: int, sequence: int = 0) -> None:
-        self._lengths[sequence] = length
+        self.lengths[sequence] = length
 
     def reset(self) -> None:
-        self._lengths = [0] * len(self._lengths)
+        self.lengths = [0] * len(self.lengths)
 
 
 def _check_heads(shape: AttentionShape) -> None:

@@ -1,5 +1,5 @@
-"""One token of each of a few sequences through the model: five kernels a layer (six where gate and up do not fill whole
-bands), which wait for no host and allocate nothing."""
+"""One token of each sequence through the model: five kernels a layer (six where gate and up do not fill whole bands),
+which wait for no host and allocate nothing."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,10 +17,11 @@ from sparsepack.runtime.cuda.model import Model
 from sparsepack.runtime.cuda.zigzag import Input
 
 Launch = Callable[[], object]
+"""A kernel with all that it takes."""
 
 
 class Step:
-    """The kernels of a step, put together once with all that they take.
+    """The kernels of a step, put together once, when a model is loaded.
 
     ids    -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
     best   -- float32 [B]: their logits
@@ -28,8 +29,8 @@ class Step:
     active -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
     state  -- int64 [layers * sites + B]: active, ids and best together, which one copy brings to the host
 
-    together -- the sequences share products, which may be several and wait for the kernel before; False: there is one,
-                and what its kernels leave lies in words
+    together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
+                sequence, and a kernel reads what the one before leaves as soon as it is written (`words.py`)
     """
 
     def __init__(self, model: Model, cache: CudaKvCache, kernels: Kernels, together: bool) -> None:
