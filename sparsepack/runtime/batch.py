@@ -118,7 +118,7 @@ class BatchEngine:
         if len(samplers) != len(self.positions):
             raise ValueError(f"{len(samplers)} samplers for {len(self.positions)} sequences")
         self._check_step(ids)
-        return self._decoder.choose(ids, not self.dense, samplers)
+        return self._decoder.decode_next(ids, not self.dense, samplers)
 
     def _check_sequence(self, sequence: int) -> None:
         if not 0 <= sequence < len(self.positions):

@@ -45,8 +45,8 @@ class Decoder(Protocol):
     def step(self, id: int, sparse: bool) -> Tensor:
         """Append one token. Returns the logits after it: float32 [vocabulary]."""
 
-    def choose(self, id: int, sparse: bool, sampler: Sampler) -> int:
+    def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
         """What `sampler` chooses from the logits of `step`."""
 
-    def forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         """Append int64 [S], dense up to `sparse_from`, the others as steps. Returns all logits [S, vocabulary]."""

@@ -112,7 +112,7 @@ class Engine:
         """Append one token as `step` does, and choose the next: `sampler.choose` of the logits, without the detour
         through torch where the backend can. Raises `UserError` as `step`, `ArtifactError` as the sampler does."""
         self._check(1, id, id)
-        return self._decoder.choose(id, not self.dense, sampler)
+        return self._decoder.decode_next(id, not self.dense, sampler)
 
     @torch.no_grad()
     def forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
@@ -127,7 +127,7 @@ class Engine:
         if not 0 <= sparse_from <= len(ids):
             raise ValueError(f"sparse_from {sparse_from} of {len(ids)} positions")
         self.reset()
-        return self._decoder.forced(self._checked(ids), sparse_from, not self.dense)
+        return self._decoder.teacher_forced(self._checked(ids), sparse_from, not self.dense)
 
     def _checked(self, ids: Sequence[int]) -> Tensor:
         if len(ids):

@@ -109,10 +109,10 @@ class OperationsDecoder:
         with torch_threads(self._threads):
             return self._logits(self._run(torch.tensor([id]), _Mode.STEP if sparse else _Mode.DENSE))[0]
 
-    def choose(self, id: int, sparse: bool, sampler: Sampler) -> int:
+    def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
         return sampler.choose(self.step(id, sparse))
 
-    def forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         with torch_threads(self._threads):
             dense = self._run(ids[:sparse_from], _Mode.PREFILL)
             stepped = self._run(ids[sparse_from:], _Mode.MASKED if sparse else _Mode.DENSE)

@@ -15,7 +15,7 @@ from sparsepack.models.packed import PackedModel
 from sparsepack.models.rule import active_channels
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
-from sparsepack.runtime.cuda import decoder as cuda_decoder
+from sparsepack.runtime.cuda import sequences as cuda_sequences
 from sparsepack.runtime.engine import Engine
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -89,7 +89,7 @@ def test_steps_of_a_dense_engine_skip_nothing(backend: str) -> None:
 def test_long_texts_pass_in_chunks(backend: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = models(variant)
     whole = engine_of(packed, backend).forced(IDS, 6)
-    for module in (operations_decoder, native_decoder, cuda_decoder):
+    for module in (operations_decoder, native_decoder, cuda_sequences):
         monkeypatch.setattr(module, "CHUNK", 4)
     assert largest_difference(engine_of(packed, backend).forced(IDS, 6), whole) < TOLERANCE[backend]
 

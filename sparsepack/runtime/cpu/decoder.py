@@ -80,7 +80,7 @@ class NativeDecoder:
         self.native.step(id, sparse, logits)
         return logits
 
-    def choose(self, id: int, sparse: bool, sampler: Sampler) -> int:
+    def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
         how = sampler.sampling
         draw = sampler.draw() if how.temperature else 0.0
         top_p = 1.0 if how.top_p is None else how.top_p
@@ -89,7 +89,7 @@ class NativeDecoder:
             raise not_finite(best)
         return int(chosen)
 
-    def forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._vocabulary)
         if sparse_from:
             self.native.prefill(ids[:sparse_from], True, logits[:sparse_from])

@@ -2,61 +2,60 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from sparsepack.errors import UserError
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.runtime.cuda.attention import AttentionParameters, attention_parameters
-from sparsepack.runtime.cuda.rows import RowsMatrix, load_rows
+from sparsepack.runtime.cuda.kernel_set import Kernels
+from sparsepack.runtime.cuda.rows import RowsMatrix
 from sparsepack.runtime.cuda.tile_config import BAND_ROWS
-from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
-from sparsepack.runtime.kv_cache import attention_shape
+from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
+from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
 from sparsepack.runtime.reference import rotary_table
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
 """As `kernels/activations.cuh` numbers them."""
 
-CACHE_NAMES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-"""Types of cached keys and values, by the names that benchmarks print."""
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns a site's product reads, and what it lacks then.
+
+    threshold -- float32 [1] or [columns]; None: every column
+    offset    -- taken from the input first: float32 [columns] or None
+    bias      -- to add to the product: the site's own and, with an offset, W offset; float32 [rows] or None
+    """
+
+    threshold: Tensor | None = None
+    offset: Tensor | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Site:
-    """A site on the GPU.
-
-    bias      -- float32 [rows] or None
-    threshold -- float32 [1] or [columns]; None: always dense
-    offset    -- float32 [columns] or None
-    constant  -- what the product of a sparse step lacks: bias + W offset, float32 [rows] or None
-    """
+    """A site on the GPU: its matrix, and what products take in dense and in sparse steps (without a rule the same).
+    Prefill is dense."""
 
     matrix: ZigzagMatrix
-    bias: Tensor | None
-    threshold: Tensor | None
-    offset: Tensor | None
-    constant: Tensor | None
+    dense: Columns
+    sparse: Columns
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder block.
-
-    norms  -- attn_norm, mlp_norm and, where the model has them, q_norm and k_norm
-    window -- positions that a query sees; 0: all
-    """
+    """A decoder block but for its attention."""
 
     sites: Mapping[str, Site]
-    norms: Mapping[str, Tensor]
-    window: int
+    attn_norm: Tensor
+    mlp_norm: Tensor
 
 
 @dataclass(frozen=True)
 class Model:
-    """Everything that does not change. `output` is the embedding itself where the two are tied; cos and sin are the
-    rotary tables, float32 [context, head_dim / 2]."""
+    """Everything that does not change. `output` is the embedding itself where the two are tied."""
 
     architecture: Architecture
     device: torch.device
@@ -64,8 +63,6 @@ class Model:
     embedding: RowsMatrix
     output: RowsMatrix
     output_norm: Tensor
-    cos: Tensor
-    sin: Tensor
 
     @property
     def activation(self) -> int:
@@ -73,80 +70,60 @@ class Model:
         return ACTIVATIONS[self.architecture.activation]
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of every layer: [sequences, kv_heads, context, head_dim]."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-
-
-def load_model(packed: PackedModel, device: torch.device, context: int) -> Model:
+def load_model(packed: PackedModel, device: torch.device, kernels: Kernels) -> Model:
     """Copy a model to a GPU; waits until it is there.
 
     Rows of gate and up are interleaved where they fill whole bands: a product can then finish both.
     """
-    a = packed.architecture
-    windows = a.sliding_windows
-    embedding = load_rows(packed.embedding, device)
+    embedding = kernels.load_rows(packed.embedding, device)
     tied = packed.output is packed.embedding
-    cos, sin = rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context)
     model = Model(
-        architecture=a,
+        architecture=packed.architecture,
         device=device,
-        layers=tuple(_layer(layer, window, device) for layer, window in zip(packed.layers, windows, strict=True)),
+        layers=tuple(_layer(layer, device, kernels) for layer in packed.layers),
         embedding=embedding,
-        output=embedding if tied else load_rows(packed.output, device),
+        output=embedding if tied else kernels.load_rows(packed.output, device),
         output_norm=_vector(packed.output_norm, device),
-        cos=cos.to(device),
-        sin=sin.to(device),
     )
-    torch.cuda.synchronize(device)  # kernels read weights before they wait for what is ahead
+    kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
     return model
 
 
-def new_cache(architecture: Architecture, context: int, type: str, device: torch.device, sequences: int = 1) -> Cache:
-    """Room for `context` positions of every sequence. Raises `UserError` for an unknown type."""
-    if type not in CACHE_NAMES:
-        raise UserError(f"cache type {type!r}: expected one of {', '.join(CACHE_NAMES)}")
-    shape = (sequences, architecture.kv_heads, context, architecture.head_dim)
-    # Each a tensor of its own, which begins at a multiple of 16 bytes whatever the context.
-    keys, values = (
-        tuple(torch.zeros(shape, dtype=CACHE_NAMES[type], device=device) for _ in range(architecture.layers))
-        for _ in range(2)
-    )
-    return Cache(keys, values)
+def load_attention(packed: PackedModel, device: torch.device, context: int, sequences: int) -> AttentionShape:
+    """What a cache for a model is made of, its norms and rotary tables on a GPU."""
+    a = packed.architecture
+    cos, sin = rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context)
+    norms = [
+        {name: _vector(norm, device) for name, norm in layer.norms.items() if name in ("q_norm", "k_norm")}
+        for layer in packed.layers
+    ]
+    pairs = [(of.get("q_norm"), of.get("k_norm")) for of in norms]
+    return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences)
 
 
-def attention_of(model: Model, cache: Cache) -> tuple[AttentionParameters, ...]:
-    """What attention takes at every step, of every layer."""
-    norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in model.layers]
-    sequences = cache.keys[0].shape[0]
-    shape = attention_shape(model.architecture, norms, model.cos, model.sin, sequences)
-    return attention_parameters(shape, cache.keys, cache.values)
+def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> Layer:
+    sites = {name: _site(site, device, name == "mlp_in", kernels) for name, site in layer.sites.items()}
+    return Layer(sites, _vector(layer.norms["attn_norm"], device), _vector(layer.norms["mlp_norm"], device))
 
 
-def _layer(layer: PackedLayer, window: int, device: torch.device) -> Layer:
-    sites = {name: _site(site, device, gate=name == "mlp_in") for name, site in layer.sites.items()}
-    return Layer(sites, {name: _vector(norm, device) for name, norm in layer.norms.items()}, window)
-
-
-def _site(site: PackedSite, device: torch.device, gate: bool) -> Site:
+def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) -> Site:
     gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
+    load = partial(kernels.load_zigzag, site.matrix, device)
     bias = None if site.bias is None else _vector(site.bias, device)
+    dense = Columns(bias=bias)
     if site.rule is None:
-        return Site(load_zigzag(site.matrix, device, gate=gate), bias, None, None, bias)
+        return Site(load(gate=gate), dense, dense)
     threshold = _vector(site.rule.limits, device)
     if site.rule.offset is None:
-        return Site(load_zigzag(site.matrix, device, gate=gate), bias, threshold, None, bias)
+        return Site(load(gate=gate), dense, Columns(threshold, bias=bias))
     offset = _vector(site.rule.offset, device)
-    matrix = load_zigzag(site.matrix, device)
-    constant = torch.empty(site.matrix.rows, device=device)
-    torch.cuda.synchronize(device)
-    gemv(matrix, Input(offset), constant, bias=bias)
+    matrix = load()
+    with_offset = torch.empty(site.matrix.rows, device=device)
+    kernels.synchronize(device)
+    kernels.gemv(matrix, Input(offset), with_offset, bias=bias)
     if gate:  # rows of such a matrix come in pairs from the product that was just made
-        matrix = load_zigzag(site.matrix, device, gate=True)
-    return Site(matrix, bias, threshold, offset, constant)
+        matrix = load(gate=True)
+    return Site(matrix, dense, Columns(threshold, offset, with_offset))
 
 
 def _vector(x: Tensor, device: torch.device) -> Tensor:

@@ -1,92 +1,120 @@
-"""A step of one sequence or several: what comes before, between and after the products of its blocks."""
-
-from abc import ABC, abstractmethod
+"""What decoders of one sequence and of several share: where they are in their texts, and how they go on."""
 
 import torch
 from torch import Tensor
 
-from sparsepack.models.families import SITES
-from sparsepack.runtime.cuda.attention import attend
-from sparsepack.runtime.cuda.model import Cache, Model, Site, attention_of
-from sparsepack.runtime.cuda.rows import embed, new_candidates, product
-from sparsepack.runtime.cuda.sampling import pick_likeliest
-from sparsepack.runtime.cuda.zigzag import Input
+from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.cuda.kernel_set import Kernels
+from sparsepack.runtime.cuda.kv_cache import NewCache
+from sparsepack.runtime.cuda.mirror import Mirror
+from sparsepack.runtime.cuda.model import load_attention, load_model
+from sparsepack.runtime.cuda.prefill import Prefill
+from sparsepack.runtime.cuda.step import Step, counted
+
+CHUNK = 2048
+"""Positions that prefill takes at once."""
 
 
-class Sequences(ABC):
-    """A token of each of B sequences: what their steps share.
+class SequencesDecoder:
+    """A packed model on a GPU, with the texts in its cache.
 
-    ids       -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
-    best      -- float32 [B]: their logits
-    positions -- int32 [B]: how many positions are cached of each; a step adds one
-    logits    -- float32 [B, vocabulary]
-    active    -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
-    state     -- int64 [layers * sites + B]: active, ids and best together, which one copy brings to the host
+    Matrices keep the size that they have in the file. A step is a CUDA graph, made at the first step of its kind: its
+    kernels are launched together, and the host waits for nothing but a token that it asked for. Steps sum in float32,
+    prefill in float32 over products of float16. The same text gives the same bits every run, until `sparsepack tune`
+    finds other tile configurations.
+
+    together -- as `Step` takes it
     """
 
-    def __init__(self, model: Model, cache: Cache, sequences: int) -> None:
-        a, device = model.architecture, model.device
-        self._model, self._eps, self._attention = model, float(a.norm_eps), attention_of(model, cache)
-        self.state = torch.zeros(a.layers * len(SITES) + sequences, dtype=torch.int64, device=device)
-        self.active, self.ids, self.best = state_parts(self.state, sequences)
-        self.positions = torch.zeros(sequences, dtype=torch.int32, device=device)
-        self.logits = torch.empty(sequences, a.vocabulary, device=device)
-        self._embedded = torch.empty(sequences, a.hidden, device=device)
-        self._candidates = new_candidates(model.output, sequences)
-
-    def run(self, sparse: bool) -> None:
-        """Put the kernels of a step on the current stream. Sites without a policy are dense in sparse steps, too."""
-        model = self._model
-        embed(model.embedding, self.ids, self._embedded)
-        hidden = self._embedded
-        for number in range(len(model.layers)):
-            hidden = self._block(number, hidden, sparse)
-        product(
-            model.output,
-            hidden,
-            self.logits,
-            norm=model.output_norm,
-            eps=self._eps,
-            candidates=self._candidates,
-        )
-        pick_likeliest(self._candidates, self.ids, self.best, self.positions)
-
-    @abstractmethod
-    def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
-        """A decoder block: what it makes of float32 [B, hidden]."""
-
-    def _taken(
+    def __init__(
         self,
-        site: Site,
-        x: Tensor,
-        sparse: bool,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        sequences: int,
+        cache_type: str,
+        kernels: Kernels,
+        new_cache: NewCache,
         *,
-        norm: Tensor | None = None,
-        squares: Tensor | None = None,
-        handed: bool = False,
-    ) -> Input:
-        """What a site's product takes: where the step is sparse, by the site's policy."""
-        return Input(
-            x,
-            norm=norm,
-            eps=self._eps,
-            squares=squares,
-            threshold=site.threshold if sparse else None,
-            offset=site.offset if sparse and site.threshold is not None else None,
-            early_read=handed,
-        )
+        together: bool,
+    ) -> None:
+        self._kernels = kernels
+        self._device = kernels.usable(device)
+        with kernels.on_device(self._device):
+            attention = load_attention(packed, self._device, context, sequences)
+            self._cache = new_cache(attention, cache_type, self._device, kernels)
+            self._model = load_model(packed, self._device, kernels)
+            self._step = Step(self._model, self._cache, kernels, together)
+            self._prefill = Prefill(self._model, self._cache, kernels)
+            self._stream = kernels.new_stream()
+        self._ids = Mirror(self._step.ids, kernels)
+        self._steps: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._stepped = 0
 
-    def _attend(self, number: int, qkv: Tensor, mixed: Tensor, handed: bool = False) -> None:
-        attend(self._attention[number], qkv, self.positions, mixed, early_read=handed)
+    @property
+    def description(self) -> str:
+        return self._kernels.device_name(self._device)
 
+    @property
+    def cache_type(self) -> str:
+        return self._cache.type
 
-def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`active`, `ids` and `best` in the state of a step, or in a copy of it."""
-    active, chosen = state[:-sequences], state[-sequences:].view(torch.int32)
-    return active.view(-1, len(SITES)), chosen[:sequences], chosen[sequences:].view(torch.float32)
+    @property
+    def stepped(self) -> int:
+        """How many steps since the reset."""
+        return self._stepped
 
+    def active(self) -> dict[tuple[int, str], int]:
+        """Columns that were active in any sequence, per (layer, site), summed over those steps."""
+        return counted(self._step.active)
 
-def counted(active: Tensor) -> dict[tuple[int, str], int]:
-    """Active columns by (layer, site)."""
-    counts = enumerate(active.flatten().tolist())
-    return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
+    def reset(self) -> None:
+        """Forget the texts and what was counted."""
+        self._cache.reset()
+        self._stepped = 0
+        self._step.active.zero_()
+
+    def _prefilled(self, ids: Tensor, sequence: int) -> Tensor:
+        """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
+        with self._kernels.on_device(self._device):
+            for chunk in self._chunks(ids):
+                hidden = self._dense(chunk, sequence)
+            logits = torch.empty_like(self._step.logits[:1])
+            norm, eps = self._model.output_norm, self._model.architecture.norm_eps
+            # A copy begins at a multiple of 16 bytes.
+            self._kernels.product(self._model.output, hidden[-1:].clone(), logits, norm=norm, eps=eps)
+        return logits[0]
+
+    def _chunks(self, ids: Tensor) -> list[Tensor]:
+        """Ids on the GPU, int32, in chunks, none empty; brought at one time, since the host waits for a copy."""
+        return [chunk for chunk in torch.split(ids.to(self._device, torch.int32), CHUNK) if len(chunk)]
+
+    def _dense(self, ids: Tensor, sequence: int) -> Tensor:
+        """Append a chunk of ids that are there; what the last block leaves: float32 [S, hidden]."""
+        return self._prefill.run(ids, sequence)
+
+    def _begin(self, ids: list[int], sparse: bool) -> None:
+        """Put a step on the current stream."""
+        graph = self._steps.get(sparse) or self._captured_step(sparse)
+        self._ids.write(ids)
+        self._cache.positions.write(self._cache.lengths)
+        self._ids.known = self._cache.positions.known = None  # should what follows be interrupted
+        self._kernels.replay(graph)
+
+    def _count(self) -> None:
+        """A step that has begun appends to every sequence."""
+        lengths = self._cache.lengths
+        for sequence in range(len(lengths)):
+            self._cache.advance(1, sequence)
+        self._cache.positions.known = list(lengths)
+        self._stepped += 1
+
+    def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
+        before, positions = self._step.active.clone(), self._cache.positions
+        self._ids.known = positions.known = None
+        self._step.ids.zero_()
+        positions.write(self._cache.lengths)  # what is cached there now is written again by the step itself
+        self._steps[sparse] = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
+        positions.known = None
+        self._step.active.copy_(before)
+        return self._steps[sparse]

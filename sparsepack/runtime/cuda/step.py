@@ -1,118 +1,116 @@
-"""One token through the model: five kernels a layer (six where gate and up do not fill whole bands), which wait for no
-host and allocate nothing."""
+"""One token of each sequence through the model: five kernels a layer (six where gate and up do not fill whole bands),
+which wait for no host and allocate nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsepack.models.families import SITES
-from sparsepack.runtime.cuda.elementwise import gate
-from sparsepack.runtime.cuda.handoff import handoff_buffers
-from sparsepack.runtime.cuda.model import Cache, Model
-from sparsepack.runtime.cuda.sequences import Sequences
-from sparsepack.runtime.cuda.zigzag import blocks, gemv
+from sparsepack.runtime.cuda.buffers import Buffers, handoff_of_one, memory_of_several
+from sparsepack.runtime.cuda.kernel_set import Kernels
+from sparsepack.runtime.cuda.kv_cache import CudaKvCache
+from sparsepack.runtime.cuda.model import Model
+from sparsepack.runtime.cuda.zigzag import Input
+
+Launch = Callable[[], object]
+"""A kernel with all that it takes."""
 
 
-class Step(Sequences):
-    """The kernels of a decoded token of one sequence.
+class Step:
+    """The kernels of a step, put together once, when a model is loaded.
 
-    What they hand on lies in words (`handoff.py`), so that a kernel reads it as soon as it is written, while the kernel
-    before still ends. What each of them empties, `kernels/handoff.cuh` allows.
+    ids    -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
+    best   -- float32 [B]: their logits
+    logits -- float32 [B, vocabulary]
+    active -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
+    state  -- int64 [layers * sites + B]: active, ids and best together, which one copy brings to the host
+
+    together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
+                sequence, and a kernel reads what the one before leaves as soon as it is written (`handoff.py`)
     """
 
-    def __init__(self, model: Model, cache: Cache) -> None:
-        super().__init__(model, cache, 1)
-        a, device = model.architecture, model.device
-        heads = a.heads * a.head_dim
-        parts = {name: blocks(site.matrix) for name, site in model.layers[0].sites.items()}  # as in all layers
-        self._heads, (self._qkv,) = handoff_buffers([heads + 2 * a.kv_heads * a.head_dim], device)
-        self._inside, (self._between, self._between_squares, self._mid) = handoff_buffers(
-            [a.hidden, parts["attn_out"], a.intermediate], device
+    def __init__(self, model: Model, cache: CudaKvCache, kernels: Kernels, together: bool) -> None:
+        a, sequences = model.architecture, len(cache.lengths)
+        self._model, self._cache, self._kernels = model, cache, kernels
+        self._multiply: Callable[..., None] = kernels.batch if together else kernels.gemv
+        self.state = torch.zeros(a.layers * len(SITES) + sequences, dtype=torch.int64, device=model.device)
+        self.active, self.ids, self.best = state_parts(self.state, sequences)
+        self.logits = torch.empty(sequences, a.vocabulary, device=model.device)
+        embedded = torch.empty(sequences, a.hidden, device=model.device)
+        candidates = kernels.new_candidates(model.output, sequences)
+        buffers = (memory_of_several if together else handoff_of_one)(model, embedded, kernels)
+        first = partial(kernels.embed, model.embedding, self.ids, embedded)
+        last = partial(
+            kernels.product,
+            model.output,
+            buffers[-1].y.view(sequences, -1),
+            self.logits,
+            norm=model.output_norm,
+            eps=float(a.norm_eps),
+            candidates=candidates,
         )
-        # What a block takes and mixes, and what the next one does: in turns.
-        self._turns = [handoff_buffers([a.hidden, parts["mlp_mid"], heads], device) for _ in range(2)]
-        self._last = torch.empty(a.hidden, device=device)
-        self._stacked = torch.empty(2 * a.intermediate, device=device)
+        end = partial(kernels.pick_likeliest, candidates, self.ids, self.best, cache.positions.there)
+        self._launches: dict[bool, list[Launch]] = {}
+        for sparse in (False, True):
+            layers = [self._layer(number, of, sparse) for number, of in enumerate(buffers)]
+            self._launches[sparse] = [first, *(launch for layer in layers for launch in layer), last, end]
 
-    def _block(self, number: int, hidden: Tensor, sparse: bool) -> Tensor:
-        layer = self._model.layers[number]
-        words, (x, squares, mixed) = self._turns[number % 2]
-        y, squares_of_y = self._turns[(number + 1) % 2][1][:2]
-        first, last = number == 0, number == len(self._model.layers) - 1
-        self._product(
-            number,
-            "attn_in",
-            hidden[0] if first else x,
-            self._qkv,
-            sparse,
-            handed=not first,
-            norm=layer.norms["attn_norm"],
-            squares=None if first else squares,
-            emptied=self._inside,
-        )
-        self._attend(number, self._qkv[None], mixed[None], handed=True)
-        self._product(
-            number,
-            "attn_out",
-            mixed,
-            self._between,
-            sparse,
-            added=hidden[0] if first else x,
-            squares_of_y=self._between_squares,
-            emptied=self._heads,
-        )
+    def run(self, sparse: bool) -> None:
+        """Put the kernels of a step on the current stream. Sites without a rule are dense in sparse steps, too."""
+        for launch in self._launches[sparse]:
+            launch()
+
+    def _layer(self, number: int, of: Buffers, sparse: bool) -> Iterator[Launch]:
+        """The kernels of a decoder block."""
+        layer, cache, activation = self._model.layers[number], self._cache, self._model.activation
+        sequences, eps = len(cache.lengths), float(self._model.architecture.norm_eps)
+        product = partial(self._product, number, of, sparse)
+        x = Input(of.x, layer.attn_norm, eps, of.squares, early_read=of.early and number > 0)
+        yield product("attn_in", x, of.qkv)
+        early = of.early and cache.early
+        yield partial(cache.step, number, of.qkv.view(sequences, -1), of.attn_output.view(sequences, -1), early)
+        attn_output = Input(of.attn_output, eps=eps, early_read=early)
+        yield product("attn_out", attn_output, of.between, residual=of.x, squares=of.between_squares)
+        between = Input(of.between, layer.mlp_norm, eps, of.between_squares, early_read=of.early)
         fused = layer.sites["mlp_in"].matrix.gate_bands > 0
-        self._product(
-            number,
-            "mlp_in",
-            self._between,
-            self._mid if fused else self._stacked,
-            sparse,
-            norm=layer.norms["mlp_norm"],
-            squares=self._between_squares,
-            activation=self._model.activation if fused else None,
-            emptied=words,
-        )
-        if not fused:
-            gate(self._stacked[None], self._model.activation, self._mid[None])
-        self._product(
-            number,
-            "mlp_mid",
-            self._mid,
-            self._last if last else y,
-            sparse,
-            handed=fused,
-            added=self._between,
-            squares_of_y=None if last else squares_of_y,
-        )
-        return self._last[None] if last else y[None]
+        if fused:
+            yield product("mlp_in", between, of.mid, activation=activation)
+        else:
+            yield product("mlp_in", between, of.stacked)
+            yield partial(self._kernels.gate, of.stacked, activation, of.mid)
+        mid = Input(of.mid, eps=eps, early_read=of.early and fused)
+        yield product("mlp_mid", mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     def _product(
-        self,
-        number: int,
-        name: str,
-        x: Tensor,
-        y: Tensor,
-        sparse: bool,
-        *,
-        handed: bool = True,
-        norm: Tensor | None = None,
-        squares: Tensor | None = None,
-        added: Tensor | None = None,
-        activation: int | None = None,
-        squares_of_y: Tensor | None = None,
-        emptied: Tensor | None = None,
-    ) -> None:
+        self, number: int, of: Buffers, sparse: bool, name: str, input: Input, y: Tensor, **more: Any
+    ) -> Launch:
         """A site's output rows; its active columns are counted."""
         site = self._model.layers[number].sites[name]
-        input = self._taken(site, x, sparse, norm=norm, squares=squares, handed=handed)
-        gemv(
+        columns = site.sparse if sparse else site.dense
+        if name in of.reset:
+            more["reset"] = of.reset[name]
+        return partial(
+            self._multiply,
             site.matrix,
-            input,
+            replace(input, threshold=columns.threshold, offset=columns.offset),
             y,
-            bias=site.bias if input.dense else site.constant,
-            residual=added,
-            activation=activation,
-            squares=squares_of_y,
+            bias=columns.bias,
             active=self.active[number, SITES.index(name)],
-            reset=emptied,
+            **more,
         )
+
+
+def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`active`, `ids` and `best` in the state of a step, or in a copy of it."""
+    active, chosen = state[:-sequences], state[-sequences:].view(torch.int32)
+    return active.view(-1, len(SITES)), chosen[:sequences], chosen[sequences:].view(torch.float32)
+
+
+def counted(active: Tensor) -> dict[tuple[int, str], int]:
+    """Active columns by (layer, site)."""
+    counts = enumerate(active.flatten().tolist())
+    return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}

@@ -1,12 +1,13 @@
 """Kernels of the cuda backend in plain torch on the CPU, so that the chain of a decoder can be tested without a GPU.
 
-Each function stands in for the one of its name. A launch of `kernels/prefill.cu`, `kernels/collect.cu` or
+`KERNELS` is what a decoder takes; each function stands in for the one of its name. Those that it leaves as they are run
+under `launches`: a launch of `kernels/prefill.cu`, `kernels/collect.cu` or
 `kernels/zigzag_batch.cu` is computed from the macros and arguments that the kernel would get, in the order in which it
 would get them.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -18,20 +19,7 @@ from torch import Tensor
 
 from sparsepack.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.runtime import reference
-from sparsepack.runtime.cuda import batch as batches
-from sparsepack.runtime.cuda import (
-    decoder,
-    dense,
-    elementwise,
-    model,
-    prefill,
-    rows,
-    sequences,
-    shared_memory,
-    step,
-    tile_config,
-    zigzag,
-)
+from sparsepack.runtime.cuda import dense, elementwise, kernel_set, shared_memory, tile_config, zigzag
 from sparsepack.runtime.cuda.attention import AttentionParameters
 from sparsepack.runtime.cuda.handoff import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.handoff import handoff_buffers as real_handoff_buffers
@@ -40,6 +28,7 @@ from sparsepack.runtime.cuda.zigzag import Input
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 ONE_SPLIT = TileConfig(2, 8, 8, 1)
+CPU = torch.device("cpu")
 MULTIPROCESSORS, SHARED_MEMORY = 132, 227 << 10  # as an H100 has them
 
 
@@ -315,45 +304,46 @@ def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
     return Graph(run)
 
 
-def use(patch: pytest.MonkeyPatch) -> None:
-    """Let `CudaDecoder` and `CudaBatch` run on the CPU, by the functions above."""
+class SimulatedKernels(kernel_set.Kernels):
+    usable = staticmethod(lambda device: CPU)
+    on_device = staticmethod(nullcontext)
+    device_name = staticmethod(lambda device: "simulated")
+    synchronize = staticmethod(lambda device: None)
+    new_stream = new_graph_pool = staticmethod(lambda: None)
+    new_event = staticmethod(lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    host_memory = staticmethod(torch.empty_like)
+    host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))
+    captured = staticmethod(captured)
+    replay = staticmethod(lambda graph: graph.replay())
+    load_zigzag = staticmethod(load_zigzag)
+    load_rows = staticmethod(load_rows)
+    handoff_buffers = staticmethod(handoff_buffers)
+    new_candidates = staticmethod(new_candidates)
+    embed = staticmethod(embed)
+    gemv = staticmethod(gemv)
+    attend = staticmethod(attend)
+    product = staticmethod(product)
+    pick_likeliest = staticmethod(pick_likeliest)
+    matmul = staticmethod(matmul)
+
+
+KERNELS = SimulatedKernels()
+WORKSPACE = real_handoff_buffers([MULTIPROCESSORS * WORKSPACE_WORDS], CPU)[0]
+
+
+@contextmanager
+def launches() -> Iterator[None]:
+    """Let functions that launch what is in `LAUNCHED` run on the CPU."""
     BUFFERS.clear()
-    cpu = torch.device("cpu")
-    for name, stand_in in {
-        "device": lambda device: nullcontext(),
-        "synchronize": lambda device: None,
-        "current_stream": lambda: SimpleNamespace(synchronize=lambda: None),
-        "Stream": type("Stream", (), {}),  # others have it in annotations
-        "Event": type("Event", (), {"record": lambda event: None, "synchronize": lambda event: None}),
-        "graph_pool_handle": lambda: None,
-        "get_device_name": lambda device: "simulated",
-    }.items():
-        patch.setattr(torch.cuda, name, stand_in)
-    patch.setattr(decoder, "usable", lambda device: cpu)
-    for module in (decoder, batches):
-        patch.setattr(module, "captured", captured)
-        patch.setattr(module, "replay", lambda graph: graph.replay())
-    patch.setattr(decoder, "host_memory", torch.empty_like)
-    patch.setattr(batches, "usable", lambda device: cpu)
-    patch.setattr(batches, "host_memory", lambda values: torch.tensor(values, dtype=torch.int32))
-    for module, names in {
-        model: (load_zigzag, load_rows, gemv),
-        sequences: (attend, embed, product, new_candidates, pick_likeliest),
-        step: (gemv, handoff_buffers),
-        batches: (product,),
-        prefill: (embed,),
-        dense: (dequantise,),
-        rows: (product, matmul),
-    }.items():
-        for function in names:
-            patch.setattr(module, function.__name__, function)
-    for module in (dense, elementwise, zigzag):
-        patch.setattr(module, "kernel", _kernel)
-        patch.setattr(module, "launch", _launch)
-    for module in (shared_memory, tile_config, zigzag):
-        patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
-    for module in (tile_config, zigzag):
-        patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
-    workspace = real_handoff_buffers([MULTIPROCESSORS * WORKSPACE_WORDS], cpu)[0]
-    patch.setattr(zigzag, "workspace", lambda device: workspace)
-    patch.setattr(dense, "_fp16_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dense, elementwise, zigzag):
+            patch.setattr(module, "kernel", _kernel)
+            patch.setattr(module, "launch", _launch)
+        for module in (shared_memory, tile_config, zigzag):
+            patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
+        for module in (tile_config, zigzag):
+            patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
+        patch.setattr(zigzag, "workspace", lambda device: WORKSPACE)
+        patch.setattr(dense, "dequantise", dequantise)
+        patch.setattr(dense, "_fp16_product", lambda x, weights, out: out.copy_(x.float() @ weights.float()))
+        yield

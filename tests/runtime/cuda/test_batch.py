@@ -1,7 +1,7 @@
 """Several sequences at once, by kernels in plain torch on the CPU and, marked gpu, on a GPU."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,6 +21,10 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cuda import batch as cuda_batch
+from sparsepack.runtime.cuda import decoder as cuda_decoder
+from sparsepack.runtime.cuda.batch import CudaBatch
+from sparsepack.runtime.cuda.decoder import CudaDecoder
+from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, generate_together
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -56,12 +60,24 @@ every_variant = pytest.mark.parametrize(
     ],
     autouse=True,
 )
-def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if request.param == "simulated":
-            simulated.use(patch)
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-        yield
+        if request.param == "gpu":
+            yield KERNELS
+            return
+        use(patch, simulated.KERNELS)
+        # What engines and benchmarks ask of torch.
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "simulated")
+        with simulated.launches():
+            yield simulated.KERNELS
+
+
+def use(patch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    """Let engines run on these kernels."""
+    patch.setattr(cuda_batch, "CudaBatch", partial(CudaBatch, kernels=kernels))
+    patch.setattr(cuda_decoder, "CudaDecoder", partial(CudaDecoder, kernels=kernels))
 
 
 @cache
@@ -254,8 +270,11 @@ def test_damaged_weights_are_an_error_of_the_artifact() -> None:
         batch_of(packed, 2).choose([3, 4], [Sampler(Sampling())] * 2)
 
 
-def test_too_many_for_a_small_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_batch, "most_inputs", lambda matrix: 3)
+def test_too_many_for_a_small_gpu_is_an_error(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfASmallGpu(type(kernels)):
+        most_inputs = staticmethod(lambda matrix: 3)
+
+    use(monkeypatch, OfASmallGpu())
     with pytest.raises(UserError, match="4 sequences: this GPU's shared memory takes 3 of this model at once"):
         batch_of(model("llama"), 4)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.cuda import decoder as cuda_decoder
-from sparsepack.runtime.cuda import zigzag
+from sparsepack.runtime.cuda import sequences, zigzag
 from sparsepack.runtime.cuda.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -29,8 +29,7 @@ decides about a column."""
 
 @pytest.fixture(autouse=True)
 def _simulated() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        simulated.use(patch)
+    with simulated.launches(), torch.no_grad():
         yield
 
 
@@ -41,7 +40,7 @@ def model(variant: str) -> PackedModel:
 
 
 def decoder(packed: PackedModel, cache_type: str = "f32", context: int = 64) -> CudaDecoder:
-    return CudaDecoder(packed, torch.device("cuda"), context, cache_type)
+    return CudaDecoder(packed, torch.device("cuda"), context, cache_type, simulated.KERNELS)
 
 
 def steps(engine: CudaDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -78,11 +77,11 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_decoder, "CHUNK", chunk)
+    monkeypatch.setattr(sequences, "CHUNK", chunk)
     packed = model(variant)
     engine = decoder(packed, context=len(IDS))
     expected = Engine(packed, backend="reference").forced(IDS.tolist(), 6)
-    assert largest(engine.forced(IDS, 6, True), expected) < ROUNDED
+    assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
     assert (engine.position, engine.stepped) == (13, 7)
     engine.reset()
     assert largest(engine.prefill(IDS[:6]), expected[5]) < ROUNDED
@@ -100,7 +99,7 @@ def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, mo
     stepped = decoder(model(variant), cache_type)
     bound = 0.5 if cache_type == "bf16" else 0.1
     assert largest(steps(stepped, IDS, sparse=False)[-1], whole) < bound
-    monkeypatch.setattr(cuda_decoder, "CHUNK", 4)
+    monkeypatch.setattr(sequences, "CHUNK", 4)
     engine.reset()
     assert largest(engine.prefill(IDS), whole) < bound
 
@@ -126,7 +125,7 @@ def test_steps_before_after_and_between_prefills() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4), Sampling(1.0, top_k=5)], ids=str)
-def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
+def test_decode_next_is_step_and_sampler(sampling: Sampling) -> None:
     packed = model("qwen3, tied")
     runs = []
     for chosen in (True, False):
@@ -135,7 +134,7 @@ def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
         for n in range(20):
             if n == 10:
                 id = 7  # not what was chosen last
-            id = engine.choose(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+            id = engine.decode_next(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
             ids.append(id)
         assert (engine.position, engine.stepped) == (23, 20)
         runs.append((ids, engine.active()))
@@ -146,11 +145,11 @@ def test_an_id_and_a_position_that_are_there_already_are_not_written_again(monke
     engine, sampler, written = decoder(model("llama")), Sampler(Sampling()), []
     fill = Tensor.fill_
     monkeypatch.setattr(Tensor, "fill_", lambda x, value: [written.append(value), fill(x, value)][1])
-    id = engine.choose(3, True, sampler)
+    id = engine.decode_next(3, True, sampler)
     written.clear()
-    following = engine.choose(id, True, sampler)
+    following = engine.decode_next(id, True, sampler)
     assert written == []
-    engine.choose((following + 1) % 300, True, sampler)
+    engine.decode_next((following + 1) % 300, True, sampler)
     assert written == [(following + 1) % 300, 2]
     engine.reset()
     engine.step(5, True)
@@ -162,9 +161,9 @@ AFTER = {
     "the token chosen": lambda engine, id: engine.step(id, True),
     "another token": lambda engine, id: engine.step((id + 1) % 300, True),
     "dense": lambda engine, id: engine.step(id, False),
-    "forced": lambda engine, id: engine.forced(IDS, 4, True),
+    "teacher-forced": lambda engine, id: engine.teacher_forced(IDS, 4, True),
     "reset": lambda engine, id: engine.reset(),
-    "a choice without its token": lambda engine, id: torch.tensor(engine.choose(9, True, Sampler(Sampling()))),
+    "a choice without its token": lambda engine, id: torch.tensor(engine.decode_next(9, True, Sampler(Sampling()))),
 }
 
 
@@ -175,7 +174,7 @@ def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[Cuda
     for chosen in (True, False):
         engine, sampler, id = decoder(packed), Sampler(Sampling()), 3
         for _ in range(4):
-            id = engine.choose(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+            id = engine.decode_next(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
         counts = [engine.active()]
         result = after(engine, id)
         following = engine.step(5, True)
@@ -187,11 +186,11 @@ def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[Cuda
 def test_the_last_position_of_the_context_can_be_chosen_from() -> None:
     engine, sampler = decoder(model("llama"), context=5), Sampler(Sampling())
     engine.prefill(IDS[:3])
-    id = engine.choose(engine.choose(3, True, sampler), True, sampler)
+    id = engine.decode_next(engine.decode_next(3, True, sampler), True, sampler)
     assert (engine.position, engine.stepped) == (5, 2)
     other = decoder(model("llama"), context=6)
     other.prefill(IDS[:3])
-    assert other.choose(other.choose(3, True, sampler), True, sampler) == id
+    assert other.decode_next(other.decode_next(3, True, sampler), True, sampler) == id
     assert engine.active() == other.active()
 
 
@@ -199,7 +198,7 @@ def test_graphs_of_many_settings_make_room_for_each_other(monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda_decoder, "MOST_SAMPLERS", 2)
     engine = decoder(model("llama"))
     for temperature in (0.5, 0.6, 0.7, 0.5):
-        engine.choose(3, True, Sampler(Sampling(temperature)))
+        engine.decode_next(3, True, Sampler(Sampling(temperature)))
     assert [key[0] for key in engine._samplers] == [0.7, 0.5]
 
 
@@ -216,7 +215,7 @@ def test_damaged_weights_are_an_error_of_the_artifact(temperature: float) -> Non
     packed = random_model("llama")
     packed.output_norm.fill_(math.nan)
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        decoder(packed).choose(3, True, Sampler(Sampling(temperature)))
+        decoder(packed).decode_next(3, True, Sampler(Sampling(temperature)))
 
 
 def test_what_the_kernels_do_not_know_is_an_error() -> None:

@@ -16,7 +16,7 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.cuda import decoder as cuda_decoder
-from sparsepack.runtime.cuda import zigzag
+from sparsepack.runtime.cuda import sequences, zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -124,7 +124,7 @@ def test_making_a_graph_changes_nothing() -> None:
 def test_prefill_in_chunks_is_prefill(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model()
     whole = {type: Engine(packed, "cuda", cache_type=type).forced(IDS, 40) for type in ("f32", "f16", "bf16")}
-    monkeypatch.setattr(cuda_decoder, "CHUNK", chunk)
+    monkeypatch.setattr(sequences, "CHUNK", chunk)
     for type, expected in whole.items():
         found = Engine(packed, "cuda", cache_type=type).forced(IDS, 40)
         assert (found - expected).norm() < {"f32": 2e-3, "f16": 5e-3, "bf16": 3e-2}[type] * expected.norm()

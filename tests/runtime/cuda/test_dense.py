@@ -19,7 +19,7 @@ from sparsepack.runtime.cuda.dense import (
     split_heads,
     to_scaled_fp16,
 )
-from sparsepack.runtime.cuda.prefill import attention
+from sparsepack.runtime.cuda.prefill_attention import attention
 from sparsepack.runtime.cuda.tile_config import TileConfig
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
