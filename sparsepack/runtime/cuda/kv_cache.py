@@ -49,8 +49,8 @@ NewCache = Callable[[AttentionShape, str, torch.device, Kernels], CudaKvCache]
 class DenseKvCache:
     """See `CudaKvCache`. Every query attends to every position that its layer's window shows it.
 
-    `append` takes products as `dense.multiply` leaves them, or float32; its queries are of the cache's type. The cache
-    takes as many bytes as sequences * layers * 2 * kv_heads * context * head_dim keys have.
+    `append` takes products as `dense.multiply` leaves them, or float32; its queries are of the cache's type. A position
+    of a sequence takes 4 bytes * layers * kv_heads * head_dim (8 for "f32").
 
     Raises `UserError` for a type that is not one of `CACHE_TYPES`, and for heads that the kernels do not know.
     """
