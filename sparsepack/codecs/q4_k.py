@@ -76,10 +76,15 @@ def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return weights.view(*blocks.shape[:-1], blocks.shape[-1] // BLOCK_BYTES * BLOCK)
 
 
+def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The six-bit numbers of each superblock, one a byte: uint8 [..., 144] -> scales and mins, uint8 [..., 8] each."""
+    first, second, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=-1)
+    return scales, torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=-1)
+
+
 def _decode(blocks: Tensor) -> Tensor:
-    first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=1)  # [n, 8]
-    minimum = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=1)
+    scale, minimum = scales_and_mins(blocks)  # [n, 8]
     s = fp16_from_bytes(blocks[:, 0:2]) * scale
     m = fp16_from_bytes(blocks[:, 2:4]) * minimum
     pairs = blocks[:, 16:].view(-1, SUBS // 2, 1, SUB)
