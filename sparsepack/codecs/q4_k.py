@@ -18,7 +18,7 @@
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import fused
+from sparsepack.codecs import q4_k_device
 from sparsepack.codecs.q4_k_fit import BLOCK_BYTES, LOWEST, SUB, SUBS, encode_columns
 from sparsepack.codecs.superblock import (
     BLOCK,
@@ -44,7 +44,7 @@ def encode(weights: Tensor) -> Tensor:
     check_columns(weights, "Q4_K")
     beyond = largest(weights) > -LOWEST
     flat = weights.detach().reshape(-1, BLOCK)
-    blocks = fused.encode(flat.t())
+    blocks = q4_k_device.encode(flat.t())
     if blocks is None:
         blocks = _encode_in_chunks(flat, beyond)
     return blocks.view(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
