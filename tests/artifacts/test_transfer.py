@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from artifacts_for_tests import write_plain, write_zigzag
 from codec_cases import relative_error
 from small_rules import rules
 
 from sparsepack.artifacts import transfer
 from sparsepack.artifacts.gguf import plain as plain_gguf
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.gguf.plain import write_plain
-from sparsepack.artifacts.gguf.zigzag import write_zigzag
 from sparsepack.artifacts.transfer import host_pieces, stacked_on, tensors_at_once
 from sparsepack.codecs import q4_k_device, q6_k
 from sparsepack.files.gguf import read_gguf
