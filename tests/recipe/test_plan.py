@@ -4,8 +4,9 @@ import pytest
 from models_for_tests import make_model
 from recipes_for_tests import write_recipe
 
-from sparsepack.pack import PackRequest, pack
+from sparsepack.pack import pack
 from sparsepack.recipe import run_recipe
+from sparsepack.recipe.actions import pack_request
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.plan import planned_artifact
 
@@ -67,5 +68,5 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
     from sparsepack.models.checkpoint import open_checkpoint
 
     prediction = planned_artifact(recipe, open_checkpoint(model))
-    made = pack(PackRequest(str(model), tmp_path / "out.gguf", kind)).path.stat().st_size
+    made = pack(pack_request(recipe, tmp_path)).path.stat().st_size
     assert prediction.total_bytes == made
