@@ -17,7 +17,6 @@ from sparsepack.artifacts.gguf.embeddings import embedding_types
 from sparsepack.artifacts.gguf.plain_artifact import ROTARY_FACTORS, PlainArtifact, llama_cpp_rows
 from sparsepack.artifacts.gguf.values import KeyValue, manifest_values, string
 from sparsepack.artifacts.gguf.writer import GgufPlan
-from sparsepack.artifacts.gguf.zigzag_layout import CONFIG
 from sparsepack.artifacts.llama_cpp.keys import architecture_keys, rotary_factors
 from sparsepack.artifacts.llama_cpp.pretokenizers import INEXACT
 from sparsepack.artifacts.llama_cpp.vocabulary import VALUE_TYPES, vocabulary
@@ -30,6 +29,7 @@ from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import HEAD, Checkpoint
+from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.gguf_names import gguf_names
 from sparsepack.models.source_files import config_json, tokenizer_config
 
@@ -70,7 +70,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
         architecture=checkpoint.family.gguf,
-        values=values | manifest_values(manifest) | {CONFIG: string(config_json(checkpoint))},
+        values=values | manifest_values(manifest) | {OWN_CONFIG: string(config_json(checkpoint))},
     )
 
 

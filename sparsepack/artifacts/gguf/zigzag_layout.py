@@ -8,7 +8,7 @@ from sparsepack.artifacts.manifest import ATTENTION, NEURONS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
 
-CONFIG, TOKENIZER, NUMBERS = "sparsepack.config", "sparsepack.tokenizer", "sparsepack.architecture"
+TOKENIZER, NUMBERS = "sparsepack.tokenizer", "sparsepack.architecture"
 
 POLICY = (".threshold", ".offset")
 """How the names of tensors end that hold a site's rule."""

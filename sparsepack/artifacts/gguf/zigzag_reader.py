@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from sparsepack.artifacts.gguf.container import ARCHITECTURE
-from sparsepack.artifacts.gguf.zigzag_layout import CONFIG, NUMBERS, TOKENIZER, norm_widths, reserved, site_shapes
+from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, TOKENIZER, norm_widths, reserved, site_shapes
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES, SITES
+from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 
@@ -54,7 +55,7 @@ class _Reader:
             embedding=embedding,
             output_norm=output_norm,
             output=output,
-            config_json=self.text(CONFIG),
+            config_json=self.text(OWN_CONFIG),
             tokenizer_json=self.text(TOKENIZER),
             manifest=self.manifest,
         )
