@@ -8,7 +8,7 @@ from typing import Any
 from sparsepack.artifacts.folder.layout import MANIFEST
 from sparsepack.artifacts.formats import DEFAULT, format_of, those_with
 from sparsepack.artifacts.plan import Plan, PlanRequest
-from sparsepack.calibrate import folder
+from sparsepack.calibrate.folder import load
 from sparsepack.errors import PackingError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.resume import state_beside
@@ -69,19 +69,14 @@ class Packed:
 def pack(request: PackRequest) -> Packed:
     """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
     request.check()
-    check_place(request)
+    folder = format_of(request.format).folder
+    check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
     checkpoint = open_checkpoint(request.model)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
         plan = plan_of(checkpoint, request, table)
         plan.write(request.output, request.overwrite)
     return Packed(request.output, plan.notes, table)
-
-
-def check_place(request: PackRequest) -> None:
-    """Raise `OutputError` where the artifact cannot go, before any work is done for it."""
-    folder = format_of(request.format).folder
-    check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
 
 
 def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> Plan:
@@ -109,4 +104,4 @@ def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | N
         return table
     if request.allocation is None or request.calibration is None:
         return None
-    return find_thresholds(checkpoint, folder.load(request.calibration), request.allocation, state)
+    return find_thresholds(checkpoint, load(request.calibration), request.allocation, state)

@@ -51,6 +51,8 @@ def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
     inside = unsealed(path / MANIFEST)
     manifest = read_manifest(inside.get("manifest"), f"{path / MANIFEST}: the manifest")
     try:
+        if any(Path(name).name != name for name in inside["files"]):
+            raise ValueError("it lists files outside of itself")
         texts = {name: _text(path / name, listed) for name, listed in inside["files"].items() if name != WEIGHTS}
         raw = _weights(path / WEIGHTS, inside["files"][WEIGHTS]["bytes"])
         tensors = _tensors(raw, inside["header_sha256"])

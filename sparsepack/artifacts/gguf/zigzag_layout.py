@@ -13,7 +13,7 @@ TOKENIZER, NUMBERS = "sparsepack.tokenizer", "sparsepack.architecture"
 POLICY = (".threshold", ".offset")
 """How the names of tensors end that hold a site's rule."""
 
-_RESERVED = re.compile(r"blk\.\d+\.(attention\.[a-z_.]+|mlp\.order)")
+_RESERVED = re.compile(r"blk\.\d+\.(attention\.[a-z0-9_.]+|mlp\.order)")
 _RESERVED_SINCE = 2
 
 
