@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.artifacts.folder.layout import MANIFEST
-from sparsepack.artifacts.formats import DEFAULT, format_of, those_with
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, format_of, those_with
 from sparsepack.artifacts.plan import Plan, PlanRequest
 from sparsepack.calibrate.folder import load
 from sparsepack.errors import PackingError
@@ -28,7 +28,7 @@ class PackRequest:
 
     model: str
     output: Path
-    format: str = DEFAULT
+    format: str = DEFAULT_FORMAT
     calibration: Path | None = None
     allocation: AllocationOptions | None = None
     thresholds: Path | None = None

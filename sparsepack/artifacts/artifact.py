@@ -59,10 +59,6 @@ class Artifact(ABC):
         """Check every byte. Raises `ArtifactError` naming the first bad tensor or file."""
 
     @abstractmethod
-    def check_shapes(self) -> None:
-        """Raise `ArtifactError` unless the tensors are those that the model inside means, in its shapes."""
-
-    @abstractmethod
     def decoded(self, name: str) -> Tensor:
         """The logical weights of a tensor: float32."""
 
@@ -95,8 +91,8 @@ class Artifact(ABC):
             raise ArtifactError(f"{self.path}: the manifest gives {name} the shape {shape}; pack it again")
         return tuple(shape)
 
-    def check_matrices(self) -> None:
-        """Raise `ArtifactError` unless the matrices are those of the manifest: for formats that pad nothing."""
+    def check_shapes(self) -> None:
+        """Raise `ArtifactError` unless the matrices are those of the manifest, in its shapes: nothing is padded."""
         matrices = {name for name, info in self.tensors.items() if len(info.shape) == 2}
         if matrices != set(self.manifest["tensors"]):
             raise ArtifactError(f"{self.path}: the manifest lists other matrices than are stored; pack it again")

@@ -83,7 +83,7 @@ FORMATS: Mapping[str, Format] = {
         Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", file_type=0),
     )
 }
-DEFAULT = next(iter(FORMATS))
+DEFAULT_FORMAT = next(iter(FORMATS))
 
 
 def format_of(name: str) -> Format:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sparsepack import __version__
-from sparsepack.artifacts.formats import DEFAULT, FORMATS, summaries
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS, summaries
 from sparsepack.cli.errors import Verbs
 from sparsepack.cli.options import (
     PATH,
@@ -136,7 +136,7 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
     "--format",
     "format_",
     type=click.Choice(list(FORMATS)),
-    default=DEFAULT,
+    default=DEFAULT_FORMAT,
     show_default=True,
     help=summaries(),
 )

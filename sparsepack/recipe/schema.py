@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from sparsepack.artifacts.formats import DEFAULT, FORMATS
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS
 from sparsepack.codecs.types import TYPES
 
 Count = Annotated[int, Field(ge=1)]
@@ -76,7 +76,7 @@ class Activation(Section):
 class Pack(Section):
     """What `pack.PackRequest` takes."""
 
-    format: Annotated[str, AfterValidator(_one_of(FORMATS))] = DEFAULT
+    format: Annotated[str, AfterValidator(_one_of(FORMATS))] = DEFAULT_FORMAT
     output_type: MatrixType = "auto"
     embedding_type: MatrixType = "auto"
 

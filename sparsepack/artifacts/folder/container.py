@@ -127,9 +127,6 @@ class FolderArtifact(Artifact):
             if not fine:
                 raise ArtifactError(f"{self.path}: damaged: {name} does not match the SHA-256; copy or pack it again")
 
-    def check_shapes(self) -> None:
-        self.check_matrices()
-
     def decoded(self, name: str) -> Tensor:
         info = self.tensors[name]
         return decode_rows(torch.from_numpy(self.folder.bytes(name).copy()), info.type).reshape(info.shape)

@@ -54,9 +54,6 @@ class PlainArtifact(GgufArtifact):
         tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         return StockModel(config, tensor, tokenizer)
 
-    def check_shapes(self) -> None:
-        self.check_matrices()
-
     def holds_weights(self, name: str) -> bool:
         return name != ROTARY_FACTORS
 
