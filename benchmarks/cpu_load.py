@@ -48,7 +48,7 @@ def memory_bytes(which: str) -> int:
 
 
 def _ours(path: Path, backend: str, threads: int, verify: bool) -> Callable[[], Any]:
-    from sparsepack.artifacts.gguf.zigzag_reader import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.runtime.engine import Engine
 
     torch.set_num_threads(threads)
@@ -58,7 +58,7 @@ def _ours(path: Path, backend: str, threads: int, verify: bool) -> Callable[[], 
         native()  # linking the kernels is no part of loading a model
 
     def load() -> Callable[[], Any]:
-        engine = Engine(read_zigzag(path, verify=verify), context=_CONTEXT, backend=backend, threads=threads)
+        engine = Engine(read_packed(path, verify=verify), context=_CONTEXT, backend=backend, threads=threads)
         return lambda: [engine.prefill([1, 2, 3]), *(engine.step(4) for _ in range(STEPS))]
 
     return load

@@ -27,9 +27,9 @@ import torch
 from synthetic import Size, random, save_config
 
 from sparsepack.artifacts import transfer
+from sparsepack.artifacts.artifact import read_packed
 from sparsepack.artifacts.gguf import writer
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.gguf.zigzag_reader import read_zigzag
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import decode_rows, encode_rows
 from sparsepack.files.hashing import sha256_file
@@ -74,7 +74,7 @@ def make_shards(folder: Path, size: Size, device: str) -> None:
 
 def check(checkpoint: Checkpoint, artifact: Path) -> None:
     """Exit unless the artifact is intact and holds what the encoders on the CPU make."""
-    packed = read_zigzag(artifact)
+    packed = read_packed(artifact)
     for layer in {0, checkpoint.layers - 1}:
         for site in SITES:
             expected = zigzag.pack(checkpoint.stacked(layer, site)[0])

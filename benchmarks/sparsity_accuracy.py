@@ -105,11 +105,12 @@ def _calibrated(checkpoint: Checkpoint, text: str, samples: int, device: str) ->
 
 
 def _packed(checkpoint: Checkpoint, device: str) -> Subject:
-    from sparsepack.artifacts.gguf.zigzag import write_zigzag
+    from sparsepack.artifacts.formats import FORMATS
+    from sparsepack.artifacts.plan import PlanRequest
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_zigzag(checkpoint, {}, path, device=device)
+        FORMATS["zigzag-q4_k"].plan(checkpoint, PlanRequest(device=device)).write(path)
         return open_subject(str(path), None, device)
 
 

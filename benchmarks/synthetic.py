@@ -17,7 +17,8 @@ from typing import Any
 import click
 import torch
 
-from sparsepack.artifacts.gguf.zigzag_reader import dequantised, read_zigzag, stock_config
+from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.stock import dequantised, stock_config
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.packed import PackedModel
@@ -59,7 +60,7 @@ class Synthetic:
 
     def packed(self, sparsity: float = 0.0) -> PackedModel:
         """The zigzag model with the thresholds of a sparsity, 0: with none."""
-        return with_thresholds(read_zigzag(self.zigzag, verify=False), self.thresholds.get(sparsity, {}))
+        return with_thresholds(read_packed(self.zigzag, verify=False), self.thresholds.get(sparsity, {}))
 
 
 def with_thresholds(packed: PackedModel, thresholds: Mapping[tuple[int, str], float]) -> PackedModel:
@@ -91,7 +92,7 @@ def synthetic(work: Path = DEFAULT_WORK, size: Size = BILLION) -> Synthetic:
     table = folder / "thresholds.json"
     if not table.is_file():
         click.echo(f"finding {table}", err=True)
-        found = find_thresholds(read_zigzag(zigzag))
+        found = find_thresholds(read_packed(zigzag))
         table.write_text(json.dumps({str(s): {f"{n}.{site}": t for (n, site), t in v.items()} for s, v in found}))
     return Synthetic(plain, zigzag, _read_table(table))
 

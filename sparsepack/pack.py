@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsepack.calibrate import folder
+from sparsepack.artifacts.folder.layout import MANIFEST
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, format_of, those_with
+from sparsepack.artifacts.plan import Plan, PlanRequest
+from sparsepack.calibrate.folder import load
 from sparsepack.errors import PackingError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.resume import state_beside
@@ -14,21 +17,18 @@ from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
-ZIGZAG = "zigzag-q4_k"
-FORMATS = (ZIGZAG, "q4_k", "f16", "bf16", "f32")
-"""The zigzag GGUF, and the plain GGUFs that stock llama.cpp loads."""
-
 
 @dataclass(frozen=True)
 class PackRequest:
     """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or not at all.
 
-    output_type, embedding_type -- "auto" or a type name; see `artifacts.gguf.zigzag`
+    format                      -- a name in `artifacts.formats.FORMATS`
+    output_type, embedding_type -- "auto" or a type name
     """
 
     model: str
     output: Path
-    format: str = ZIGZAG
+    format: str = DEFAULT_FORMAT
     calibration: Path | None = None
     allocation: AllocationOptions | None = None
     thresholds: Path | None = None
@@ -40,14 +40,14 @@ class PackRequest:
 
     def check(self) -> None:
         """Raise `PackingError` where the parts do not go together."""
-        if self.format not in FORMATS:
-            raise PackingError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
+        format = format_of(self.format)
         if self.allocation is not None:
             self.allocation.check()
         sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
-        if sparse and self.format != ZIGZAG:
+        if sparse and not format.thresholds:
             raise PackingError(
-                f"format {self.format}: a plain GGUF has no place for thresholds; leave --sparsity out or use {ZIGZAG}"
+                f"format {format.name}: it has no place for thresholds; "
+                f"leave --sparsity out or use {those_with('thresholds')}"
             )
         if self.thresholds is not None and self.allocation is not None and self.allocation.sparsity > 0:
             raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")
@@ -59,7 +59,7 @@ class PackRequest:
 
 @dataclass(frozen=True)
 class Packed:
-    """What came of it: the file, what the user should be told, and the thresholds inside."""
+    """What came of it: the file or folder, what the user should be told, and the thresholds inside."""
 
     path: Path
     notes: tuple[str, ...]
@@ -69,33 +69,31 @@ class Packed:
 def pack(request: PackRequest) -> Packed:
     """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
     request.check()
-    check_output(request.output, request.overwrite)
+    folder = format_of(request.format).folder
+    check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
     checkpoint = open_checkpoint(request.model)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
-        return Packed(request.output, _write(checkpoint, request, table), table)
+        plan = plan_of(checkpoint, request, table)
+        plan.write(request.output, request.overwrite)
+    return Packed(request.output, plan.notes, table)
 
 
-def _write(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> tuple[str, ...]:
-    """Write the artifact; returns what the user should be told."""
-    from sparsepack.artifacts.gguf.plain import write_plain
-    from sparsepack.artifacts.gguf.zigzag import write_zigzag
-
+def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> Plan:
+    """The artifact that a request makes with these thresholds. Raises `PackingError` for what does not fit."""
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,
         "recipe": dict(request.recipe) if request.recipe else None,
         "thresholds": table.summary() if table else None,
     }
-    shared: dict[str, Any] = {
-        "provenance": {name: value for name, value in provenance.items() if value is not None},
-        "output_type": request.output_type,
-        "embedding_type": request.embedding_type,
-        "device": request.device,
-        "overwrite": request.overwrite,
-    }
-    if request.format == ZIGZAG:
-        return write_zigzag(checkpoint, table.rules if table else {}, request.output, **shared)
-    return write_plain(checkpoint, request.output, type=request.format, **shared)
+    inside = PlanRequest(
+        rules=table.rules if table else {},
+        provenance=provenance,
+        output_type=request.output_type,
+        embedding_type=request.embedding_type,
+        device=request.device,
+    )
+    return format_of(request.format).plan(checkpoint, inside)
 
 
 def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None) -> Thresholds | None:
@@ -106,4 +104,4 @@ def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | N
         return table
     if request.allocation is None or request.calibration is None:
         return None
-    return find_thresholds(checkpoint, folder.load(request.calibration), request.allocation, state)
+    return find_thresholds(checkpoint, load(request.calibration), request.allocation, state)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models_for_tests import TEXT, make_model
 
-from sparsepack.artifacts.gguf.zigzag import read_zigzag
+from sparsepack.artifacts.artifact import read_packed
 from sparsepack.calibrate.run import CalibrateOptions, calibrate
 from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError
 from sparsepack.files.gguf import read_gguf
@@ -47,7 +47,7 @@ def refused(request, kind=PackingError) -> str:
 
 def test_a_table_goes_into_the_artifact_with_where_it_came_from(source, request_):
     packed = pack(replace(request_, thresholds=source / "t.json", recipe={"name": "r"}))
-    table, artifact = read_thresholds(source / "t.json"), read_zigzag(request_.output)
+    table, artifact = read_thresholds(source / "t.json"), read_packed(request_.output)
     assert packed.path == request_.output
     for (layer, site), rule in table.rules.items():
         assert torch.equal(artifact.layers[layer].sites[site].rule.limits, rule.limits)
@@ -72,7 +72,7 @@ def test_without_sparsity_every_site_is_dense(source, request_):
         (AllocationOptions(0.0), None),
     ):
         pack(replace(request_, allocation=allocation, calibration=calibration, overwrite=True))
-        artifact = read_zigzag(request_.output)
+        artifact = read_packed(request_.output)
         assert all(site.rule is None for layer in artifact.layers for site in layer.sites.values())
 
 

@@ -1,92 +1,153 @@
-"""Open either kind of GGUF of ours, and find in it the logical matrices that a checkpoint has too."""
+"""An opened artifact, whatever its format and container: what `inspect`, `verify`, `eval` and the engines work on."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparsepack.artifacts.gguf.integrity import check_header
-from sparsepack.artifacts.gguf.plain import llama_cpp_rows
-from sparsepack.artifacts.manifest import read_manifest
-from sparsepack.codecs.matrices import ZIGZAG, decode_rows
-from sparsepack.codecs.zigzag import unpack
+from sparsepack.artifacts.formats import FORMATS, Format, those_with
+from sparsepack.artifacts.stock import StockModel
 from sparsepack.errors import ArtifactError
-from sparsepack.files.gguf import GgufFile, read_gguf
-from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
-from sparsepack.models.gguf_names import gguf_names
-
-ROTARY_FACTORS = "rope_freqs.weight"
+from sparsepack.files.gguf import TensorInfo
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.packed import PackedModel
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """An opened file: its header is checked, its tensors not yet."""
+class Program:
+    """Whether a program can load an artifact, and what it does with it or why not."""
 
-    file: GgufFile
-    manifest: dict[str, Any]
+    program: str
+    loads: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class Artifact(ABC):
+    """An opened artifact: its header is checked, its tensors not yet.
+
+    A container (`gguf.container`, `folder.container`) gives the stored bytes, a format what they mean.
+    """
+
+    manifest: Mapping[str, Any]
 
     @property
-    def zigzag(self) -> bool:
-        """Whether the matrices are in zigzag order."""
-        return bool(self.manifest["kind"] == ZIGZAG)
+    def format(self) -> Format:
+        """Its row in the table of formats."""
+        return FORMATS[self.manifest["kind"]]
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """The file or the folder."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is stored: name, shape, type and bytes of each tensor."""
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes of everything in it."""
+
+    @abstractmethod
+    def check_bytes(self) -> None:
+        """Check every byte. Raises `ArtifactError` naming the first bad tensor or file."""
+
+    @abstractmethod
+    def decoded(self, name: str) -> Tensor:
+        """The logical weights of a tensor: float32."""
+
+    @abstractmethod
+    def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        """What `checkpoint` has for a tensor, in the order of rows in which it is stored here; None: nothing."""
+
+    @abstractmethod
+    def programs(self) -> Iterator[Program]:
+        """Which programs can do what with it."""
+
+    @abstractmethod
+    def stock(self) -> StockModel:
+        """The stock transformers model that it stands for. Raises `ArtifactError` where it is not understood."""
+
+    def packed(self) -> PackedModel:
+        """What an engine runs. Raises `ArtifactError` where the format is none of an engine's, or not understood."""
+        raise ArtifactError(
+            f"{self.path}: {self.format.name}, which no engine of sparsepack runs; "
+            f"pack the model again as {those_with('runs')}"
+        )
 
     def logical_shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape without padding, as the manifest gives it; the stored one where it does not."""
         entry = self.manifest["tensors"].get(name)
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if shape is None:
-            return self.file.tensors[name].shape
+            return self.tensors[name].shape
         if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
-            raise ArtifactError(f"{self.file.path}: the manifest gives {name} the shape {shape}; pack it again")
+            raise ArtifactError(f"{self.path}: the manifest gives {name} the shape {shape}; pack it again")
         return tuple(shape)
 
-    def decoded(self, name: str, rows: int | None = None) -> Tensor:
-        """A tensor's weights in float32; of a zigzag matrix the first `rows` (default: the logical ones)."""
-        info = self.file.tensors[name]
-        data = torch.from_numpy(self.file.bytes(name).copy())
-        if self.zigzag and len(info.shape) == 3:
-            blocks = data.view(info.shape[0], info.shape[1], -1)
-            return unpack(blocks, rows or self.logical_shape(name)[0])
-        return decode_rows(data.view(*info.shape[:-1], -1), info.type)
+    def check_shapes(self) -> None:
+        """Raise `ArtifactError` unless the matrices are those of the manifest, in its shapes: nothing is padded."""
+        matrices = {name for name, info in self.tensors.items() if len(info.shape) == 2}
+        if matrices != set(self.manifest["tensors"]):
+            raise ArtifactError(f"{self.path}: the manifest lists other matrices than are stored; pack it again")
+        for name in matrices:
+            if self.logical_shape(name) != self.tensors[name].shape:
+                raise ArtifactError(f"{self.path}: {name} has not the shape in the manifest; pack it again")
+
+    def holds_weights(self, name: str) -> bool:
+        """Whether a tensor holds weights of the model, and not a policy or what follows from the configuration."""
+        return True
+
+    def padding_problems(self) -> Iterator[str]:
+        """Padding that is not zero, a sentence each."""
+        return iter(())
 
 
 def open_artifact(path: Path) -> Artifact:
-    """Open a zigzag or plain GGUF of ours; raises `ArtifactError` where it is neither, damaged or too new."""
-    check_header(path)
-    file = read_gguf(path)
-    return Artifact(file, read_manifest(file))
+    """Open what `pack` wrote, a file or a folder; raises `ArtifactError` where it is not that, damaged or too new."""
+    path = Path(path)
+    container: Any
+    if path.is_dir():
+        from sparsepack.artifacts.folder.container import open_folder
+
+        container, manifest = open_folder(path)
+    else:
+        from sparsepack.artifacts.gguf.container import open_gguf
+
+        container, manifest = open_gguf(path)
+    format = FORMATS[manifest["kind"]]
+    if format.folder != path.is_dir():
+        raise ArtifactError(f"{path}: its manifest says {format.name}, which is a {format.container}; pack it again")
+    return format.opened(container, manifest)
 
 
-def source_tensors(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor | None]]:
-    """Every stored tensor that has weights of the model, with what `checkpoint` holds for it (None: nothing).
+def read_packed(path: Path, verify: bool = True) -> PackedModel:
+    """Open an artifact as what an engine runs. Matrices stay in the mapped file.
 
-    In the artifact's order of rows: sites stacked, or q and k as llama.cpp wants them. One matrix in memory.
+    The header is always checked against its hash; the tensors too unless `verify` is False.
+    Raises `ArtifactError` where it is damaged, of a format that no engine runs, newer than this program, or
+    inconsistent.
     """
-    names = gguf_names(checkpoint.layers)
-    for name in artifact.file.tensors:
-        if name == ROTARY_FACTORS or name.endswith((".threshold", ".offset")):
-            continue
-        if artifact.zigzag:
-            yield name, _zigzag_source(checkpoint, name)
-        else:
-            source = names.get(name)
-            known = source in checkpoint.source.shapes
-            yield name, llama_cpp_rows(checkpoint, source, checkpoint.tensor(source)) if source and known else None
+    artifact = open_artifact(path)
+    if artifact.format.runs and verify:
+        artifact.check_bytes()
+    return artifact.packed()
 
 
-def _zigzag_source(checkpoint: Checkpoint, name: str) -> Tensor | None:
-    outside = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
-    if name in outside:
-        return checkpoint.tensor(outside[name])
-    block, layer, what, part = (*name.split("."), "", "", "")[:4]
-    if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
-        return None
-    if what in checkpoint.family.norms:
-        return checkpoint.tensor(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
-    if what in checkpoint.family.projections:
-        weight, bias = checkpoint.stacked(int(layer), what)
-        return bias if part == "bias" else weight
-    return None
+def is_artifact(path: Path) -> bool:
+    """Whether `pack` wrote a file or a folder, by its names and keys alone."""
+    if path.is_dir():
+        from sparsepack.artifacts.folder.layout import MANIFEST
+
+        return (path / MANIFEST).is_file()
+    if not path.is_file() or path.suffix != ".gguf":
+        return False
+    from sparsepack.artifacts.gguf.container import is_ours
+
+    return is_ours(path)

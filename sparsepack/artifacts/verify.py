@@ -1,4 +1,4 @@
-"""`verify`: is a packed file intact, and is it that model?"""
+"""`verify`: is an artifact intact, and is it that model?"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.artifact import Artifact, open_artifact, source_tensors
-from sparsepack.artifacts.gguf.integrity import check_tensors
-from sparsepack.artifacts.gguf.zigzag_reader import read_zigzag
-from sparsepack.codecs import zigzag
-from sparsepack.codecs.q4_k import SUB
+from sparsepack.artifacts.artifact import Artifact, open_artifact
 from sparsepack.errors import ArtifactError
 from sparsepack.models.checkpoint import Checkpoint
 
@@ -62,15 +58,15 @@ class Report:
 
 
 def verify(path: Path) -> Report:
-    """Check a zigzag or plain GGUF of ours by itself: every byte's hash, shapes, zeros in padding."""
+    """Check an artifact by itself: every byte's hash, shapes, zeros in padding."""
     path = Path(path)
     kind = None
     try:
         artifact = open_artifact(path)
         kind = artifact.manifest["kind"]
-        check_tensors(artifact.file)
-        _check_shapes(artifact)
-        problems = tuple(_padding_problems(artifact))
+        artifact.check_bytes()
+        artifact.check_shapes()
+        problems = tuple(artifact.padding_problems())
     except ArtifactError as error:
         problems = (str(error),)
     checked = ("header", "SHA-256 of every tensor", "shapes", "padding")
@@ -78,7 +74,7 @@ def verify(path: Path) -> Report:
 
 
 def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
-    """`verify`, and every tensor against the model that the file should be of; decodes one matrix at a time."""
+    """`verify`, and every tensor against the model that it should be of; decodes one matrix at a time."""
     alone = verify(path)
     if not alone.passed:
         return alone
@@ -109,41 +105,11 @@ def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
     return Report(alone.path, alone.kind, tuple(problems), checked, tuple(tensors))
 
 
-def _check_shapes(artifact: Artifact) -> None:
-    if artifact.zigzag:
-        read_zigzag(artifact.file.path, verify=False)
-        return
-    matrices = {name for name, info in artifact.file.tensors.items() if len(info.shape) == 2}
-    if matrices != set(artifact.manifest["tensors"]):
-        raise ArtifactError(f"{artifact.file.path}: the manifest lists other matrices than the file; pack it again")
-    for name in matrices:
-        if artifact.logical_shape(name) != artifact.file.tensors[name].shape:
-            raise ArtifactError(f"{artifact.file.path}: {name} has not the shape in the manifest; pack it again")
-
-
-def _padding_problems(artifact: Artifact) -> Iterator[str]:
-    """Zigzag matrices whose rows after the logical ones do not decode to zero.
-
-    Zeros that share a sub-block of 32 with real rows are quantised with them: they may be off by a step of its grid.
-    """
-    if not artifact.zigzag:
-        return
-    for name, info in artifact.file.tensors.items():
-        rows = artifact.logical_shape(name)[0]
-        if len(info.shape) != 3 or rows % zigzag.BAND_ROWS == 0:
-            continue
-        blocks = torch.from_numpy(artifact.file.bytes(name).copy()).view(*info.shape[:2], -1)
-        last = zigzag.unpack(blocks[-1:], zigzag.BAND_ROWS).view(-1, SUB, info.shape[1])
-        shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
-        step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
-        step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
-        if last[shared + (held > 0) :].any() or (held and (last[shared, held:].abs() > step).any()):
-            yield f"{artifact.file.path}: {name}: rows after the {rows} logical ones are not zero; pack it again"
-
-
 def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:
-    for name, source in source_tensors(artifact, checkpoint):
-        info = artifact.file.tensors[name]
+    for name, info in artifact.tensors.items():
+        if not artifact.holds_weights(name):
+            continue
+        source = artifact.source(name, checkpoint)
         if source is None or tuple(source.shape) != artifact.logical_shape(name):
             shape = None if source is None else list(source.shape)
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"

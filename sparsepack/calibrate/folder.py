@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sparsepack.calibrate.collectors.statistics import LayerStatistics
-from sparsepack.errors import CalibrationError, OutputError
+from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
 from sparsepack.files.tensors import save_tensors
@@ -49,9 +49,7 @@ class Calibration:
 
 def check_output(path: Path, overwrite: bool) -> None:
     """Raise `OutputError` unless a calibration can be written there: `overwrite` replaces calibrations only."""
-    atomic.check_output(path, overwrite, folder=True)
-    if path.exists() and any(path.iterdir()) and not (path / _MANIFEST).is_file():
-        raise OutputError(f"{path}: a folder that is no calibration; it is not replaced, give another name")
+    atomic.check_output(path, overwrite, folder=True, marker=_MANIFEST)
 
 
 def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calibration:

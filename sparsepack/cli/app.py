@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from sparsepack import __version__
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS, summaries
 from sparsepack.cli.errors import Verbs
 from sparsepack.cli.options import (
     PATH,
@@ -24,6 +25,7 @@ from sparsepack.cli.options import (
     thread_count,
     window,
 )
+from sparsepack.codecs.types import TYPES
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
@@ -133,19 +135,17 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["zigzag-q4_k", "q4_k", "f16", "bf16", "f32"]),
-    default="zigzag-q4_k",
+    type=click.Choice(list(FORMATS)),
+    default=DEFAULT_FORMAT,
     show_default=True,
-    help="zigzag-q4_k skips inactive columns; the others are plain GGUFs that stock llama.cpp loads.",
+    help=summaries(),
 )
 @click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation
-@click.option(
-    "--output-type", default="auto", show_default=True, help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32."
-)
+@click.option("--output-type", default="auto", show_default=True, help=f"Output matrix: auto, {', '.join(TYPES)}.")
 @click.option("--embedding-type", default="auto", show_default=True, help="Embedding, likewise.")
-@click.option("-o", "--output", type=PATH, required=True, help="The file to make.")
+@click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
 @compute
 @overwrite_flag
 def pack(
@@ -159,7 +159,7 @@ def pack(
     overwrite: bool,
     **asked: Any,
 ) -> None:
-    """Pack MODEL into one file, with the thresholds of a calibration inside if --sparsity is given."""
+    """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given."""
     from sparsepack.artifacts.inspect import describe
     from sparsepack.cli.tables import artifact_line
     from sparsepack.pack import PackRequest
@@ -189,9 +189,10 @@ def pack(
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:
     """Show what an artifact, a thresholds table or a calibration folder holds, and which programs can load it."""
-    from sparsepack.cli.main import tables as show
+    from sparsepack.artifacts.artifact import is_artifact
+    from sparsepack.cli import tables as show
 
-    if path.is_dir():
+    if path.is_dir() and not is_artifact(path):
         from sparsepack.calibrate import folder
 
         emit(folder.load(path).manifest, json_path, show.calibration_table)
@@ -212,7 +213,7 @@ def inspect(path: Path, json_path: str | None) -> None:
 def verify(path: Path, against: str | None, json_path: str | None) -> None:
     """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
     from sparsepack.artifacts import verify as checks
-    from sparsepack.cli.main import tables as show
+    from sparsepack.cli import tables as show
 
     if against is None:
         report = checks.verify(path)
@@ -284,11 +285,11 @@ def evaluate(
 @json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs."""
-    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.bench.decode import BenchSettings, bench_decode
     from sparsepack.bench.table import bench_table
 
-    packed = read_zigzag(path)
+    packed = read_packed(path)
     ids = None
     if text:
         from sparsepack.files.text import read_text
@@ -312,7 +313,7 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
     """
     import torch
 
-    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.cli.tables import profile_table
     from sparsepack.runtime.cpu import tune as on_cpu
     from sparsepack.runtime.tuning import GATES
@@ -320,7 +321,7 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
     sites = [
         (name, (site.matrix.rows, site.matrix.columns))
         for path in paths
-        for layer in read_zigzag(path, verify=False).layers
+        for layer in read_packed(path, verify=False).layers
         for name, site in layer.sites.items()
     ]
     shapes = [shape for _, shape in sites] or list(on_cpu.SHAPES)

@@ -200,12 +200,12 @@ def stream_generation(
     sampling: Mapping[str, Any],
 ) -> None:
     """Write a prompt's continuation to stdout as it comes, then one line on stderr about the run."""
-    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.progress import say
     from sparsepack.runtime.engine import Engine
     from sparsepack.runtime.generate import generate
 
-    packed = read_zigzag(path)
+    packed = read_packed(path)
     engine = Engine(packed, device, context, dense=dense, backend=backend)
     say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
     pieces = generate(engine, packed.tokenizer_json, prompt, tokens, **sampling)
@@ -236,12 +236,12 @@ def print_generations(
     sampling: Mapping[str, Any],
 ) -> None:
     """Write the continuations of several prompts to stdout when all are made, then one line on stderr about the run."""
-    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.progress import say
     from sparsepack.runtime.batch import BatchEngine
     from sparsepack.runtime.generate import generate_together
 
-    packed = read_zigzag(path)
+    packed = read_packed(path)
     engine = BatchEngine(packed, device, context, sequences=len(prompts), dense=dense)
     say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
     began = time.perf_counter()

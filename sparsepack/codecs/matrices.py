@@ -8,11 +8,11 @@ from torch import Tensor
 
 from sparsepack.codecs import q4_k, q6_k, zigzag
 from sparsepack.codecs.superblock import BLOCK, largest
+from sparsepack.codecs.types import BLOCKS, TYPES
 from sparsepack.errors import PackingError
 
 ZIGZAG = "zigzag-q4_k"
-TYPES = ("q6_k", "q4_k", "f16", "bf16", "f32")
-"""What a user may ask for, beside "auto"."""
+"""The type of a matrix in zigzag order."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": q4_k.encode, "Q6_K": q6_k.encode}
@@ -45,9 +45,9 @@ def fitting_type(asked: str, columns: int, name: str) -> tuple[str, str | None]:
         return "F16", f"{name} kept at F16: {columns} columns, Q6_K needs a multiple of {BLOCK}"
     if asked not in TYPES:
         raise PackingError(f"{name}: unknown type {asked!r}; expected auto, {', '.join(TYPES)}")
-    if asked in ("q4_k", "q6_k") and columns % BLOCK:
+    if columns % (block := BLOCKS[asked.upper()][0]):
         raise PackingError(
-            f"{name}: {columns} columns, {asked.upper()} needs a multiple of {BLOCK}; choose auto, f16, bf16 or f32"
+            f"{name}: {columns} columns, {asked.upper()} needs a multiple of {block}; choose auto, f16, bf16 or f32"
         )
     return asked.upper(), None
 

@@ -18,7 +18,7 @@
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import fused
+from sparsepack.codecs import q4_k_device
 from sparsepack.codecs.q4_k_fit import BLOCK_BYTES, LOWEST, SUB, SUBS, encode_columns
 from sparsepack.codecs.superblock import (
     BLOCK,
@@ -44,7 +44,7 @@ def encode(weights: Tensor) -> Tensor:
     check_columns(weights, "Q4_K")
     beyond = largest(weights) > -LOWEST
     flat = weights.detach().reshape(-1, BLOCK)
-    blocks = fused.encode(flat.t())
+    blocks = q4_k_device.encode(flat.t())
     if blocks is None:
         blocks = _encode_in_chunks(flat, beyond)
     return blocks.view(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
@@ -76,10 +76,15 @@ def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return weights.view(*blocks.shape[:-1], blocks.shape[-1] // BLOCK_BYTES * BLOCK)
 
 
+def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The six-bit numbers of each superblock, one a byte: uint8 [..., 144] -> scales and mins, uint8 [..., 8] each."""
+    first, second, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=-1)
+    return scales, torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=-1)
+
+
 def _decode(blocks: Tensor) -> Tensor:
-    first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=1)  # [n, 8]
-    minimum = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=1)
+    scale, minimum = scales_and_mins(blocks)  # [n, 8]
     s = fp16_from_bytes(blocks[:, 0:2]) * scale
     m = fp16_from_bytes(blocks[:, 2:4]) * minimum
     pairs = blocks[:, 16:].view(-1, SUBS // 2, 1, SUB)

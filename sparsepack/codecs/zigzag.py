@@ -11,7 +11,7 @@ skipping an input column skips whole superblocks. They are stored band by band, 
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import fused, q4_k
+from sparsepack.codecs import q4_k, q4_k_device
 from sparsepack.codecs.q4_k_fit import BLOCK_BYTES, LOWEST, encode_columns
 from sparsepack.codecs.superblock import BLOCK, for_each_chunk, largest
 from sparsepack.errors import PackingError
@@ -34,7 +34,7 @@ def pack(weight: Tensor) -> Tensor:
         raise PackingError(f"weight {list(weight.shape)}: zigzag packs a matrix [rows, columns]")
     beyond = largest(weight) > -LOWEST
     weight = weight.detach()
-    blocks = fused.encode(weight)
+    blocks = q4_k_device.encode(weight)
     if blocks is None:
         blocks = _pack_in_chunks(weight, beyond)
     return blocks.view(bands(weight.shape[0]), weight.shape[1], BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""A zigzag artifact under evaluation as its users run it: by the engine, its kernels and its own rounding included."""
+"""An artifact under evaluation as its users run it: by the engine, its kernels and its own rounding included."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.gguf.zigzag import read_zigzag
+from sparsepack.artifacts.artifact import is_artifact, open_artifact, read_packed
+from sparsepack.artifacts.formats import those_with
+from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
-from sparsepack.eval.subject import artifact_tokenizer
-from sparsepack.files.gguf import read_gguf
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.rule import SiteKey
 from sparsepack.progress import say
@@ -96,7 +96,7 @@ class EngineSubject:
 
     @property
     def target_sparsity(self) -> float:
-        return float((self.packed.manifest.get("thresholds") or {}).get("sparsity", 0.0))
+        return target_sparsity(self.packed)
 
     @property
     def context(self) -> int:
@@ -124,16 +124,10 @@ class EngineSubject:
 
 
 def open_engine_subject(name: str, backend: str, device: str = "cpu") -> EngineSubject:
-    """Open a zigzag artifact to be run by an engine's backend on a device. Raises `UserError` for anything else."""
+    """Open an artifact to be run by an engine's backend on a device. Raises `UserError` for what no engine runs."""
     path = Path(name)
-    zigzag = path.is_file() and path.suffix == ".gguf" and _architecture(path) == "sparsepack"
-    if not zigzag:
-        raise UserError(f"{name}: --runtime {backend} runs zigzag artifacts; pack the model first, or leave it out")
-    packed = read_zigzag(path)
-    numbers = packed.architecture
-    tokenizer = artifact_tokenizer(packed.tokenizer_json, numbers.bos, numbers.eos)
-    return EngineSubject(name, packed, backend, tokenizer, device)
-
-
-def _architecture(path: Path) -> Any:
-    return read_gguf(path).metadata.get("general.architecture")
+    if not is_artifact(path) or not open_artifact(path).format.runs:
+        formats = those_with("runs")
+        raise UserError(f"{name}: --runtime {backend} runs {formats} artifacts; pack the model first, or leave it out")
+    packed = read_packed(path)
+    return EngineSubject(name, packed, backend, stock_tokenizer(packed), device)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from sparsepack.artifacts.artifact import Artifact, is_artifact, open_artifact
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
-from sparsepack.files.gguf import read_gguf
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import FAMILIES, SITES, Family
+from sparsepack.models.families import SITES, Family
 from sparsepack.models.rule import Rules
 from sparsepack.models.whole import build_model, load_model
 from sparsepack.sparsity.thresholds import Thresholds
@@ -25,7 +25,7 @@ class Subject:
     """A model under evaluation. `source_sha256` is the hash of the checkpoint it is, or was made from."""
 
     name: str
-    kind: str  # "checkpoint", "zigzag-q4_k", "q4_k", ...
+    kind: str  # "checkpoint", or the name of a format
     model: Any
     tokenizer: Any
     family: Family
@@ -63,16 +63,8 @@ def open_subject(
 ) -> Subject:
     """Open anything that can be evaluated. Raises `UserError` subclasses saying what does not fit."""
     torch_dtype = getattr(torch, dtype)
-    path = Path(name)
-    if path.is_file() and path.suffix == ".gguf":
-        metadata = read_gguf(path).metadata
-        packed_by_us = "sparsepack.manifest" in metadata
-        if packed_by_us and thresholds is not None and metadata.get("general.architecture") == "sparsepack":
-            raise UserError(f"{name}: carries its own thresholds; give --thresholds with a checkpoint only")
-        if metadata.get("general.architecture") == "sparsepack":
-            return _zigzag(path, device, torch_dtype)
-        if packed_by_us:
-            return _plain(path, thresholds, device, torch_dtype)
+    if is_artifact(Path(name)):
+        return _artifact(open_artifact(Path(name)), thresholds, device, torch_dtype)
     return _checkpoint(open_checkpoint(name), thresholds, device, torch_dtype)
 
 
@@ -91,48 +83,21 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
     )
 
 
-def _zigzag(path: Path, device: str, dtype: torch.dtype) -> Subject:
-    from sparsepack.artifacts.gguf.zigzag import dequantised, read_zigzag, stock_config
-
-    packed = read_zigzag(path)
-    architecture = packed.architecture
-    table = packed.manifest.get("thresholds") or {}
+def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
+    path, source_sha256 = artifact.path, artifact.manifest["model"]["sha256"]
+    if thresholds is not None and artifact.format.thresholds:
+        raise UserError(f"{path}: carries its own thresholds; give --thresholds with a checkpoint only")
+    if thresholds is not None and thresholds.model_sha256 != source_sha256:
+        raise UserError(f"{path}: the thresholds are of another model than the one this was made from")
+    artifact.check_bytes()
+    stock = artifact.stock()
     return Subject(
         name=str(path),
-        kind=packed.manifest["kind"],
-        model=build_model(stock_config(packed), dequantised(packed), device, dtype),
-        tokenizer=artifact_tokenizer(packed.tokenizer_json, architecture.bos, architecture.eos),
-        family=FAMILIES[architecture.model_type],
-        rules=packed.rules,
-        source_sha256=packed.manifest["model"]["sha256"],
-        target_sparsity=float(table.get("sparsity", 0.0)),
+        kind=artifact.format.name,
+        model=build_model(stock.config, stock.tensor, device, dtype),
+        tokenizer=stock.tokenizer,
+        family=stock.family,
+        rules=thresholds.rules if thresholds else stock.rules,
+        source_sha256=source_sha256,
+        target_sparsity=thresholds.sparsity if thresholds else stock.target_sparsity,
     )
-
-
-def _plain(path: Path, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
-    from sparsepack.artifacts.gguf.plain_reader import open_plain
-
-    plain = open_plain(path)
-    if thresholds is not None and thresholds.model_sha256 != plain.manifest["model"]["sha256"]:
-        raise UserError(f"{path}: the thresholds are of another model than the one this file was made from")
-    return Subject(
-        name=str(path),
-        kind=plain.manifest["kind"],
-        model=build_model(plain.config, plain.tensor, device, dtype),
-        tokenizer=plain.tokenizer,
-        family=FAMILIES[plain.config.model_type],
-        rules=thresholds.rules if thresholds else {},
-        source_sha256=plain.manifest["model"]["sha256"],
-        target_sparsity=thresholds.sparsity if thresholds else 0.0,
-    )
-
-
-def artifact_tokenizer(tokenizer_json: str, bos: int | None, eos: tuple[int, ...]) -> Any:
-    """The tokenizer inside a zigzag artifact, as transformers wraps it."""
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer.from_str(tokenizer_json)
-    special = {"bos_token": bos, "eos_token": eos[0] if eos else None}
-    words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **words)

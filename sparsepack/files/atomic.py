@@ -15,11 +15,12 @@ from typing import Any
 from sparsepack.errors import OutputError
 
 
-def check_output(path: Path, overwrite: bool, folder: bool = False) -> None:
+def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str | None = None) -> None:
     """Refuse an output that exists (unless `overwrite`), or whose folder does not or cannot be written, before any work
     is done for it.
 
-    Even `overwrite` replaces only a file by a file, and a folder by a folder.
+    Even `overwrite` replaces only a file by a file, and a folder by a folder: an empty one, or one that holds a file
+    named `marker` where that is given.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OutputError(f"{path}: a device or the like, which would be replaced; expected the name of a file")
@@ -28,6 +29,8 @@ def check_output(path: Path, overwrite: bool, folder: bool = False) -> None:
         raise OutputError(f"{path}: a {is_a}; expected the name of a {expected}")
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: exists already; give another name or --overwrite")
+    if marker and path.exists() and any(path.iterdir()) and not (path / marker).is_file():
+        raise OutputError(f"{path}: a folder without {marker}; it is not replaced, give another name")
     parent = path.absolute().parent
     if not parent.is_dir():
         raise OutputError(f"{path}: the folder {parent} does not exist; create it first")

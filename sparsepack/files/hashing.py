@@ -9,6 +9,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+NO_HASH = "0" * 64
+"""What stands where a SHA-256 will be."""
+
 _PIECE = 1 << 20
 
 

@@ -201,7 +201,7 @@ def _config(path: Path, name: str) -> Any:
     if path.is_file():
         file = read_gguf(path)
         if file.metadata.get("general.architecture") == "sparsepack":
-            raise CheckpointError(f"{name}: a packed sparsepack artifact; expected its source model here")
+            raise _packed_already(name)
         return gguf_config(file, name)
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -209,13 +209,23 @@ def _config(path: Path, name: str) -> Any:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({error!r})") from error
     family_of(model_type, name)
-    if raw.get("quantization_config"):
+    quantised = raw.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "sparsepack":
+        raise _packed_already(name)
+    if quantised:
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
     try:
         return AutoConfig.from_pretrained(str(path))
     except Exception as error:  # the library checks fields in several ways, each with its own kind
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({reason})") from error
+
+
+def _packed_already(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: a packed sparsepack artifact; expected its source model here (`sparsepack inspect` names it). "
+        "The artifact itself is for inspect, verify and eval"
+    )
 
 
 def _check_understood(checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""A zigzag artifact in memory: what `artifacts.gguf.zigzag` writes and reads, and what an engine runs."""
+"""A packed model in memory: what an engine runs, from an artifact of any format that one can run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Everything in one zigzag GGUF. `output` is the embedding itself where the two are tied."""
+    """Everything that running a model needs. `output` is the embedding itself where the two are tied."""
 
     architecture: Architecture
     layers: tuple[PackedLayer, ...]

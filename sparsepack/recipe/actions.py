@@ -55,12 +55,10 @@ def run_thresholds(recipe: Recipe, sources: Sources, folder: Path) -> None:
         table.write(folder / THRESHOLDS, overwrite=True)
 
 
-def run_pack(recipe: Recipe, sources: Sources, folder: Path) -> None:
-    """The artifact, and its description."""
-    from sparsepack.artifacts.inspect import describe
-
+def pack_request(recipe: Recipe, folder: Path) -> PackRequest:
+    """The pack section as what `pack` takes."""
     assert recipe.pack is not None
-    request = PackRequest(
+    return PackRequest(
         model=recipe.model,
         output=folder / ARTIFACT,
         thresholds=folder / THRESHOLDS if recipe.sparse else None,
@@ -69,6 +67,13 @@ def run_pack(recipe: Recipe, sources: Sources, folder: Path) -> None:
         recipe=provenance(recipe),
         **recipe.pack.model_dump(),
     )
+
+
+def run_pack(recipe: Recipe, sources: Sources, folder: Path) -> None:
+    """The artifact, and its description."""
+    from sparsepack.artifacts.inspect import describe
+
+    request = pack_request(recipe, folder)
     for note in pack(request).notes:
         say(f"pack: {note}")
     # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
@@ -125,7 +130,7 @@ def _share_of_sparse_sites(recipe: Recipe, sources: Sources) -> float:
 
 def run_bench(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """Tokens a second, on the first evaluation text where there is one."""
-    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.bench.decode import BenchSettings, bench_decode
     from sparsepack.models.windows import tokenise
 
@@ -134,7 +139,7 @@ def run_bench(recipe: Recipe, sources: Sources, folder: Path) -> None:
     settings = BenchSettings(
         asked.prompt, asked.generate, asked.repetitions, asked.threads, asked.seed, device=recipe.device
     )
-    packed = read_zigzag(folder / ARTIFACT, verify=False)  # unchanged since it was packed, or pack would have run
+    packed = read_packed(folder / ARTIFACT, verify=False)  # unchanged since it was packed, or pack would have run
     ids, longest = None, max(asked.prompt, asked.generate)
     if sources.texts:
         bos = sources.checkpoint.tokenizer.bos_token_id
@@ -148,14 +153,14 @@ def run_bench(recipe: Recipe, sources: Sources, folder: Path) -> None:
 
 def run_generate(recipe: Recipe, sources: Sources, folder: Path) -> None:
     """A text from the artifact: prompt dense, new tokens sparse."""
-    from sparsepack.artifacts.gguf.zigzag import read_zigzag
+    from sparsepack.artifacts.artifact import read_packed
     from sparsepack.bench.traffic import realised_sparsity
     from sparsepack.runtime.engine import Engine
     from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
 
     assert recipe.generate is not None
     asked = recipe.generate
-    packed = read_zigzag(folder / ARTIFACT, verify=False)
+    packed = read_packed(folder / ARTIFACT, verify=False)
     prompt = prompt_tokens(open_tokenizer(packed.tokenizer_json), asked.prompt, packed.architecture.bos)
     engine = Engine(packed, recipe.device, len(prompt) + asked.tokens)
     for line in (f"runtime: {engine.description}", *engine.notes):

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparsepack.artifacts.formats import FORMATS, those_with
 from sparsepack.errors import RecipeError
 from sparsepack.recipe.schema import FILE_GATES, ROW_GATES, Gates, Recipe
 
 if TYPE_CHECKING:
     from sparsepack.files.text import Text
     from sparsepack.models.checkpoint import Checkpoint
-
-ZIGZAG = "zigzag-q4_k"
 
 
 def check_sections(recipe: Recipe) -> None:
@@ -24,6 +23,7 @@ def check_sections(recipe: Recipe) -> None:
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     activation, pack, evaluation = recipe.activation, recipe.pack, recipe.eval
+    format = FORMATS[pack.format] if pack is not None else None
     if recipe.sparse and recipe.calibrate is None:
         yield "activation: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
     if recipe.calibrate is not None and recipe.calibrate.context <= recipe.calibrate.sinks:
@@ -32,13 +32,16 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "activation.offsets: they are learnt from the model's output; expected allocation: global"
     if activation is not None and activation.allocation == "global" and activation.upstream == "dense":
         yield "activation.upstream: global runs the whole sparse model; expected sparse"
-    if recipe.sparse and pack is not None and pack.format != ZIGZAG:
-        yield f"pack.format: a {pack.format} GGUF has no place for thresholds; expected {ZIGZAG}, or no activation"
+    if recipe.sparse and format is not None and not format.thresholds:
+        yield (
+            f"pack.format: a {format.name} {format.container} has no place for thresholds; "
+            f"expected {those_with('thresholds')}, or no activation"
+        )
     if recipe.verify and pack is None:
         yield "verify: there is no artifact to verify; add a pack section"
     for name in ("bench", "generate"):
-        if getattr(recipe, name) is not None and (pack is None or pack.format != ZIGZAG):
-            yield f"{name}: it runs a zigzag artifact; expected a pack section of format {ZIGZAG}"
+        if getattr(recipe, name) is not None and (format is None or not format.runs):
+            yield f"{name}: it runs an artifact; expected a pack section of format {those_with('runs')}"
     if recipe.bench is not None and not recipe.bench.prompt and not recipe.bench.generate:
         yield "bench: prompt and generate are both 0; give one of them tokens"
     if evaluation is not None and not evaluation.perplexity and not evaluation.tasks:

@@ -2,58 +2,88 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
 
+from sparsepack.artifacts.plan import Plan, manifest_shapes
+from sparsepack.files.hashing import NO_HASH
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteRule
 from sparsepack.models.windows import tokenise
+from sparsepack.pack import plan_of
+from sparsepack.recipe.actions import pack_request
 from sparsepack.recipe.consistency import Sources
 from sparsepack.recipe.console import results, table
 from sparsepack.recipe.schema import Recipe
-from sparsepack.recipe.sizes import Prediction, predict
 from sparsepack.sparsity.allocation import site_name, sparse_sites
+from sparsepack.sparsity.thresholds import Thresholds
 
 _CHUNK = 256  # positions whose logits exist at one time, as in eval.perplexity
+_TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest's table
 _LIVE = 4  # float32 tensors of a batch's widest activation that exist at one time
 
 
 def make_plan(recipe: Recipe, sources: Sources, stages: Mapping[str, bool]) -> dict[str, Any]:
     """The plan, JSON-able. `stages`: name -> whether it would run."""
     checkpoint = sources.checkpoint
-    prediction = predict(recipe, checkpoint) if recipe.pack is not None else None
+    planned = planned_artifact(recipe, checkpoint) if recipe.pack is not None else None
     return {
         "kind": "recipe plan",
         "recipe": recipe.to_json(),
         "model": {"name": checkpoint.name, "sha256": checkpoint.sha256, "parameters": _parameters(checkpoint)},
         "stages": [{"name": name, "status": "would run" if runs else "up to date"} for name, runs in stages.items()],
-        "sites": _sites(recipe, checkpoint, prediction),
+        "sites": _sites(recipe, checkpoint, planned),
         "patterns": _patterns(recipe, checkpoint),
-        "artifact": None if prediction is None else _artifact(recipe, prediction),
+        "artifact": None if planned is None else _artifact(planned),
         "tokens": _tokens(recipe, sources),
         "peak_memory_bytes": _memory(recipe, sources),
     }
+
+
+def planned_artifact(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
+    """The artifact that the recipe's pack section makes. Raises `PackingError` for what does not fit."""
+    table = _placeholder(recipe, checkpoint) if recipe.sparse else None
+    return plan_of(checkpoint, pack_request(recipe, Path()), table)
+
+
+def _placeholder(recipe: Recipe, checkpoint: Checkpoint) -> Thresholds:
+    """Thresholds as long as those that will be found, with vectors where there will be vectors."""
+    assert recipe.activation is not None
+    asked = recipe.activation
+    per_channel = asked.allocation == "global" or asked.criterion != "magnitude"
+    rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
+    for layer, site in sparse_sites(checkpoint, asked.include, asked.ignore):
+        columns = checkpoint.stacked_shape(site, layer)[1]
+        rules[layer, site] = SiteRule(
+            threshold=_TYPICAL,
+            offset=torch.zeros(columns) if asked.offsets else None,
+            channel_weights=torch.ones(columns) if per_channel else None,
+            sparsity=asked.sparsity,
+            realised=_TYPICAL,
+        )
+    where = (checkpoint.sha256, NO_HASH, asked.allocation, asked.criterion)
+    return Thresholds(*where, asked.sparsity, asked.upstream, rules)
 
 
 def _parameters(checkpoint: Checkpoint) -> int:
     return sum(torch.Size(s).numel() for n, s in checkpoint.source.shapes.items() if n != HEAD or not checkpoint.tied)
 
 
-def _sites(recipe: Recipe, checkpoint: Checkpoint, prediction: Prediction | None) -> list[dict[str, Any]]:
+def _sites(recipe: Recipe, checkpoint: Checkpoint, planned: Plan | None) -> list[dict[str, Any]]:
     asked = recipe.activation
     sparse = (
         set(sparse_sites(checkpoint, asked.include, asked.ignore)) if asked is not None and recipe.sparse else set()
     )
-    stored = {tensor.name: tensor for tensor in prediction.tensors} if prediction is not None else {}
+    stored = manifest_shapes(planned.tensors) if planned is not None else {}
     rows = []
     for layer in range(checkpoint.layers):
         for site in SITES:
             shape, name = checkpoint.stacked_shape(site, layer), site_name(layer, site)
-            tensor = stored.get(f"{name}.weight")
-            padding = tensor.shape[0] * tensor.shape[2] - shape[0] if tensor and len(tensor.shape) == 3 else 0
+            padding = stored[f"{name}.weight"]["padding_rows"] if f"{name}.weight" in stored else 0
             target = asked.sparsity if asked is not None and (layer, site) in sparse else 0.0
             rows.append({"site": name, "shape": list(shape), "padding_rows": padding, "sparsity": target})
     return rows
@@ -69,19 +99,22 @@ def _patterns(recipe: Recipe, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _artifact(recipe: Recipe, prediction: Prediction) -> dict[str, Any]:
-    assert recipe.pack is not None
+def _artifact(planned: Plan) -> dict[str, Any]:
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
-    for tensor in prediction.tensors:
+    for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1
         types[tensor.type]["bytes"] += tensor.nbytes
+    tensors = [
+        {"name": t.name, "shape": t.shape, "logical": t.logical_shape, "type": t.type, "bytes": t.nbytes}
+        for t in planned.tensors
+    ]
     return {
-        "format": recipe.pack.format,
-        "file_bytes": prediction.file_bytes,
-        "bits_per_weight": prediction.bits_per_weight,
+        "format": planned.format,
+        "file_bytes": planned.total_bytes,
+        "bits_per_weight": planned.bits_per_weight,
         "types": dict(types),
-        "tensors": [{**asdict(tensor), "bytes": tensor.nbytes} for tensor in prediction.tensors],
-        "notes": list(prediction.notes),
+        "tensors": tensors,
+        "notes": list(planned.notes),
     }
 
 

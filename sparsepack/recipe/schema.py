@@ -4,9 +4,13 @@ Paths (model, texts, task_path) are taken as written, so relative ones resolve a
 against the recipe's folder. A section that is absent or null is left out of the run.
 """
 
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS
+from sparsepack.codecs.types import TYPES
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
@@ -19,6 +23,20 @@ def _listed(value: Any) -> Any:
 
 
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed)]
+
+
+def _one_of(table: Collection[str]) -> Callable[[str], str]:
+    """A name in a table; raises ValueError naming what is there."""
+
+    def checked(name: str) -> str:
+        if name not in table:
+            raise ValueError(f"expected one of {', '.join(table)}")
+        return name
+
+    return checked
+
+
+MatrixType = Annotated[str, AfterValidator(_one_of(("auto", *TYPES)))]
 
 
 class Section(BaseModel):
@@ -58,9 +76,9 @@ class Activation(Section):
 class Pack(Section):
     """What `pack.PackRequest` takes."""
 
-    format: Literal["zigzag-q4_k", "q4_k", "f16", "bf16", "f32"] = "zigzag-q4_k"
-    output_type: Literal["auto", "q6_k", "q4_k", "f16", "bf16", "f32"] = "auto"
-    embedding_type: Literal["auto", "q6_k", "q4_k", "f16", "bf16", "f32"] = "auto"
+    format: Annotated[str, AfterValidator(_one_of(FORMATS))] = DEFAULT_FORMAT
+    output_type: MatrixType = "auto"
+    embedding_type: MatrixType = "auto"
 
 
 class Eval(Section):

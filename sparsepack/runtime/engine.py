@@ -18,7 +18,7 @@ DEFAULT_CONTEXT = 4096
 class Engine:
     """A packed model ready to run, with its static KV cache; one text at a time.
 
-    packed   -- the artifact, as `read_zigzag` returns it
+    packed   -- the artifact, as `read_packed` returns it
     device   -- where everything but the embedding lies
     context  -- positions the cache has room for; at most what the model was made for, 4096 of them unless given
     dense    -- never skip: the baseline; may be changed between calls

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from artifacts_for_tests import write_zigzag
 from models_for_tests import SMALL, make_model
 from small_rules import rules
 
@@ -24,8 +25,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 @pytest.fixture(scope="session")
 def zigzag_files(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every checkpoint as a zigzag GGUF, one site sparse by a number, one by a vector with offsets."""
-    from sparsepack.artifacts.gguf.zigzag import write_zigzag
-
     folder = tmp_path_factory.mktemp("zigzag")
     for name, checkpoint in checkpoints.items():
         write_zigzag(checkpoint, rules(checkpoint), folder / f"{name}.gguf")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from models_for_tests import TEXT
 
-from sparsepack.artifacts.gguf.plain_reader import open_plain
+from sparsepack.artifacts.artifact import open_artifact
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.whole import build_model
 
@@ -28,7 +28,7 @@ def both_logits(path: Path, checkpoint: Checkpoint) -> tuple[torch.Tensor, torch
     llama = load_llama(path)
     llama.eval(ids)
     found = torch.from_numpy(np.array(llama.scores[:TOKENS]))
-    model = build_model(checkpoint.config, open_plain(path).tensor)
+    model = build_model(checkpoint.config, open_artifact(path).stock().tensor)
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
     return found, expected

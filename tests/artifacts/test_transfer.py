@@ -5,16 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from artifacts_for_tests import write_plain, write_zigzag
 from codec_cases import relative_error
 from small_rules import rules
 
 from sparsepack.artifacts import transfer
 from sparsepack.artifacts.gguf import plain as plain_gguf
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.gguf.plain import write_plain
-from sparsepack.artifacts.gguf.zigzag import write_zigzag
 from sparsepack.artifacts.transfer import host_pieces, stacked_on, tensors_at_once
-from sparsepack.codecs import fused, q6_k
+from sparsepack.codecs import q4_k_device, q6_k
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.checkpoint import Checkpoint
 
@@ -133,5 +132,5 @@ def assert_same_artifact(on_cuda: Path, on_cpu: Path, checkpoint: Checkpoint) ->
             weights = checkpoint.tensor("lm_head.weight" if name == "output.weight" else "model.embed_tokens.weight")
             errors = [relative_error(q6_k.decode(b).view(weights.shape), weights.float()) for b in (ours, theirs)]
             assert errors[0] <= errors[1] * 1.001, name
-        elif info.type != "Q4_K" or (fused._importable() and not fused._failed):
+        elif info.type != "Q4_K" or (q4_k_device._importable() and not q4_k_device._failed):
             assert torch.equal(ours, theirs), name

@@ -3,15 +3,12 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from models_for_tests import SMALL, make_model
 
-from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.gguf.plain import write_plain
-from sparsepack.artifacts.gguf.zigzag import write_zigzag
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import zigzag
@@ -96,21 +93,13 @@ def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monke
     assert [t.name for t in report.tensors if not t.passed] == ["blk.0.mlp_mid.weight", "blk.1.mlp_mid.weight"]
 
 
-def test_padding_that_is_not_zero_is_found(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = zigzag_gguf.write_gguf
-
-    def dirty(path: Path, architecture: str, values: dict, tensors: list, **options: Any) -> None:
-        full = torch.randn(768, 256)
-        changed = [
-            dataclasses.replace(t, produce=lambda: zigzag.pack(full)) if t.name == "blk.0.mlp_in.weight" else t
-            for t in tensors
-        ]
-        write(path, architecture, values, changed, **options)
-
-    monkeypatch.setattr(zigzag_gguf, "write_gguf", dirty)
-    write_zigzag(checkpoints["odd"], {}, tmp_path / "m.gguf")
+def test_padding_that_is_not_zero_is_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    plan, full = plan_zigzag(checkpoints["odd"], {}), torch.randn(768, 256)
+    dirty = [
+        dataclasses.replace(t, produce=lambda: zigzag.pack(full)) if t.name == "blk.0.mlp_in.weight" else t
+        for t in plan.tensors
+    ]
+    dataclasses.replace(plan, tensors=tuple(dirty)).write(tmp_path / "m.gguf")
     problems = verify(tmp_path / "m.gguf").problems
     assert len(problems) == 1
     assert "blk.0.mlp_in.weight: rows after the 600 logical ones are not zero" in problems[0]

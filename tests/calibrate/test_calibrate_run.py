@@ -310,9 +310,9 @@ def test_overwriting_replaces_calibrations_only(small, text, small_calibration, 
     precious = tmp_path / "work"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years")
-    with pytest.raises(OutputError, match="no calibration; it is not replaced"):
+    with pytest.raises(OutputError, match=r"without calibration\.json; it is not replaced"):
         calibrate(small, text, precious, OPTIONS, overwrite=True)
-    with pytest.raises(OutputError, match="no calibration; it is not replaced"):
+    with pytest.raises(OutputError, match=r"without calibration\.json; it is not replaced"):
         folder.save(small_calibration, precious, overwrite=True)
     assert (precious / "thesis.txt").read_text() == "years"
     folder.save(small_calibration, tmp_path / "c")

@@ -12,7 +12,7 @@ from codec_cases import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsepack.codecs import fused, q4_k, q4_k_fit, zigzag
+from sparsepack.codecs import q4_k, q4_k_device, q4_k_fit, zigzag
 
 pytest.importorskip("triton")
 
@@ -112,7 +112,7 @@ def test_encode_and_pack_use_the_kernel_on_cuda() -> None:
 @pytest.mark.parametrize("name", codec_cases.synthetic())
 def test_cuda_without_the_kernel_encodes_nearly_as_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = codec_cases.synthetic()[name]
-    monkeypatch.setattr(fused, "encode", lambda weight: None)
+    monkeypatch.setattr(q4_k_device, "encode", lambda weight: None)
     found = relative_error(q4_k.decode(q4_k.encode(weights.cuda())).cpu(), weights)
     # CUDA's argmax takes any of several equally good grids: 1.3 % on outlier columns, where ggml is 12 % worse. Ternary
     # weights are all but exact, their error is one rounding of d.
@@ -127,7 +127,7 @@ def test_a_kernel_that_does_not_compile_is_reported_once_and_done_without(monkey
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(q4_k_triton, "encode", fail)
-    monkeypatch.setattr(fused, "_failed", False)
+    monkeypatch.setattr(q4_k_device, "_failed", False)
     weight = normal(256, 256).cuda()
     with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
         blocks = zigzag.pack(weight)

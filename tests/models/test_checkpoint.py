@@ -170,6 +170,8 @@ def test_quantised_weights_are_refused(copied):
     folder = copied()
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "quantised already" in refused(folder)
+    edit_config(folder, quantization_config={"quant_method": "sparsepack", "format": "any"})
+    assert "a packed sparsepack artifact; expected its source model here" in refused(folder)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"hidden_size": 3}', '{"model_type": "llama", "hidden_size": "wide"}'])

@@ -4,10 +4,11 @@ import pytest
 from models_for_tests import make_model
 from recipes_for_tests import write_recipe
 
-from sparsepack.pack import PackRequest, pack
+from sparsepack.pack import pack
 from sparsepack.recipe import run_recipe
+from sparsepack.recipe.actions import pack_request
 from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.sizes import predict
+from sparsepack.recipe.plan import planned_artifact
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_path, capsys):
@@ -66,6 +67,6 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
     from sparsepack.models.checkpoint import open_checkpoint
 
-    prediction = predict(recipe, open_checkpoint(model))
-    made = pack(PackRequest(str(model), tmp_path / "out.gguf", kind)).path.stat().st_size
-    assert prediction.file_bytes == pytest.approx(made, rel=0.01)
+    prediction = planned_artifact(recipe, open_checkpoint(model))
+    made = pack(pack_request(recipe, tmp_path)).path.stat().st_size
+    assert prediction.total_bytes == made

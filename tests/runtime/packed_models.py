@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.artifacts.gguf.zigzag_reader import dequantised
+from sparsepack.artifacts.stock import dequantised
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
 from sparsepack.models.architecture import architecture_of

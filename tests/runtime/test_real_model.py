@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from artifacts_for_tests import write_zigzag
 from backends import engine_of, every_backend
 from packed_models import stock_logits, with_rules
 from tokenizers import Tokenizer
 
-from sparsepack.artifacts.gguf.zigzag import dequantised, read_zigzag, stock_config, write_zigzag
+from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.stock import dequantised, stock_config
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.whole import build_model
@@ -28,12 +30,12 @@ def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedMode
     checkpoint = open_checkpoint(shared / "models" / "books-26m-silu")
     path = tmp_path_factory.mktemp("real") / "books.gguf"
     write_zigzag(checkpoint, {}, path)
-    dense = read_zigzag(path)
+    dense = read_packed(path)
     stock = build_model(stock_config(dense), dequantised(dense))
     chosen = with_rules(dense, stock, tokens(dense), [START])
     rules = {(i, name): site.rule for i, layer in enumerate(chosen.layers) for name, site in layer.sites.items()}
     write_zigzag(checkpoint, rules, path, overwrite=True)
-    return read_zigzag(path)
+    return read_packed(path)
 
 
 def tokens(packed: PackedModel) -> list[int]:

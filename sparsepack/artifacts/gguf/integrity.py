@@ -19,15 +19,13 @@ from pathlib import Path
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT, GgufFile
-from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.hashing import NO_HASH, sha256_bytes
 
 HEADER_HASH, HEADER_BYTES, TENSOR_HASHES = (
     "sparsepack.header.sha256",
     "sparsepack.header.bytes",
     "sparsepack.tensor.sha256",
 )
-NO_HASH = "0" * 64
-"""What stands where a hash will be."""
 
 _MAGIC, _U64, _STRING = b"GGUF", 10, 8
 

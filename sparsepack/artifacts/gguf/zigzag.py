@@ -9,6 +9,11 @@
     output_norm.weight             [hidden]                F32
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
 
+Since schema 2 of the manifest two more are reserved, which nothing writes yet and no engine here runs:
+
+    blk.I.attention.*                                      vectors of a policy for sparse attention
+    blk.I.mlp.order                                        the order in which the MLP's neurons are stored
+
 `general.architecture` is "sparsepack", which no other program runs by mistake; every tensor is a valid one of its type,
 which any of them can show. The model's config.json and tokenizer.json, the numbers an engine needs and the manifest
 stand in `sparsepack.*` strings.
@@ -17,77 +22,68 @@ stand in `sparsepack.*` strings.
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.formats import Format
+from sparsepack.artifacts.gguf.container import ARCHITECTURE
 from sparsepack.artifacts.gguf.embeddings import embedding_types
-from sparsepack.artifacts.gguf.writer import PlannedTensor, string, write_gguf
-from sparsepack.artifacts.gguf.zigzag_layout import ARCHITECTURE, CONFIG, NUMBERS, TOKENIZER, site_shapes
-from sparsepack.artifacts.gguf.zigzag_reader import dequantised, read_zigzag, stock_config
-from sparsepack.artifacts.manifest import make_manifest, manifest_values
+from sparsepack.artifacts.gguf.values import manifest_values, string
+from sparsepack.artifacts.gguf.writer import GgufPlan
+from sparsepack.artifacts.gguf.zigzag_artifact import ZigzagArtifact
+from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, TOKENIZER, site_shapes
+from sparsepack.artifacts.manifest import make_manifest
+from sparsepack.artifacts.plan import PlannedTensor, PlanRequest, manifest_shapes
 from sparsepack.artifacts.transfer import stacked_on, tensors_at_once
 from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, decode_matrix, encode_rows
+from sparsepack.codecs.matrices import encode_rows
 from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.files.atomic import check_output
+from sparsepack.files.gguf import GgufFile
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.rule import Rules, SiteRule
 from sparsepack.models.source_files import config_json
-
-__all__ = ["decode_matrix", "dequantised", "read_zigzag", "stock_config", "write_zigzag"]
 
 ALIGNMENT = 64  # a cache line: what the kernels load
 
 
-def write_zigzag(
-    checkpoint: Checkpoint,
-    rules: Rules,
-    path: Path,
-    *,
-    provenance: Mapping[str, Any] | None = None,
-    output_type: str = "auto",
-    embedding_type: str = "auto",
-    device: str = "cpu",
-    overwrite: bool = False,
-) -> tuple[str, ...]:
-    """Pack a model into a zigzag GGUF (SpQt, section 4.1.2); returns the notes that the user should see.
+def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
+    """A zigzag GGUF that has been opened."""
+    return ZigzagArtifact(manifest, file)
 
-    rules          -- of the sites; one without stays dense
-    provenance     -- calibration, recipe and thresholds for the manifest: see `make_manifest`
-    output_type    -- of the output matrix: "auto" (Q6_K, or F16 where that does not fit), q6_k, q4_k, f16, bf16, f32
-    embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
-    device         -- where the encoders run
 
-    Holds one matrix in memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` naming the
-    tensor for weights that are not finite, a type that does not fit or a rule of another model, and `OutputError`
-    where the output exists or cannot be written.
+def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPlan:
+    """A model as a zigzag GGUF (SpQt, section 4.1.2).
+
+    An output or embedding of type "auto" is Q6_K, or F16 where that does not fit. Writing it holds one matrix in
+    memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` for a type that does not fit
+    or a rule of another model; writing raises it naming a tensor whose weights are not finite.
     """
-    path = Path(path)
-    check_output(path, overwrite)
-    _check_rules(checkpoint, rules)
+    _check_rules(checkpoint, request.rules)
     architecture = _numbers(checkpoint)
-    embedding, notes = embedding_types(checkpoint, embedding_type, output_type)
-    tensors = list(_plan(checkpoint, architecture, rules, embedding, device))
-    shapes = {
-        f"blk.{layer}.{site}.weight": _logical(sum(parts), columns)
-        for layer in range(checkpoint.layers)
-        for site, (parts, columns) in site_shapes(architecture).items()
-    }
-    shapes |= {name: {"shape": [architecture.vocabulary, architecture.hidden], "padding_rows": 0} for name in embedding}
-    manifest = make_manifest(ZIGZAG, checkpoint, provenance or {}, shapes, notes)
+    embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
+    tensors = tuple(_tensors(checkpoint, architecture, request.rules, embedding, request.device))
+    shapes = manifest_shapes(sorted(tensors, key=lambda tensor: tensor.name in embedding))
+    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes)
     values = manifest_values(manifest) | {
-        CONFIG: string(config_json(checkpoint)),
+        OWN_CONFIG: string(config_json(checkpoint)),
         TOKENIZER: string(checkpoint.tokenizer_json()),
         NUMBERS: string(json.dumps(architecture.to_json())),
     }
-    at_once = tensors_at_once(device)
-    write_gguf(path, ARCHITECTURE, values, tensors, alignment=ALIGNMENT, overwrite=overwrite, at_once=at_once)
-    return tuple(notes)
+    return GgufPlan(
+        format=format.name,
+        tensors=tensors,
+        notes=tuple(notes),
+        at_once=tensors_at_once(request.device),
+        architecture=ARCHITECTURE,
+        values=values,
+        alignment=ALIGNMENT,
+    )
 
 
 def _numbers(checkpoint: Checkpoint) -> Architecture:
@@ -97,11 +93,7 @@ def _numbers(checkpoint: Checkpoint) -> Architecture:
         raise PackingError(str(error)) from error
 
 
-def _logical(rows: int, columns: int) -> dict[str, Any]:
-    return {"shape": [rows, columns], "padding_rows": zigzag.bands(rows) * zigzag.BAND_ROWS - rows}
-
-
-def _plan(
+def _tensors(
     checkpoint: Checkpoint,
     architecture: Architecture,
     rules: Rules,
@@ -150,7 +142,7 @@ def _planned_site(
         return encode_rows(stacked, "F32")
 
     shape = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
-    yield PlannedTensor(f"{name}.weight", shape, "Q4_K", weight)
+    yield PlannedTensor(f"{name}.weight", shape, "Q4_K", weight, logical=(rows, columns))
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
         yield PlannedTensor(f"{name}.bias", (rows,), "F32", bias)
@@ -160,7 +152,8 @@ def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedTensor]:
     for part, value in (("threshold", rule.limits), ("offset", rule.offset)):
         if value is not None:
             data = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
-            yield PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", partial(data.view, torch.uint8))
+            bytes_of = partial(data.view, torch.uint8)
+            yield PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", bytes_of, weights=False)
 
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedTensor:

@@ -1,10 +1,35 @@
 """What a zigzag GGUF of a given architecture must hold: names and shapes, for the writer and the reader alike."""
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sparsepack.artifacts.manifest import ATTENTION, NEURONS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
 
-ARCHITECTURE = "sparsepack"
-CONFIG, TOKENIZER, NUMBERS = "sparsepack.config", "sparsepack.tokenizer", "sparsepack.architecture"
+TOKENIZER, NUMBERS = "sparsepack.tokenizer", "sparsepack.architecture"
+
+POLICY = (".threshold", ".offset")
+"""How the names of tensors end that hold a site's rule."""
+
+_RESERVED = re.compile(r"blk\.\d+\.(attention\.[a-z0-9_.]+|mlp\.order)")
+_RESERVED_SINCE = 2
+
+
+def reserved(name: str, manifest: Mapping[str, Any]) -> bool:
+    """Whether a tensor's name is one that the file's schema keeps for what no engine here runs yet.
+
+    blk.I.attention.*  -- vectors of a policy for sparse attention
+    blk.I.mlp.order    -- the order in which the MLP's neurons are stored
+    """
+    return manifest["schema"] >= _RESERVED_SINCE and _RESERVED.fullmatch(name) is not None
+
+
+def not_yet_run(manifest: Mapping[str, Any], names: Mapping[str, Any]) -> str | None:
+    """What a file has that changes how it must be run, and that no engine here knows."""
+    keys = [f"{key} in its manifest" for key in (ATTENTION, NEURONS) if manifest.get(key) is not None]
+    return next(iter(keys + [f"the tensor {name}" for name in names if reserved(name, manifest)]), None)
 
 
 def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], int]]:

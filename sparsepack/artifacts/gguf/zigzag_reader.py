@@ -2,56 +2,43 @@
 
 import json
 import warnings
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsepack.artifacts.gguf.integrity import check_header, check_tensors
-from sparsepack.artifacts.gguf.zigzag_layout import ARCHITECTURE, CONFIG, NUMBERS, TOKENIZER, norm_widths, site_shapes
-from sparsepack.artifacts.manifest import read_manifest
+from sparsepack.artifacts.gguf.container import ARCHITECTURE
+from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, TOKENIZER, norm_widths, reserved, site_shapes
 from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, zigzag_rows
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import ArtifactError
-from sparsepack.files.gguf import GgufFile, TensorInfo, read_gguf
+from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, SITES
+from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 
 _MATRIX_TYPES = ("Q6_K", "Q4_K", "F16", "BF16", "F32")
 
 
-def read_zigzag(path: Path, verify: bool = True) -> PackedModel:
-    """Open a zigzag GGUF. Matrices stay in the mapped file; norms, biases and rules are copied.
+def read_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:
+    """What an engine runs, from an opened file. Matrices stay in it, mapped; norms, biases and rules are copied.
 
-    The header is always checked against its hash; the tensors too unless `verify` is False.
-    Raises `ArtifactError` where the file is damaged, of another kind, newer than this program, or inconsistent.
+    Raises `ArtifactError` where the file is inconsistent.
     """
-    path = Path(path)
-    check_header(path)
-    file = read_gguf(path)
-    manifest = read_manifest(file)
-    if file.metadata.get("general.architecture") != ARCHITECTURE or manifest["kind"] != ZIGZAG:
-        raise ArtifactError(
-            f"{path}: a plain {manifest['kind'].upper()} GGUF, expected a zigzag one: run it with llama.cpp, "
-            "or pack the model again as zigzag-q4_k"
-        )
-    if verify:
-        check_tensors(file)
     return _Reader(file, manifest).model()
 
 
 class _Reader:
     """Takes the tensors of a file one after the other, and notices missing, wrong and unknown ones."""
 
-    def __init__(self, file: GgufFile, manifest: dict[str, Any]) -> None:
+    def __init__(self, file: GgufFile, manifest: Mapping[str, Any]) -> None:
         self.file, self.manifest = file, manifest
-        self.left = set(file.tensors)
+        if file.metadata.get("general.architecture") != ARCHITECTURE:
+            raise self.wrong(f"general.architecture is not {ARCHITECTURE!r}")
+        self.left = {name for name in file.tensors if not reserved(name, manifest)}
         self.architecture = self._architecture()
 
     def model(self) -> PackedModel:
@@ -68,7 +55,7 @@ class _Reader:
             embedding=embedding,
             output_norm=output_norm,
             output=output,
-            config_json=self.text(CONFIG),
+            config_json=self.text(OWN_CONFIG),
             tokenizer_json=self.text(TOKENIZER),
             manifest=self.manifest,
         )
@@ -168,58 +155,3 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
             f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
             f"for heads of {architecture.head_dim}"
         )
-
-
-def stock_config(packed: PackedModel) -> Any:
-    """The stock transformers configuration of the model inside; `ArtifactError` where it is not understood."""
-    from transformers import AutoConfig
-
-    try:
-        values = json.loads(packed.config_json)
-        return AutoConfig.for_model(**values)
-    except Exception as error:  # transformers checks fields in several ways, each with its own kind
-        reason = " ".join(str(error).split())
-        raise ArtifactError(f"{CONFIG} inside the artifact is not understood ({reason}); pack it again") from error
-
-
-def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
-    """The logical weights by their Hugging Face names, decoded to float32 when asked for.
-
-    For `models.whole.build_model`, which then is the stock model with the artifact's weights. The function raises
-    `ArtifactError` for a name that the model does not have.
-    """
-    makers: dict[str, Callable[[], Tensor]] = {
-        EMBEDDING: lambda: decode_matrix(packed.embedding),
-        HEAD: lambda: decode_matrix(packed.output),
-        FINAL_NORM: lambda: packed.output_norm,
-    }
-    family = FAMILIES[packed.architecture.model_type]
-    for index, layer in enumerate(packed.layers):
-        prefix = f"model.layers.{index}"
-        for norm, module in family.norms.items():
-            makers[f"{prefix}.{module}.weight"] = partial(_same, layer.norms[norm])
-        for site, projections in family.projections.items():
-            makers |= _site_makers(prefix, projections, layer.sites[site])
-
-    def tensor(name: str) -> Tensor:
-        if name not in makers:
-            raise ArtifactError(f"{name}: no such tensor in the artifact of {packed.manifest['model']['name']}")
-        return makers[name]()
-
-    return tensor
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
-
-
-def _site_makers(prefix: str, projections: tuple[str, ...], site: PackedSite) -> dict[str, Callable[[], Tensor]]:
-    makers: dict[str, Callable[[], Tensor]] = {}
-    start = 0
-    for projection, rows in zip(projections, site.parts, strict=True):
-        stop = start + rows
-        makers[f"{prefix}.{projection}.weight"] = partial(zigzag_rows, site.matrix, start, stop)
-        if site.bias is not None:
-            makers[f"{prefix}.{projection}.bias"] = partial(_same, site.bias[start:stop])
-        start = stop
-    return makers

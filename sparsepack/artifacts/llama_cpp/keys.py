@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from gguf import GGUFValueType
 
-from sparsepack.artifacts.gguf.writer import KeyValue, f32, string, u32
+from sparsepack.artifacts.gguf.values import KeyValue, f32, string, u32
 from sparsepack.errors import PackingError
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.codecs.q4_k import scales_and_mins
 from sparsepack.codecs.superblock import BLOCK
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.shared_memory import deepest_pipeline, shared_limit
@@ -100,9 +101,7 @@ def _tiles_of_q6_k(blocks: Tensor) -> Tensor:
 def _tiles_of_q4_k(blocks: Tensor) -> Tensor:
     """uint8 [8 n, superblocks, 144] -> [n, superblocks, 1152]."""
     rows, across, _ = blocks.shape
-    first, second, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=2)  # [rows, superblocks, 8]
-    minimum = torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=2)
+    scale, minimum = scales_and_mins(blocks)  # [rows, superblocks, 8]
     pairs = blocks[..., 16:].view(rows, across, 4, 1, 32)
     q = torch.cat([pairs & 15, pairs >> 4], dim=3).view(rows, across, 16, 2, 4, 2)
     parts = q[..., 0] | q[..., 1] << 4  # [rows, superblocks, 16, words, 4]

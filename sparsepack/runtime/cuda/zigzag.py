@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.codecs.q4_k import scales_and_mins
 from sparsepack.runtime.cuda.handoff import workspace
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.shared_memory import shared_limit
@@ -98,11 +99,8 @@ def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
 
 def _headers_in_order(blocks: Tensor) -> Tensor:
     """Superblocks with the six bits of each scale and each minimum side by side, as the kernels take them apart."""
-    sub_blocks = blocks[..., 4:16].short()
-    first, second, third = sub_blocks[..., :4], sub_blocks[..., 4:8], sub_blocks[..., 8:]
-    scales = torch.cat([first & 63, third & 15 | first >> 2 & 48], dim=-1)
-    minima = torch.cat([second & 63, third >> 4 | second >> 2 & 48], dim=-1)
-    both = scales | minima << 6
+    scales, mins = scales_and_mins(blocks)
+    both = scales.short() | mins.short() << 6
     even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
     packed = torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], dim=-1).flatten(-2)
     return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)

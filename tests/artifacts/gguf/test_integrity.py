@@ -10,14 +10,13 @@ from time import monotonic
 import gguf
 import numpy as np
 import pytest
+from artifacts_for_tests import write_plain, write_zigzag
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_for_tests import make_model
 
-from sparsepack.artifacts.artifact import open_artifact
-from sparsepack.artifacts.gguf.integrity import BYTES_AT, HASH_AT, check_header, check_tensors
-from sparsepack.artifacts.gguf.plain import write_plain
-from sparsepack.artifacts.gguf.zigzag import read_zigzag, write_zigzag
+from sparsepack.artifacts.artifact import open_artifact, read_packed
+from sparsepack.artifacts.gguf.integrity import BYTES_AT, HASH_AT, check_header
 from sparsepack.artifacts.verify import verify
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import read_gguf
@@ -27,10 +26,10 @@ Read = Callable[[Path], object]
 
 
 def read_plain(path: Path) -> None:
-    check_tensors(open_artifact(path).file)
+    open_artifact(path).check_bytes()
 
 
-READERS: dict[str, Read] = {"zigzag": read_zigzag, "plain": read_plain}
+READERS: dict[str, Read] = {"zigzag": read_packed, "plain": read_plain}
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +117,9 @@ def test_unverified_reading_checks_the_header_only(small: dict[str, bytes], tmp_
     damaged = bytearray(small["zigzag"])
     damaged[-100] ^= 1
     (tmp_path / "m.gguf").write_bytes(damaged)
-    read_zigzag(tmp_path / "m.gguf", verify=False)
+    read_packed(tmp_path / "m.gguf", verify=False)
     with pytest.raises(ArtifactError, match="not match the SHA-256"):
-        read_zigzag(tmp_path / "m.gguf")
+        read_packed(tmp_path / "m.gguf")
 
 
 def test_damage_is_named_with_its_tensor(small: dict[str, bytes], tmp_path: Path) -> None:
@@ -131,14 +130,14 @@ def test_damage_is_named_with_its_tensor(small: dict[str, bytes], tmp_path: Path
     damaged[start + 1000] ^= 4
     path.write_bytes(damaged)
     with pytest.raises(ArtifactError, match=r"damaged: blk.0.mlp_in.weight does not match the SHA-256; copy"):
-        read_zigzag(path)
+        read_packed(path)
 
 
 def test_plain_and_foreign_files_are_refused_with_the_way_out(small: dict[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(small["plain"])
     with pytest.raises(ArtifactError, match=r"a plain F16 GGUF, expected a zigzag one: run it with llama.cpp"):
-        read_zigzag(path)
+        read_packed(path)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("x", np.zeros(4, dtype=np.float32))
     writer.write_header_to_file()

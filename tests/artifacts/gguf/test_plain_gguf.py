@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from artifacts_for_tests import write_plain
 from models_for_tests import END, SMALL, TEXT, make_model
 from plain_model import both_logits, disagreement, load_llama
 
-from sparsepack.artifacts.gguf.plain import write_plain
-from sparsepack.artifacts.gguf.plain_reader import open_plain
+from sparsepack.artifacts.artifact import open_artifact
+from sparsepack.artifacts.formats import FORMATS
+from sparsepack.artifacts.gguf.writer import GgufPlan
+from sparsepack.artifacts.plan import PlanRequest
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.architecture import architecture_of
@@ -93,17 +96,10 @@ def test_unusual_models_are_the_same_in_llama_cpp_and_read_back(tmp_path: Path, 
 
 def without_our_config(checkpoint: Checkpoint, path: Path) -> Path:
     """The same file as llama.cpp's converter would write it: without our copy of config.json."""
-    from sparsepack.artifacts.gguf import plain as plain_gguf
-
-    write = plain_gguf.write_gguf
-
-    def stripped(path: Path, architecture: str, values: dict, tensors: list, **options: Any) -> None:
-        kept = {key: value for key, value in values.items() if key != "sparsepack.config"}
-        write(path, architecture, kept, tensors, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_gguf, "write_gguf", stripped)
-        write_plain(checkpoint, path, type="f32")
+    plan = FORMATS["f32"].plan(checkpoint, PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    kept = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
+    dataclasses.replace(plan, values=kept).write(path)
     return path
 
 
@@ -140,7 +136,7 @@ def test_full_precision_files_can_be_packed_again(
     checkpoints: Checkpoints, files: Files, tmp_path: Path, family: str
 ) -> None:
     write_plain(open_checkpoint(files[family, "bf16"]), tmp_path / "m.gguf", type="q4_k")
-    ours, again = open_plain(files[family, "q4_k"]), open_plain(tmp_path / "m.gguf")
+    ours, again = open_artifact(files[family, "q4_k"]).stock(), open_artifact(tmp_path / "m.gguf").stock()
     for name in checkpoints[family].source.shapes:
         assert torch.equal(ours.tensor(name), again.tensor(name)), name
 
@@ -212,8 +208,3 @@ def test_rotary_factors_that_are_not_llama_3s_are_refused(tmp_path: Path) -> Non
     path = without_our_config(open_checkpoint(folder), tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's scaling"):
         open_checkpoint(path)
-
-
-def test_unknown_type_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    with pytest.raises(PackingError, match="unknown type 'q5_k'"):
-        write_plain(checkpoints["llama"], tmp_path / "m.gguf", type="q5_k")

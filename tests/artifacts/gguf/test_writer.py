@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +18,9 @@ import torch
 
 from sparsepack.artifacts.gguf import writer
 from sparsepack.artifacts.gguf.integrity import check_header, check_tensors
-from sparsepack.artifacts.gguf.writer import PlannedTensor, f32, string, u32, write_gguf
+from sparsepack.artifacts.gguf.values import KeyValue, f32, string, u32
+from sparsepack.artifacts.gguf.writer import GgufPlan
+from sparsepack.artifacts.plan import PlannedTensor
 from sparsepack.errors import OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
 
@@ -44,10 +47,16 @@ def planned(count: int, made: list[int] | None = None, slow: int | None = None) 
     return [PlannedTensor(f"t{i}", (ROWS + i,), "F32", lambda i=i: produce(i)) for i in range(count)]
 
 
+def write_gguf(path: Path, values: dict[str, KeyValue], tensors: list[PlannedTensor], **options: Any) -> None:
+    plan = GgufPlan(format="test", architecture="test", values=values, tensors=tuple(tensors), **options)
+    plan.write(path)
+    assert path.stat().st_size == plan.total_bytes
+
+
 def test_values_and_tensors_are_read_back_by_us_and_by_gguf_py(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     values = {"x.name": string("ä"), "x.count": u32(7), "x.rate": f32(0.5)}
-    write_gguf(path, "test", values, planned(5), alignment=64)
+    write_gguf(path, values, planned(5), alignment=64)
     file = read_gguf(path)
     assert {key: file.metadata[key] for key in values} == {"x.name": "ä", "x.count": 7, "x.rate": 0.5}
     assert file.metadata["general.architecture"] == "test"
@@ -67,7 +76,7 @@ def test_tensors_are_made_when_their_turn_comes(tmp_path: Path) -> None:
 
     tensors[2] = PlannedTensor("t2", (4,), "F32", fails)
     with pytest.raises(KeyboardInterrupt):
-        write_gguf(tmp_path / "m.gguf", "test", {}, tensors)
+        write_gguf(tmp_path / "m.gguf", {}, tensors)
     assert made == [0, 1]
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +98,7 @@ def largest_file(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("size", [100, 5000, 200_000])
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, size: int, at_once: int) -> None:
     with largest_file(size), pytest.raises(OutputError, match="the disk is full"):
-        write_gguf(tmp_path / "m.gguf", "test", {}, planned(100), at_once=at_once)
+        write_gguf(tmp_path / "m.gguf", {}, planned(100), at_once=at_once)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,7 +115,7 @@ def test_a_disk_that_fills_up_under_a_tensor_is_said_and_leaves_nothing(
 
     monkeypatch.setattr(writer, "host_pieces", full)
     with pytest.raises(OutputError, match="the disk is full"):
-        write_gguf(tmp_path / "m.gguf", "test", {}, planned(1000, made), at_once=at_once)
+        write_gguf(tmp_path / "m.gguf", {}, planned(1000, made), at_once=at_once)
     assert len(made) < 1000
     assert list(tmp_path.iterdir()) == []
 
@@ -114,14 +123,14 @@ def test_a_disk_that_fills_up_under_a_tensor_is_said_and_leaves_nothing(
 def test_a_tensor_of_another_size_than_planned_is_a_bug(tmp_path: Path) -> None:
     wrong = PlannedTensor("t", (4,), "F32", lambda: torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="t: 3 bytes were made, 16 planned"):
-        write_gguf(tmp_path / "m.gguf", "test", {}, [wrong])
+        write_gguf(tmp_path / "m.gguf", {}, [wrong])
 
 
 @pytest.mark.parametrize("at_once", AT_ONCE)
 @pytest.mark.parametrize("slow", [0, 10, 29])
 def test_the_file_is_the_same_however_many_tensors_are_in_work(tmp_path: Path, at_once: int, slow: int) -> None:
-    write_gguf(tmp_path / "1.gguf", "test", {"x": u32(1)}, planned(30), alignment=64)
-    write_gguf(tmp_path / "n.gguf", "test", {"x": u32(1)}, planned(30, slow=slow), alignment=64, at_once=at_once)
+    write_gguf(tmp_path / "1.gguf", {"x": u32(1)}, planned(30), alignment=64)
+    write_gguf(tmp_path / "n.gguf", {"x": u32(1)}, planned(30, slow=slow), alignment=64, at_once=at_once)
     assert (tmp_path / "1.gguf").read_bytes() == (tmp_path / "n.gguf").read_bytes()
     file = read_gguf(tmp_path / "n.gguf")
     assert list(file.tensors) == [f"t{i}" for i in range(30)]
@@ -138,7 +147,7 @@ def test_a_tensor_that_cannot_be_encoded_is_named_and_nothing_left(tmp_path: Pat
     for index in (3, 4):
         tensors[index] = PlannedTensor(f"t{index}", (4,), "F32", fails)
     with pytest.raises(PackingError, match=r"^t3: no$"):
-        write_gguf(tmp_path / "m.gguf", "test", {}, tensors, at_once=at_once)
+        write_gguf(tmp_path / "m.gguf", {}, tensors, at_once=at_once)
     assert len(made) < 999
     assert list(tmp_path.iterdir()) == []
 
@@ -154,5 +163,5 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, at_once: int) -> None:
     tensors = planned(1000)
     tensors[2] = PlannedTensor("t2", (4,), "F32", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_gguf(tmp_path / "m.gguf", "test", {}, tensors, at_once=at_once)
+        write_gguf(tmp_path / "m.gguf", {}, tensors, at_once=at_once)
     assert list(tmp_path.iterdir()) == []

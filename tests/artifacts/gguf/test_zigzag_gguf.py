@@ -10,17 +10,20 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from artifacts_for_tests import plan_zigzag, write_zigzag
 from codec_cases import relative_error
 from models_for_tests import END, tokenizer
 from small_rules import rules
 
-from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.gguf import zigzag_reader
-from sparsepack.artifacts.gguf.zigzag import dequantised, read_zigzag, stock_config, write_zigzag
-from sparsepack.artifacts.manifest import KEY
+from sparsepack.artifacts.artifact import open_artifact, read_packed
+from sparsepack.artifacts.gguf.values import MANIFEST as KEY
+from sparsepack.artifacts.inspect import describe
+from sparsepack.artifacts.stock import dequantised, stock_config
+from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import q4_k
 from sparsepack.codecs.matrices import decode_matrix
 from sparsepack.errors import ArtifactError, OutputError, PackingError
+from sparsepack.files.gguf import read_gguf
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint import HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
@@ -38,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writ
 def test_every_tensor_comes_back_within_its_types_error(
     checkpoints: Checkpoints, zigzag_files: Files, name: str
 ) -> None:
-    checkpoint, packed = checkpoints[name], read_zigzag(zigzag_files[name])
+    checkpoint, packed = checkpoints[name], read_packed(zigzag_files[name])
     tensor = dequantised(packed)
     for source in checkpoint.source.shapes:
         found, expected = tensor(source), checkpoint.tensor(source).float()
@@ -49,7 +52,7 @@ def test_every_tensor_comes_back_within_its_types_error(
 
 
 def test_rows_are_padded_to_bands_and_zero(zigzag_files: Files) -> None:
-    packed = read_zigzag(zigzag_files["odd"])
+    packed = read_packed(zigzag_files["odd"])
     matrix = packed.layers[1].sites["mlp_in"].matrix
     assert (matrix.rows, matrix.columns, tuple(matrix.blocks.shape)) == (600, 256, (3, 256, 144))
     padding = q4_k.decode(matrix.blocks[-1])[:, 600 - 512 :]  # 8 rows share a sub-block of 32 with real ones
@@ -59,7 +62,7 @@ def test_rows_are_padded_to_bands_and_zero(zigzag_files: Files) -> None:
 
 
 def test_rules_come_back(checkpoints: Checkpoints, zigzag_files: Files) -> None:
-    given, packed = rules(checkpoints["odd"]), read_zigzag(zigzag_files["odd"])
+    given, packed = rules(checkpoints["odd"]), read_packed(zigzag_files["odd"])
     for layer, block in enumerate(packed.layers):
         for site in SITES:
             expected, found = given.get((layer, site), SiteRule()), block.sites[site].rule
@@ -71,7 +74,7 @@ def test_rules_come_back(checkpoints: Checkpoints, zigzag_files: Files) -> None:
 
 
 def test_stock_model_runs_on_the_dequantised_weights(checkpoints: Checkpoints, zigzag_files: Files) -> None:
-    packed = read_zigzag(zigzag_files["qwen3"])
+    packed = read_packed(zigzag_files["qwen3"])
     config = stock_config(packed)
     # Where it was read from and in what precision it last ran are not the model's.
     described = [c.to_diff_dict() | {"_name_or_path": "", "dtype": ""} for c in (config, checkpoints["qwen3"].config)]
@@ -84,14 +87,14 @@ def test_stock_model_runs_on_the_dequantised_weights(checkpoints: Checkpoints, z
 def test_tokenizer_inside_is_the_models(zigzag_files: Files) -> None:
     from tokenizers import Tokenizer
 
-    inside = Tokenizer.from_str(read_zigzag(zigzag_files["llama"]).tokenizer_json)
+    inside = Tokenizer.from_str(read_packed(zigzag_files["llama"]).tokenizer_json)
     text = f"def f(x):\n\treturn 'ä' {END}"
     assert inside.encode(text).ids == tokenizer()(text)["input_ids"]
 
 
 def test_matrices_are_mapped_not_copied(zigzag_files: Files) -> None:
-    packed = read_zigzag(zigzag_files["llama"])
-    file = zigzag_reader.read_gguf(zigzag_files["llama"])
+    packed = read_packed(zigzag_files["llama"])
+    file = read_gguf(zigzag_files["llama"])
     start = file.tensors["blk.0.mlp_in.weight"].start
     first = file.tensors["token_embd.weight"].start
     sites = packed.layers[0].sites
@@ -100,14 +103,14 @@ def test_matrices_are_mapped_not_copied(zigzag_files: Files) -> None:
 
 
 def test_tied_model_has_one_matrix(checkpoints: Checkpoints, zigzag_files: Files) -> None:
-    packed = read_zigzag(zigzag_files["qwen3"])
+    packed = read_packed(zigzag_files["qwen3"])
     assert packed.output is packed.embedding
     assert "output.weight" not in packed.manifest["tensors"]
     assert torch.equal(dequantised(packed)(HEAD), decode_matrix(packed.embedding))
 
 
 def test_gguf_py_dequantises_each_site_truthfully(checkpoints: Checkpoints, zigzag_files: Files) -> None:
-    packed = read_zigzag(zigzag_files["odd"])
+    packed = read_packed(zigzag_files["odd"])
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(zigzag_files["odd"]).tensors}
     for layer in range(2):
         for site in SITES:
@@ -132,7 +135,7 @@ def test_trained_model_of_odd_widths(shared: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(shared / "models/stories-260k")
     notes = write_zigzag(checkpoint, {}, tmp_path / "m.gguf")
     assert notes == ("token_embd.weight kept at F16: 64 columns, Q6_K needs a multiple of 256",)
-    packed = read_zigzag(tmp_path / "m.gguf")
+    packed = read_packed(tmp_path / "m.gguf")
     assert packed.manifest["notes"] == list(notes)
     assert packed.embedding.type == "F16"
     assert packed.layers[0].sites["mlp_mid"].matrix.columns == 172
@@ -145,7 +148,7 @@ def test_trained_model_of_odd_widths(shared: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["q6_k", "q4_k", "f16", "bf16", "f32"])
 def test_output_and_embedding_types_are_chosen(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
     write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf", output_type=kind, embedding_type="bf16")
-    packed = read_zigzag(tmp_path / "m.gguf")
+    packed = read_packed(tmp_path / "m.gguf")
     assert (packed.output.type, packed.embedding.type) == (kind.upper(), "BF16")
     bound = {"q6_k": 0.03, "q4_k": 0.09, "f16": 1e-3}.get(kind, 0)
     assert relative_error(decode_matrix(packed.output), checkpoints["llama"].tensor(HEAD).float()) <= bound
@@ -224,7 +227,7 @@ def test_existing_output_is_kept_unless_told_otherwise(checkpoints: Checkpoints,
         write_zigzag(checkpoints["llama"], {}, path)
     assert path.read_text() == "precious"
     write_zigzag(checkpoints["llama"], {}, path, overwrite=True)
-    assert read_zigzag(path).architecture.layers == 2
+    assert read_packed(path).architecture.layers == 2
 
 
 def test_packing_twice_gives_the_same_bytes(checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path) -> None:
@@ -242,26 +245,22 @@ def test_provenance_is_in_the_manifest(checkpoints: Checkpoints, tmp_path: Path)
     provenance = {
         "calibration": {"sha256": "ab" * 32},
         "recipe": {"pack": {"format": "zigzag-q4_k"}},
+        "anything": [{"a caller": "knows"}],
         "thresholds": table,
     }
     write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf", provenance=provenance)
-    manifest = read_zigzag(tmp_path / "m.gguf").manifest
+    manifest = read_packed(tmp_path / "m.gguf").manifest
     assert {name: manifest[name] for name in provenance} == provenance
     assert manifest["model"]["sha256"] == checkpoints["llama"].sha256
-    with pytest.raises(ValueError, match="unknown provenance"):
-        write_zigzag(checkpoints["llama"], {}, tmp_path / "n.gguf", provenance={"thresh": table})
+    with pytest.raises(ValueError, match="the manifest has keys of its own by that name"):
+        write_zigzag(checkpoints["llama"], {}, tmp_path / "n.gguf", provenance={"neurons": table})
 
 
-def forged(monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, path: Path, change: Any) -> Path:
+def forged(checkpoint: Checkpoint, path: Path, change: Any) -> Path:
     """A zigzag file with intact hashes that says something else."""
-    write = zigzag_gguf.write_gguf
-
-    def wrong(path: Path, architecture: str, values: dict, tensors: list, **options: Any) -> None:
-        values, tensors = change(dict(values), list(tensors))
-        write(path, architecture, values, tensors, **options)
-
-    monkeypatch.setattr(zigzag_gguf, "write_gguf", wrong)
-    write_zigzag(checkpoint, {}, path)
+    plan = plan_zigzag(checkpoint, {})
+    values, tensors = change(dict(plan.values), list(plan.tensors))
+    dataclasses.replace(plan, values=values, tensors=tuple(tensors)).write(path)
     return path
 
 
@@ -276,7 +275,7 @@ def renamed(tensors: list, old: str, new: str) -> list:
 
 NUMBERS = "sparsepack.architecture"
 FORGED = {
-    "newer schema": (lambda v, t: (edited(v, KEY, schema=2), t), "schema 2 .* update sparsepack"),
+    "newer schema": (lambda v, t: (edited(v, KEY, schema=3), t), "schema 3 .* update sparsepack"),
     "unknown kind": (lambda v, t: (edited(v, KEY, kind="zigzag-q9"), t), "unknown kind 'zigzag-q9'"),
     "other kind": (lambda v, t: (edited(v, KEY, kind="q4_k"), t), "plain Q4_K GGUF"),
     "no manifest": (lambda v, t: ({k: x for k, x in v.items() if k != KEY}, t), "manifest is missing"),
@@ -295,24 +294,65 @@ FORGED = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_inconsistent_files_are_refused(
-    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_inconsistent_files_are_refused(checkpoints: Checkpoints, tmp_path: Path, case: str) -> None:
     change, said = FORGED[case]
-    path = forged(monkeypatch, checkpoints["llama"], tmp_path / "m.gguf", change)
+    path = forged(checkpoints["llama"], tmp_path / "m.gguf", change)
     with pytest.raises(ArtifactError, match=said) as caught:
-        read_zigzag(path)
+        read_packed(path)
     assert "\n" not in str(caught.value)
 
 
+def test_files_of_schema_1_are_still_read(checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path) -> None:
+    """All that changed since then is the number."""
+
+    def older(values: dict, tensors: list) -> tuple[dict, list]:
+        return edited(values, KEY, schema=1), tensors
+
+    path = forged(checkpoints["llama"], tmp_path / "m.gguf", older)
+    assert verify(path).passed
+    old, new = read_packed(path), read_packed(zigzag_files["llama"])
+    assert (old.manifest["schema"], new.manifest["schema"]) == (1, 2)
+    assert torch.equal(old.layers[1].sites["mlp_mid"].matrix.blocks, new.layers[1].sites["mlp_mid"].matrix.blocks)
+
+
+RESERVED = {
+    "blk.0.attention.heavy_channels": lambda v, t: (v, [*t, policy(t, "blk.0.attention.heavy_channels")]),
+    "blk.1.mlp.order": lambda v, t: (v, [*t, policy(t, "blk.1.mlp.order")]),
+    "attention in its manifest": lambda v, t: (edited(v, KEY, attention={"kept": 0.1}), t),
+    "neurons in its manifest": lambda v, t: (edited(v, KEY, neurons={"order": "activity"}), t),
+}
+
+
+def policy(tensors: list, name: str) -> Any:
+    vector = next(t for t in tensors if t.name == "output_norm.weight")
+    return dataclasses.replace(vector, name=name)
+
+
+@pytest.mark.parametrize("found", RESERVED)
+def test_what_schema_2_reserves_is_shown_and_verified_but_not_run(
+    checkpoints: Checkpoints, tmp_path: Path, found: str
+) -> None:
+    newer = lambda v, t: RESERVED[found](edited(v, KEY, sparsepack="0.9"), t)  # noqa: E731
+    path = forged(checkpoints["llama"], tmp_path / "m.gguf", newer)
+    report = verify_against(path, checkpoints["llama"])
+    assert report.passed, report.problems
+    assert describe(path)["weights"] == sum(torch.Size(s).numel() for s in checkpoints["llama"].source.shapes.values())
+    for run in (read_packed, lambda path: open_artifact(path).stock()):
+        with pytest.raises(ArtifactError, match=f"{found} changes how the model must be run.*sparsepack 0.9, which"):
+            run(path)
+    older = lambda v, t: RESERVED["blk.1.mlp.order"](edited(v, KEY, schema=1), t)  # noqa: E731
+    with pytest.raises(ArtifactError, match="not understood"):
+        read_packed(forged(checkpoints["llama"], tmp_path / "old.gguf", older))
+
+
 def test_configuration_that_is_not_understood_is_refused(zigzag_files: Files) -> None:
-    packed = read_zigzag(zigzag_files["llama"])
+    packed = read_packed(zigzag_files["llama"])
     for text in ("{", "[]", '{"model_type": "no such"}', '{"model_type": "llama", "hidden_size": "wide"}'):
-        with pytest.raises(ArtifactError, match=r"sparsepack\.config inside the artifact is not understood"):
+        with pytest.raises(ArtifactError, match=r"config\.json inside the artifact is not understood"):
             stock_config(dataclasses.replace(packed, config_json=text))
 
 
 def test_names_that_the_model_does_not_have_are_refused(zigzag_files: Files) -> None:
-    packed: PackedModel = read_zigzag(zigzag_files["llama"])
+    packed: PackedModel = read_packed(zigzag_files["llama"])
     with pytest.raises(ArtifactError, match="no such tensor"):
         dequantised(packed)("model.layers.2.mlp.up_proj.weight")

@@ -8,10 +8,11 @@ from threading import Thread
 
 import pytest
 import torch
+from artifacts_for_tests import write_zigzag
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
-from sparsepack.artifacts.gguf.zigzag import read_zigzag, write_zigzag
+from sparsepack.artifacts.artifact import read_packed
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel
@@ -37,7 +38,7 @@ def model() -> PackedModel:
 def books(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     path = tmp_path_factory.mktemp("cuda") / "books.gguf"
     write_zigzag(open_checkpoint(shared / "models" / "books-26m-silu"), {}, path)
-    return read_zigzag(path)
+    return read_packed(path)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""The folder of safetensors as a container, with a hash for every byte."""

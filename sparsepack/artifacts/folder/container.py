@@ -1,0 +1,143 @@
+"""The folder as a container: opened, its bytes checked; what they mean is the format's business."""
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, WEIGHTS, unsealed
+from sparsepack.artifacts.manifest import read_manifest
+from sparsepack.artifacts.stock import StockModel
+from sparsepack.codecs.matrices import decode_rows
+from sparsepack.codecs.types import stored_bytes
+from sparsepack.errors import ArtifactError
+from sparsepack.files.gguf import TensorInfo
+from sparsepack.files.hashing import sha256_bytes
+from sparsepack.models.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class ArtifactFolder:
+    """An opened folder: its texts and the header of its tensors are checked, the tensors not yet.
+
+    raw    -- model.safetensors, uint8, memory-mapped
+    texts  -- name -> content of the other files
+    hashes -- SHA-256 of each tensor
+    """
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    raw: np.ndarray
+    texts: Mapping[str, str]
+    hashes: Mapping[str, str]
+    total_bytes: int
+
+    def bytes(self, name: str) -> np.ndarray:
+        """The raw bytes of one tensor: uint8 [nbytes], mapped, not copied."""
+        info = self.tensors[name]
+        return self.raw[info.start : info.start + info.nbytes]
+
+
+def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
+    """A folder of ours and its manifest; raises `ArtifactError` where it is none, not whole, or damaged."""
+    inside = unsealed(path / MANIFEST)
+    manifest = read_manifest(inside.get("manifest"), f"{path / MANIFEST}: the manifest")
+    try:
+        if any(Path(name).name != name for name in inside["files"]):
+            raise ValueError("it lists files outside of itself")
+        texts = {name: _text(path / name, listed) for name, listed in inside["files"].items() if name != WEIGHTS}
+        raw = _weights(path / WEIGHTS, inside["files"][WEIGHTS]["bytes"])
+        tensors = _tensors(raw, inside["header_sha256"])
+        if list(tensors) != list(inside["tensors"]):
+            raise ValueError(f"{WEIGHTS} holds other tensors than it lists")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{path}: damaged ({error}); copy or pack it again") from error
+    sizes = (path / MANIFEST).stat().st_size, len(raw), *(len(text.encode()) for text in texts.values())
+    return ArtifactFolder(path, tensors, raw, texts, inside["tensors"], sum(sizes)), manifest
+
+
+def _text(path: Path, listed: Mapping[str, Any]) -> str:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    data = path.read_bytes()
+    if sha256_bytes(data) != listed["sha256"]:
+        raise ValueError(f"{path.name} does not match its SHA-256")
+    return data.decode()
+
+
+def _weights(path: Path, size: int) -> np.ndarray:
+    if not path.is_file() or path.stat().st_size != size:
+        raise ValueError(f"{path.name} is missing or has not the {size:,} bytes that it was written with")
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _tensors(raw: np.ndarray, header_sha256: str) -> dict[str, TensorInfo]:
+    """Where each tensor lies, from a header whose hash is right: one after the other, to the end of the file."""
+    data_start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    header = raw[:data_start].tobytes()
+    if sha256_bytes(header) != header_sha256:
+        raise ValueError(f"the header of {WEIGHTS} does not match its SHA-256")
+    tensors, end = {}, data_start
+    for name, entry in json.loads(header[8:]).items():
+        if name == "__metadata__":
+            continue
+        shape, nbytes = tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0]
+        if data_start + entry["data_offsets"][0] != end or nbytes != stored_bytes(entry["dtype"], int(np.prod(shape))):
+            raise ValueError(f"{name} has not the bytes of its shape, or not its place")
+        tensors[name] = TensorInfo(name, shape, entry["dtype"], end, nbytes)
+        end += nbytes
+    if end != len(raw):
+        raise ValueError(f"{WEIGHTS} has {len(raw):,} bytes, expected {end:,}")
+    return tensors
+
+
+@dataclass(frozen=True)
+class FolderArtifact(Artifact):
+    """An artifact that is a folder. As it stands, of tensors that are the model's own, by Hugging Face's names."""
+
+    folder: ArtifactFolder
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.folder.tensors
+
+    @property
+    def total_bytes(self) -> int:
+        return self.folder.total_bytes
+
+    def check_bytes(self) -> None:
+        def intact(name: str) -> bool:
+            return sha256_bytes(self.folder.bytes(name).data) == self.folder.hashes[name]
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            good = dict(zip(self.tensors, pool.map(intact, self.tensors), strict=True))
+        for name, fine in good.items():
+            if not fine:
+                raise ArtifactError(f"{self.path}: damaged: {name} does not match the SHA-256; copy or pack it again")
+
+    def decoded(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        return decode_rows(torch.from_numpy(self.folder.bytes(name).copy()), info.type).reshape(info.shape)
+
+    def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        return checkpoint.tensor(name) if name in checkpoint.source.shapes else None
+
+    def stock(self) -> StockModel:
+        from transformers import AutoConfig, AutoTokenizer
+
+        values = json.loads(self.folder.texts[CONFIG])
+        values.pop("quantization_config", None)  # the weights come decoded
+        tokenizer = AutoTokenizer.from_pretrained(str(self.path))
+        return StockModel(AutoConfig.for_model(**values), self.decoded, tokenizer)

@@ -1,0 +1,43 @@
+"""What lies in an artifact that is a folder, and how it is sealed.
+
+config.json         the model's, with `quantization_config: {"quant_method": "sparsepack", "format": NAME, ...}`
+tokenizer.json ...  the model's other texts
+model.safetensors   the tensors, one after the other, without gaps
+sparsepack.json     {"sha256":        of this file, these 64 digits taken as zeros,
+                     "manifest":      {...},
+                     "files":         {NAME: {"bytes": ..., "sha256": ...}},
+                     "header_sha256": of what stands before the tensors in model.safetensors,
+                     "tensors":       {NAME: SHA-256}}
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import ArtifactError
+from sparsepack.files.hashing import NO_HASH, sha256_bytes
+
+MANIFEST, WEIGHTS, CONFIG = "sparsepack.json", "model.safetensors", "config.json"
+METHOD = "sparsepack"
+_HEAD = b'{"sha256": "'
+
+
+def sealed(value: Mapping[str, Any]) -> bytes:
+    """The bytes of sparsepack.json, its own hash in them."""
+    text = json.dumps({"sha256": NO_HASH, **value}, ensure_ascii=False).encode()
+    return text.replace(NO_HASH.encode(), sha256_bytes(text).encode(), 1)
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """What stands in a sparsepack.json; raises `ArtifactError` where any bit of it has changed."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror}); expected a folder that we packed") from error
+    at = len(_HEAD)
+    digest, end = text[at : at + len(NO_HASH)], text[at + len(NO_HASH) :]
+    if not text.startswith(_HEAD) or sha256_bytes(_HEAD + NO_HASH.encode() + end).encode() != digest:
+        raise ArtifactError(f"{path}: damaged: it does not match its own SHA-256; copy or pack the folder again")
+    value: dict[str, Any] = json.loads(text)
+    return value

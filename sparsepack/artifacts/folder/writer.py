@@ -1,0 +1,87 @@
+"""Write an artifact that is a folder: tensor by tensor, sealed with hashes, there as a whole or not at all."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, METHOD, WEIGHTS, sealed
+from sparsepack.artifacts.plan import Plan
+from sparsepack.artifacts.transfer import host_pieces
+from sparsepack.files.atomic import atomic_folder, check_output
+from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.source_files import config_json
+from sparsepack.progress import progress
+
+_BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderPlan(Plan):
+    """A folder to write. Tensors are F32, F16, BF16, U8 or I8.
+
+    texts -- name -> content of the files beside the tensors: see `model_texts`
+    """
+
+    manifest: Mapping[str, Any]
+    texts: Mapping[str, str]
+
+    @property
+    def total_bytes(self) -> int:
+        files = [len(text.encode()) for text in self.texts.values()]
+        blank = dict.fromkeys((tensor.name for tensor in self.tensors), NO_HASH)
+        return sum(files) + self._weights_bytes + len(self._sealed(NO_HASH, blank))
+
+    def write(self, path: Path, overwrite: bool = False) -> None:
+        check_output(path, overwrite, folder=True, marker=MANIFEST)
+        with atomic_folder(path, overwrite) as folder, progress("packing", len(self.tensors)) as advance:
+            for name, text in self.texts.items():
+                (folder / name).write_bytes(text.encode())
+            whole, hashes = hashlib.sha256(self._header), {}
+            with (folder / WEIGHTS).open("wb") as file:
+                file.write(self._header)
+                for tensor in self.tensors:
+                    digest = hashlib.sha256()
+                    for piece in host_pieces(tensor.data()):
+                        file.write(piece)
+                        digest.update(piece)
+                        whole.update(piece)
+                    hashes[tensor.name] = digest.hexdigest()
+                    advance()
+            (folder / MANIFEST).write_bytes(self._sealed(whole.hexdigest(), hashes))
+
+    @cached_property
+    def _header(self) -> bytes:
+        """What stands before the tensors: the length of its JSON, which spaces bring to a multiple of 8."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in self.tensors:
+            start, end = end, end + tensor.nbytes
+            entries[tensor.name] = {"dtype": tensor.type, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(entries, ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def _weights_bytes(self) -> int:
+        return len(self._header) + sum(tensor.nbytes for tensor in self.tensors)
+
+    def _sealed(self, weights_sha256: str, hashes: Mapping[str, str]) -> bytes:
+        files = {name: text.encode() for name, text in self.texts.items()}
+        listed = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in files.items()}
+        listed[WEIGHTS] = {"bytes": self._weights_bytes, "sha256": weights_sha256}
+        header = {"header_sha256": sha256_bytes(self._header)}
+        return sealed({"manifest": self.manifest, "files": listed, **header, "tensors": hashes})
+
+
+def model_texts(checkpoint: Checkpoint, format: str, **quantization: Any) -> dict[str, str]:
+    """config.json, which says how the weights are stored, the tokenizer and what else describes a model."""
+    said = {"quantization_config": {"quant_method": METHOD, "format": format, **quantization}}
+    config = json.dumps(json.loads(config_json(checkpoint)) | said, indent=2, ensure_ascii=False)
+    texts = {CONFIG: f"{config}\n", "tokenizer.json": checkpoint.tokenizer_json()}
+    beside = [checkpoint.path / name for name in _BESIDE]
+    return texts | {path.name: path.read_text(encoding="utf-8") for path in beside if path.is_file()}

@@ -1,0 +1,92 @@
+"""An opened zigzag GGUF: what its tensors are, and whether it can be run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack import __version__
+from sparsepack.artifacts.artifact import Program
+from sparsepack.artifacts.gguf.container import GgufArtifact
+from sparsepack.artifacts.gguf.zigzag_layout import POLICY, not_yet_run, reserved
+from sparsepack.artifacts.gguf.zigzag_reader import read_model
+from sparsepack.artifacts.stock import StockModel, stock_of
+from sparsepack.codecs import zigzag
+from sparsepack.codecs.q4_k_fit import SUB
+from sparsepack.errors import ArtifactError
+from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from sparsepack.models.packed import PackedModel
+
+_OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+
+
+@dataclass(frozen=True)
+class ZigzagArtifact(GgufArtifact):
+    """A zigzag GGUF."""
+
+    def packed(self) -> PackedModel:
+        packed = read_model(self.file, self.manifest)
+        if found := not_yet_run(self.manifest, self.tensors):
+            raise ArtifactError(
+                f"{self.path}: {found} changes how the model must be run, which sparsepack {__version__} does not "
+                f"know; run it with sparsepack {self.manifest.get('sparsepack')}, which packed it, or a newer one"
+            )
+        return packed
+
+    def stock(self) -> StockModel:
+        return stock_of(self.packed())
+
+    def check_shapes(self) -> None:
+        read_model(self.file, self.manifest)
+
+    def holds_weights(self, name: str) -> bool:
+        return not name.endswith(POLICY) and not reserved(name, self.manifest)
+
+    def decoded(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        if len(info.shape) != 3:
+            return super().decoded(name)
+        return zigzag.unpack(self._blocks(name), self.logical_shape(name)[0])
+
+    def _blocks(self, name: str) -> Tensor:
+        """uint8 [bands, columns, 144]."""
+        return torch.from_numpy(self.file.bytes(name).copy()).view(*self.tensors[name].shape[:2], -1)
+
+    def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        if name in _OUTSIDE:
+            return checkpoint.tensor(_OUTSIDE[name])
+        block, layer, what, part = (*name.split("."), "", "", "")[:4]
+        if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
+            return None
+        if what in checkpoint.family.norms:
+            return checkpoint.tensor(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
+        if what in checkpoint.family.projections:
+            weight, bias = checkpoint.stacked(int(layer), what)
+            return bias if part == "bias" else weight
+        return None
+
+    def padding_problems(self) -> Iterator[str]:
+        """Matrices whose rows after the logical ones do not decode to zero.
+
+        Zeros that share a sub-block of 32 with real rows are quantised with them: they may be off by a step of its
+        grid.
+        """
+        for name, info in self.tensors.items():
+            rows = self.logical_shape(name)[0]
+            if len(info.shape) != 3 or rows % zigzag.BAND_ROWS == 0:
+                continue
+            last = zigzag.unpack(self._blocks(name)[-1:], zigzag.BAND_ROWS).view(-1, SUB, info.shape[1])
+            shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
+            step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
+            step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes
+            if last[shared + (held > 0) :].any() or (held and (last[shared, held:].abs() > step).any()):
+                yield f"{self.path}: {name}: rows after the {rows} logical ones are not zero; pack it again"
+
+    def programs(self) -> Iterator[Program]:
+        yield Program("sparsepack", True, "runs it, skipping inactive columns while decoding")
+        yield Program(
+            "gguf-py, GGUF viewers", True, "show and dequantise each tensor; a site's rows lie in bands of 256"
+        )
+        yield Program("llama.cpp", False, "unknown model architecture 'sparsepack'; pack as q4_k for it")
+        yield Program("transformers", False, "unknown architecture; sparsepack gives it the dequantised weights")

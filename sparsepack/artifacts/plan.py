@@ -1,0 +1,114 @@
+"""What an artifact will be, before any weight is read: the writer makes it, the dry run adds it up."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.codecs.types import stored_bytes
+from sparsepack.errors import PackingError
+from sparsepack.models.rule import Rules
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What goes into an artifact beside the model's weights.
+
+    rules          -- of the sites; one without stays dense
+    provenance     -- named parts for the manifest, JSON-able, such as calibration, recipe, thresholds
+    output_type    -- of the output matrix: "auto" (the format's choice), q6_k, q4_k, f16, bf16, f32
+    embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
+    device         -- where the encoders run
+    """
+
+    rules: Rules = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    output_type: str = "auto"
+    embedding_type: str = "auto"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to write.
+
+    shape   -- as stored, in weights, slowest dimension first
+    type    -- one of `codecs.types.BLOCKS`
+    produce -- makes its bytes, uint8 of any shape on any device, when its turn comes
+    logical -- shape without padding; None: as stored
+    weights -- whether it holds weights of the model, and not a policy or what follows from the configuration
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    produce: Callable[[], torch.Tensor]
+    logical: tuple[int, ...] | None = None
+    weights: bool = True
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        return self.shape if self.logical is None else self.logical
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, padding between tensors not counted."""
+        return stored_bytes(self.type, math.prod(self.shape))
+
+    def data(self) -> torch.Tensor:
+        """The bytes that `produce` makes. Raises `PackingError` naming the tensor where it cannot be encoded."""
+        try:
+            data = self.produce()
+        except PackingError as error:
+            raise PackingError(f"{self.name}: {error}") from error
+        if data.nbytes != self.nbytes:
+            raise RuntimeError(f"{self.name}: {data.nbytes} bytes were made, {self.nbytes} planned")
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
+    """An artifact to write, in one of the containers.
+
+    notes   -- where it differs from what was asked, a sentence each, for the user
+    at_once -- how many tensors to make, hash and write side by side; so many are in memory
+    """
+
+    format: str
+    tensors: tuple[PlannedTensor, ...]
+    notes: tuple[str, ...] = ()
+    at_once: int = 1
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes of the finished artifact, headers and padding included."""
+
+    @abstractmethod
+    def write(self, path: Path, overwrite: bool = False) -> None:
+        """Make the artifact, whole or not at all.
+
+        Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot
+        be encoded, the first one if there are several.
+        """
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of everything in it, over the model's weights, as `inspect` has it."""
+        return 8 * self.total_bytes / sum(math.prod(t.logical_shape) for t in self.tensors if t.weights)
+
+
+def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any]]:
+    """What the manifest says of each matrix: `{"shape": [rows, columns], "padding_rows": n}`."""
+    shapes = {}
+    for tensor in tensors:
+        if len(tensor.logical_shape) == 2:
+            rows, columns = tensor.logical_shape
+            padding = math.prod(tensor.shape) // columns - rows
+            shapes[tensor.name] = {"shape": [rows, columns], "padding_rows": padding}
+    return shapes

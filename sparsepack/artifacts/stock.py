@@ -1,0 +1,113 @@
+"""The stock transformers model that an artifact stands for: what its accuracy is measured on."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from sparsepack.codecs.matrices import decode_matrix, zigzag_rows
+from sparsepack.errors import ArtifactError
+from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from sparsepack.models.families import FAMILIES, Family
+from sparsepack.models.packed import PackedModel, PackedSite
+from sparsepack.models.rule import Rules
+
+
+@dataclass(frozen=True)
+class StockModel:
+    """What `models.whole.build_model` takes, and what runs beside it.
+
+    config -- the stock transformers configuration
+    tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for
+    rules  -- of the sites; target_sparsity -- what they were made for
+    """
+
+    config: Any
+    tensor: Callable[[str], Tensor]
+    tokenizer: Any
+    rules: Rules = field(default_factory=dict)
+    target_sparsity: float = 0.0
+
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return FAMILIES[self.config.model_type]
+
+
+def stock_of(packed: PackedModel) -> StockModel:
+    """The stock model of what an engine runs. Raises `ArtifactError` where its configuration is not understood."""
+    config = stock_config(packed)
+    return StockModel(config, dequantised(packed), stock_tokenizer(packed), packed.rules, target_sparsity(packed))
+
+
+def target_sparsity(packed: PackedModel) -> float:
+    """The sparsity that the rules were made for."""
+    return float((packed.manifest.get("thresholds") or {}).get("sparsity", 0.0))
+
+
+def stock_config(packed: PackedModel) -> Any:
+    """The stock transformers configuration of the model inside; `ArtifactError` where it is not understood."""
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads(packed.config_json)
+        return AutoConfig.for_model(**values)
+    except Exception as error:  # transformers checks fields in several ways, each with its own kind
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"config.json inside the artifact is not understood ({reason}); pack it again") from error
+
+
+def stock_tokenizer(packed: PackedModel) -> Any:
+    """The tokenizer inside, as transformers wraps it."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend, numbers = Tokenizer.from_str(packed.tokenizer_json), packed.architecture
+    special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
+    words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **words)
+
+
+def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
+    """The logical weights by their Hugging Face names, decoded to float32 when asked for.
+
+    The function raises `ArtifactError` for a name that the model does not have.
+    """
+    makers: dict[str, Callable[[], Tensor]] = {
+        EMBEDDING: lambda: decode_matrix(packed.embedding),
+        HEAD: lambda: decode_matrix(packed.output),
+        FINAL_NORM: lambda: packed.output_norm,
+    }
+    family = FAMILIES[packed.architecture.model_type]
+    for index, layer in enumerate(packed.layers):
+        prefix = f"model.layers.{index}"
+        for norm, module in family.norms.items():
+            makers[f"{prefix}.{module}.weight"] = partial(_same, layer.norms[norm])
+        for site, projections in family.projections.items():
+            makers |= _site_makers(prefix, projections, layer.sites[site])
+
+    def tensor(name: str) -> Tensor:
+        if name not in makers:
+            raise ArtifactError(f"{name}: no such tensor in the artifact of {packed.manifest['model']['name']}")
+        return makers[name]()
+
+    return tensor
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _site_makers(prefix: str, projections: tuple[str, ...], site: PackedSite) -> Mapping[str, Callable[[], Tensor]]:
+    makers: dict[str, Callable[[], Tensor]] = {}
+    start = 0
+    for projection, rows in zip(projections, site.parts, strict=True):
+        stop = start + rows
+        makers[f"{prefix}.{projection}.weight"] = partial(zigzag_rows, site.matrix, start, stop)
+        if site.bias is not None:
+            makers[f"{prefix}.{projection}.bias"] = partial(_same, site.bias[start:stop])
+        start = stop
+    return makers
