@@ -10,8 +10,8 @@ from sparsepack.errors import PackingError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.resume import state_beside
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 ZIGZAG = "zigzag-q4_k"

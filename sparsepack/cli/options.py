@@ -100,7 +100,7 @@ allocation = _options(
 
 def allocation_options(asked: dict[str, Any]) -> Any:
     """The allocation flags as `AllocationOptions`, taken out of `asked`; None without --sparsity."""
-    from sparsepack.sparsity.allocation import AllocationOptions
+    from sparsepack.sparsity.options import AllocationOptions
 
     names = ("sparsity", "allocation", "criterion", "include", "ignore", "windows", "steps", "batch", "offsets", "seed")
     values = {name: asked.pop(name) for name in names}

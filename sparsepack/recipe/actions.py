@@ -12,7 +12,8 @@ from sparsepack.pack import PackRequest, pack
 from sparsepack.recipe.consistency import Sources
 from sparsepack.recipe.console import say
 from sparsepack.recipe.schema import Recipe
-from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import sparse_sites, weights_of
+from sparsepack.sparsity.options import AllocationOptions
 
 CALIBRATION = "calibration"
 CALIBRATION_FILES = (f"{CALIBRATION}/calibration.json", f"{CALIBRATION}/calibration.safetensors")

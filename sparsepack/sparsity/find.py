@@ -16,8 +16,9 @@ from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.windows import spread_windows
-from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import sparse_sites, weights_of
 from sparsepack.sparsity.learned import learn_rules
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
 from sparsepack.sparsity.teal import greedy_sparsities, run_at
 from sparsepack.sparsity.thresholds import Thresholds
@@ -98,7 +99,7 @@ def _from_histograms(
     for layer in range(len(rules) // len(SITES), checkpoint.layers):
         stream.load(layer)
         for site, choice in choose(layer, stream).items():
-            counts = calibration.layers[layer].sites[site].histograms[options.criterion]
+            counts = calibration.layers[layer][f"{site}.histogram.{options.criterion}"]
             rules[layer, site] = at_quantile(choice, counts) if choice.sparsity else SiteRule()
         save_rules(resume, layer, rules)
     return rules

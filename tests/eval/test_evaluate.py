@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.run import EvalRequest, evaluate
 from sparsepack.eval.subject import open_subject
@@ -15,8 +16,8 @@ from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.windows import rolling_windows
 from sparsepack.pack import PackRequest, pack
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 TINY = EvalRequest("shipped:tiny", perplexity=("shipped:heldout",), context=64, windows=4)
 
