@@ -1,18 +1,21 @@
-"""`pack`: thresholds and weights into one artifact."""
+"""`pack`: thresholds and weights into one artifact.
+
+Nothing heavy is imported at the top: the command line and recipes read the defaults of a request.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsepack.calibrate import folder
 from sparsepack.errors import PackingError
-from sparsepack.files.atomic import check_output
-from sparsepack.files.resume import state_beside
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint import Checkpoint
+    from sparsepack.sparsity.thresholds import Thresholds
 
 ZIGZAG = "zigzag-q4_k"
 FORMATS = (ZIGZAG, "q4_k", "f16", "bf16", "f32")
@@ -68,6 +71,10 @@ class Packed:
 
 def pack(request: PackRequest) -> Packed:
     """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
+    from sparsepack.files.atomic import check_output
+    from sparsepack.files.resume import state_beside
+    from sparsepack.models.checkpoint import open_checkpoint
+
     request.check()
     check_output(request.output, request.overwrite)
     checkpoint = open_checkpoint(request.model)
@@ -100,6 +107,10 @@ def _write(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | Non
 
 def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None) -> Thresholds | None:
     """The table that the request names or asks to be found; `state` as `find_thresholds` takes it."""
+    from sparsepack.calibrate import folder
+    from sparsepack.sparsity.find import find_thresholds
+    from sparsepack.sparsity.thresholds import read_thresholds
+
     if request.thresholds is not None:
         table = read_thresholds(request.thresholds)
         table.check_model(checkpoint)

@@ -10,7 +10,8 @@ from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import UserError
 from sparsepack.eval import engine_subject
 from sparsepack.eval.engine_subject import open_engine_subject
-from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import evaluate
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack

@@ -10,7 +10,8 @@ import torch
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import TextError, UserError
-from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
