@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparsepack.recipe.console import with_error
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table with columns padded to one width; numbers to the right."""
@@ -181,12 +183,6 @@ def profile_table(result: Mapping[str, Any]) -> str:
         f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
     )
     return f"{machine}, half of the columns active\n\n{table(header, rows)}\n\nkept in {result['path']}"
-
-
-def with_error(value: Mapping[str, float | None], digits: int) -> str:
-    """A value with its standard error, where it has one."""
-    error = value.get("stderr")
-    return f"{value['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def stream_generation(

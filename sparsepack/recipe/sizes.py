@@ -25,8 +25,9 @@ from sparsepack.models.families import SITES
 from sparsepack.models.gguf_names import gguf_names
 from sparsepack.models.rule import SiteKey, SiteRule
 from sparsepack.models.source_files import config_json, tokenizer_config
-from sparsepack.recipe.actions import provenance
-from sparsepack.recipe.schema import Activation, Recipe
+from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.stages.pack import Pack, provenance
+from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
 from sparsepack.sparsity.allocation import sparse_sites
 from sparsepack.sparsity.thresholds import Thresholds
 
@@ -73,36 +74,37 @@ class Prediction:
 
 def predict(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:
     """The artifact that the recipe's pack section makes. Raises `PackingError` for types that do not fit."""
-    assert recipe.pack is not None
-    if recipe.pack.format == ZIGZAG:
-        return _zigzag(recipe, checkpoint)
-    return _plain(recipe, checkpoint)
+    asked = Pack.of(recipe)
+    assert asked is not None
+    if asked.format == ZIGZAG:
+        return _zigzag(recipe, asked, checkpoint)
+    return _plain(recipe, asked, checkpoint)
 
 
-def _zigzag(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:
-    assert recipe.pack is not None
+def _zigzag(recipe: Recipe, asked: Pack, checkpoint: Checkpoint) -> Prediction:
     architecture = checkpoint.architecture
-    embedding, notes = embedding_types(checkpoint, recipe.pack.embedding_type, recipe.pack.output_type)
+    embedding, notes = embedding_types(checkpoint, asked.embedding_type, asked.output_type)
     big = (architecture.vocabulary, architecture.hidden)
     tensors = [PlannedMatrix(name, big, big, kind) for name, kind in embedding.items()]
     tensors.append(_vector("output_norm.weight", checkpoint.source.shapes[FINAL_NORM][0]))
-    sparse: set[SiteKey] = set()
-    if recipe.activation is not None and recipe.sparse:
-        sparse = set(sparse_sites(checkpoint, recipe.activation.include, recipe.activation.ignore))
+    skipping: set[SiteKey] = set()
+    activation = ActivationSparsity.of(recipe)
+    if activation is not None and sparse(recipe):
+        skipping = set(sparse_sites(checkpoint, activation.include, activation.ignore))
     for layer in range(checkpoint.layers):
         for name, module in checkpoint.family.norms.items():
             width = checkpoint.source.shapes[f"model.layers.{layer}.{module}.weight"][0]
             tensors.append(_vector(f"blk.{layer}.{name}.weight", width))
         for site, (parts, columns) in site_shapes(architecture).items():
-            activation = recipe.activation if (layer, site) in sparse else None
-            tensors += _site(checkpoint, layer, site, sum(parts), columns, activation)
+            rule = activation if (layer, site) in skipping else None
+            tensors += _site(checkpoint, layer, site, sum(parts), columns, rule)
     values = {CONFIG: string(config_json(checkpoint)), TOKENIZER: string(checkpoint.tokenizer_json())}
     values[NUMBERS] = string(json.dumps(architecture.to_json()))
     return _predicted(recipe, checkpoint, ZIGZAG, tensors, values, notes, ALIGNMENT)
 
 
 def _site(
-    checkpoint: Checkpoint, layer: int, site: str, rows: int, columns: int, activation: Activation | None
+    checkpoint: Checkpoint, layer: int, site: str, rows: int, columns: int, activation: ActivationSparsity | None
 ) -> Iterator[PlannedMatrix]:
     name, projections = f"blk.{layer}.{site}", checkpoint.family.projections[site]
     stored = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
@@ -116,17 +118,16 @@ def _site(
             yield _vector(f"{name}.offset", columns)
 
 
-def _plain(recipe: Recipe, checkpoint: Checkpoint) -> Prediction:
-    assert recipe.pack is not None
-    kind = recipe.pack.format
+def _plain(recipe: Recipe, asked: Pack, checkpoint: Checkpoint) -> Prediction:
+    kind = asked.format
     architecture = checkpoint.architecture
     values, notes = architecture_keys(architecture, checkpoint.config)
     tokenizer = json.loads(checkpoint.tokenizer_json())
     words = vocabulary(tokenizer, tokenizer_config(checkpoint), checkpoint.config.to_dict())
     values |= {key: (value, *VALUE_TYPES[key]) for key, value in words.items()}
     values[CONFIG] = string(config_json(checkpoint))
-    asked = (recipe.pack.embedding_type, recipe.pack.output_type)
-    embedding, more = embedding_types(checkpoint, *asked, "q6_k" if kind == "q4_k" else kind)
+    types = (asked.embedding_type, asked.output_type)
+    embedding, more = embedding_types(checkpoint, *types, "q6_k" if kind == "q4_k" else kind)
     tensors = []
     factors = rotary_factors(architecture, checkpoint.config)
     if factors is not None:
@@ -149,7 +150,7 @@ def _predicted(
     alignment: int,
 ) -> Prediction:
     shapes = {t.name: {"shape": list(t.logical), "padding_rows": 0} for t in tensors if len(t.logical) == 2}
-    table = _placeholder(recipe, checkpoint) if recipe.sparse else None
+    table = _placeholder(recipe, checkpoint) if sparse(recipe) else None
     made_from: dict[str, Any] = {"recipe": provenance(recipe)}
     if table is not None:
         made_from |= {"thresholds": table.summary(), "calibration": {"sha256": NO_HASH}}
@@ -163,8 +164,8 @@ def _predicted(
 
 def _placeholder(recipe: Recipe, checkpoint: Checkpoint) -> Thresholds:
     """A table of the length that the real one will have."""
-    assert recipe.activation is not None
-    asked = recipe.activation
+    asked = ActivationSparsity.of(recipe)
+    assert asked is not None
     vector = torch.zeros(1) if asked.allocation == "global" or asked.criterion != "magnitude" else None
     rule = SiteRule(_TYPICAL, channel_weights=vector, sparsity=asked.sparsity, realised=_TYPICAL)
     rules = {(layer, site): rule for layer in range(checkpoint.layers) for site in SITES}

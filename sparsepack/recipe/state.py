@@ -59,18 +59,18 @@ class WorkFolder:
         }
         return fingerprint({"settings": settings, "needs": made_from})
 
-    def current(self, stage: str, mark: str) -> bool:
-        """Whether a stage with the fingerprint `mark` is finished and its outputs are what it left."""
+    def current(self, stage: str, fingerprint: str) -> bool:
+        """Whether a stage with this fingerprint is finished and its outputs are what it left."""
         known = self._finished.get(stage)
-        return known is not None and known.fingerprint == mark and all(map(self._intact, known.outputs.items()))
+        return known is not None and known.fingerprint == fingerprint and all(map(self._intact, known.outputs.items()))
 
     def finished(self, stage: str) -> Finished:
         """What a finished stage left; KeyError where it is not."""
         return self._finished[stage]
 
-    def finish(self, stage: str, mark: str, seconds: float, outputs: Sequence[str]) -> None:
+    def finish(self, stage: str, fingerprint: str, seconds: float, outputs: Sequence[str]) -> None:
         """Record a stage that has just finished."""
-        self._finished[stage] = Finished(mark, seconds, {name: self._stamp(name) for name in outputs})
+        self._finished[stage] = Finished(fingerprint, seconds, {name: self._stamp(name) for name in outputs})
         self._write()
 
     def _intact(self, output: tuple[str, Mapping[str, Any]]) -> bool:

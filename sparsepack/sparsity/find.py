@@ -9,8 +9,9 @@ import torch
 from sparsepack import __version__
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState
+from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
@@ -25,6 +26,21 @@ from sparsepack.sparsity.thresholds import Thresholds
 
 _GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
 _BATCH = 2
+
+
+def make_thresholds(
+    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, output: Path, overwrite: bool = False
+) -> Thresholds:
+    """`thresholds`: find a table and write it. A run that was killed goes on where it stopped.
+
+    Raises as `find_thresholds`, and `OutputError` where the table cannot be written.
+    """
+    options.check()
+    check_output(output, overwrite)
+    with state_beside(output) as state:
+        table = find_thresholds(checkpoint, calibration, options, state)
+        table.write(output, overwrite)
+        return table
 
 
 def find_thresholds(

@@ -168,7 +168,7 @@ def test_a_calibration_of_another_model_is_refused(tiny: Path, tmp_path: Path) -
 def test_a_failed_gate_exits_3(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[1] / "recipes" / "ci.yaml"
     small = ("--set", "calibrate.samples=4", "--set", "eval.windows=2", "--set", "calibrate.context=256")
-    result = sparsepack("run", recipe, "-w", tmp_path / "w", *small, "--set", "activation.sparsity=0.75")
+    result = sparsepack("run", recipe, "-w", tmp_path / "w", *small, "--set", "activation_sparsity.sparsity=0.75")
     assert result.exit_code == 3, result.output
     assert "FAIL" in result.stdout.upper()
 

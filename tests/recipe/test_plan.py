@@ -11,7 +11,7 @@ from sparsepack.recipe.sizes import predict
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_path, capsys):
-    plan = run_recipe(recipe_file, ["activation.ignore=blk.0.*"], work=tmp_path / "work", dry_run=True).report
+    plan = run_recipe(recipe_file, ["activation_sparsity.ignore=blk.0.*"], work=tmp_path / "work", dry_run=True).report
     assert not (tmp_path / "work").exists()
     assert {stage["status"] for stage in plan["stages"]} == {"would run"}
     assert plan["patterns"] == [
@@ -40,11 +40,12 @@ def test_a_dry_run_knows_which_stages_are_up_to_date(finished_once, finished):
 @pytest.mark.parametrize(
     "override",
     [
-        "activation.criterion=column-norm",
+        "activation_sparsity.criterion=column-norm",
         "pack.embedding_type=f16",
-        "activation.ignore=[blk.0.*, re:blk.1.mlp.*]",
-        "activation.upstream=dense",
-        "activation={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, offsets: true}",
+        "activation_sparsity.ignore=[blk.0.*, re:blk.1.mlp.*]",
+        "activation_sparsity.upstream=dense",
+        "activation_sparsity={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, "
+        "offsets: true}",
     ],
 )
 def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, finished, override):
@@ -62,7 +63,14 @@ def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, 
 def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family, kind):
     changes = {"intermediate_size": 300} if kind == "zigzag-q4_k" else {}
     model = make_model(tmp_path / "model", family, **changes)
-    sections = {"calibrate": None, "activation": None, "verify": False, "eval": None, "generate": None, "gates": None}
+    sections = {
+        "calibrate": None,
+        "activation_sparsity": None,
+        "verify": False,
+        "eval": None,
+        "generate": None,
+        "gates": None,
+    }
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
     from sparsepack.models.checkpoint import open_checkpoint
 

@@ -1,0 +1,164 @@
+"""`pack`: the artifact, and its description."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from sparsepack.pack import FORMATS, ZIGZAG, PackRequest
+from sparsepack.recipe.gates import Value, Verdict, judged
+from sparsepack.recipe.section import Limit, Recipe, Section, one_of
+from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ARTIFACT, DESCRIPTION = "model.gguf", "pack.json"
+_TYPES = ("auto", "q6_k", "q4_k", "f16", "bf16", "f32")
+_MADE_FROM = ("name", "model", "dtype", "calibrate", "activation_sparsity", "pack")
+
+
+class Pack(Section):
+    """What `PackRequest` takes."""
+
+    key: ClassVar[str] = "pack"
+
+    format: Annotated[str, one_of(FORMATS)] = PackRequest.format
+    output_type: Annotated[str, one_of(_TYPES)] = PackRequest.output_type
+    embedding_type: Annotated[str, one_of(_TYPES)] = PackRequest.embedding_type
+
+
+def runs_in_engine(recipe: Recipe) -> bool:
+    """Whether the recipe makes an artifact that an engine runs."""
+    asked = Pack.of(recipe)
+    return asked is not None and asked.format == ZIGZAG
+
+
+def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:
+    """What is wrong where a stage runs the artifact and there is none to run."""
+    if not runs_in_engine(recipe):
+        yield f"{name}: it runs a zigzag artifact; expected a pack section of format {ZIGZAG}"
+
+
+def provenance(recipe: Recipe) -> dict[str, Any]:
+    """The part of the recipe that the artifact depends on, for its manifest."""
+    value = recipe.to_json()
+    return {key: value[key] for key in _MADE_FROM}
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    asked = Pack.of(recipe)
+    if asked is not None and sparse(recipe) and asked.format != ZIGZAG:
+        without = "no activation_sparsity"
+        yield f"pack.format: a {asked.format} GGUF has no place for thresholds; expected {ZIGZAG}, or {without}"
+
+
+def _run(job: Job) -> None:
+    from sparsepack.artifacts.inspect import describe
+    from sparsepack.files.atomic import write_json
+    from sparsepack.pack import pack
+    from sparsepack.progress import say
+
+    recipe, asked = job.recipe, Pack.of(job.recipe)
+    assert asked is not None
+    request = PackRequest(
+        model=recipe.model,
+        output=job.folder / ARTIFACT,
+        thresholds=job.folder / TABLE if sparse(recipe) else None,
+        device=recipe.device,
+        overwrite=True,
+        recipe=provenance(recipe),
+        **asked.model_dump(),
+    )
+    for note in pack(request).notes:
+        say(f"pack: {note}")
+    # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
+    description = {name: value for name, value in describe(job.folder / ARTIFACT).items() if name != "path"}
+    write_json(job.folder / DESCRIPTION, description)
+
+
+def _plan(job: Job) -> dict[str, Any]:
+    from sparsepack.recipe.sizes import predict
+
+    asked = Pack.of(job.recipe)
+    if asked is None:
+        return {"artifact": None}
+    prediction = predict(job.recipe, job.checkpoint)
+    types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    for tensor in prediction.tensors:
+        types[tensor.type]["tensors"] += 1
+        types[tensor.type]["bytes"] += tensor.nbytes
+    artifact = {
+        "format": asked.format,
+        "file_bytes": prediction.file_bytes,
+        "bits_per_weight": prediction.bits_per_weight,
+        "types": dict(types),
+        "tensors": [{**asdict(tensor), "bytes": tensor.nbytes} for tensor in prediction.tensors],
+        "notes": list(prediction.notes),
+    }
+    return {"artifact": artifact}
+
+
+def _show_plan(plan: Mapping[str, Any]) -> "Iterator[RenderableType]":
+    from rich.markup import escape
+
+    from sparsepack.recipe.console import table
+
+    artifact = plan["artifact"]
+    if artifact is None:
+        return
+    made = table(f"artifact, {artifact['format']}", "type", ">tensors", ">bytes")
+    for kind, row in artifact["types"].items():
+        made.add_row(kind, str(row["tensors"]), f"{row['bytes']:,}")
+    yield made
+    yield f"file: about {artifact['file_bytes']:,} bytes, {artifact['bits_per_weight']:.3f} bits per weight"
+    for note in artifact["notes"]:
+        yield f"note: {escape(note)}"
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[str]:
+    from rich.markup import escape
+
+    made = report["pack"]
+    if made is not None:
+        bits = made["bits_per_weight"]
+        yield (
+            f"file: {escape(report['artifact'])}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
+            f"({bits['blocks']:.3f} in the blocks)"
+        )
+
+
+def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
+    for name in ("bits_per_weight", "file_bytes"):
+        if getattr(gates, name) is not None and Pack.of(recipe) is None:
+            yield f"gates.{name}: there is no file; add a pack section"
+
+
+def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
+    made = report["pack"]
+    if made is not None:
+        yield from judged(
+            "bits_per_weight", gates.bits_per_weight, [Value("the file", made["bits_per_weight"]["file"])]
+        )
+        yield from judged("file_bytes", gates.file_bytes, [Value("the file", float(made["file_bytes"]))])
+
+
+PACK = Stage(
+    name="pack",
+    key=Pack.key,
+    type=Pack | None,
+    needs=(THRESHOLDS.name,),
+    outputs=(ARTIFACT, DESCRIPTION),
+    settings=lambda job: provenance(job.recipe),
+    run=_run,
+    problems=_problems,
+    plan=_plan,
+    show_plan=_show_plan,
+    result=("pack", read_json(DESCRIPTION), None),
+    show=_show,
+    gates={"bits_per_weight": (Limit | None, None), "file_bytes": (Limit | None, None)},
+    unmeasured=_unmeasured,
+    judge=_judge,
+)
+"""Gates: `bits_per_weight` is that of the whole file."""

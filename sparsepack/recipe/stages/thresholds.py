@@ -1,0 +1,128 @@
+"""`activation_sparsity`: which channels a decoded token may skip, as a table of thresholds."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from sparsepack.calibrate.options import CRITERIA
+from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section, one_of
+from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, Calibrate, windows
+from sparsepack.sparsity.options import ALLOCATIONS, UPSTREAMS, AllocationOptions
+
+TABLE = "thresholds.json"
+
+
+class ActivationSparsity(Section):
+    """`AllocationOptions`."""
+
+    key: ClassVar[str] = "activation_sparsity"
+
+    sparsity: Annotated[float, Field(ge=0, lt=1)]
+    allocation: Annotated[str, one_of(ALLOCATIONS)] = AllocationOptions.allocation
+    criterion: Annotated[str, one_of(CRITERIA)] = AllocationOptions.criterion
+    include: Names = AllocationOptions.include
+    ignore: Names = AllocationOptions.ignore
+    upstream: Annotated[str, one_of(UPSTREAMS)] = AllocationOptions.upstream
+    windows: Count = AllocationOptions.windows
+    offsets: bool = AllocationOptions.offsets
+    steps: Count = AllocationOptions.steps
+    batch: Count = AllocationOptions.batch
+    length: Length = AllocationOptions.length
+    seed: Natural = AllocationOptions.seed
+
+
+def sparse(recipe: Recipe) -> bool:
+    """Whether decoding will skip anything."""
+    asked = ActivationSparsity.of(recipe)
+    return asked is not None and asked.sparsity > 0
+
+
+def _asked(job: Job) -> ActivationSparsity:
+    asked = ActivationSparsity.of(job.recipe)
+    assert asked is not None
+    return asked
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    asked, key = ActivationSparsity.of(recipe), ActivationSparsity.key
+    assert asked is not None
+    if asked.sparsity and Calibrate.of(recipe) is None:
+        yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
+    if asked.offsets and asked.allocation != "global":
+        yield f"{key}.offsets: they are learnt from the model's output; expected allocation: global"
+    if asked.allocation == "global" and asked.upstream == "dense":
+        yield f"{key}.upstream: global runs the whole sparse model; expected sparse"
+
+
+def _misfits(job: Job) -> Iterator[str]:
+    from sparsepack.sparsity.allocation import sparse_sites
+
+    sparse_sites(job.checkpoint, _asked(job).include, _asked(job).ignore)
+    yield from ()
+
+
+def _run(job: Job) -> None:
+    """A run that was killed within goes on where it stopped."""
+    from sparsepack.calibrate import folder
+    from sparsepack.sparsity.find import make_thresholds
+
+    options = AllocationOptions(**_asked(job).model_dump(), device=job.recipe.device, dtype=job.recipe.dtype)
+    calibration = folder.load(job.folder / FOLDER)
+    make_thresholds(job.checkpoint, calibration, options, job.folder / TABLE, overwrite=True)
+
+
+def _tokens(job: Job) -> int:
+    asked = _asked(job)
+    count, context = windows(job)
+    tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
+    if asked.allocation == "global":
+        tokens += 2 * asked.steps * asked.batch * min(asked.length, context)
+    return tokens
+
+
+def _plan(job: Job) -> dict[str, Any]:
+    """What each pattern matches."""
+    from sparsepack.sparsity.allocation import site_name, sparse_sites
+
+    asked = ActivationSparsity.of(job.recipe)
+    given = [] if asked is None else [("include", p) for p in asked.include] + [("ignore", p) for p in asked.ignore]
+    found = [[site_name(*key) for key in sparse_sites(job.checkpoint, [p], [])] for _, p in given]
+    rows = zip(given, found, strict=True)
+    return {"patterns": [{"list": which, "pattern": pattern, "sites": sites} for (which, pattern), sites in rows]}
+
+
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
+    from rich.markup import escape
+
+    for row in plan["patterns"]:
+        found = row["sites"]
+        yield escape(f"{row['list']} {row['pattern']}: {len(found)} sites, {found[0]} to {found[-1]}")
+
+
+def _read(folder: Path) -> Any:
+    """The table; its vectors stay in their file."""
+    table = read_json(TABLE)(folder)
+    for row in table["rows"]:
+        row |= {name: row[name] is not None for name in ("channel_weights", "offset")}
+    return table
+
+
+THRESHOLDS = Stage(
+    name="thresholds",
+    key=ActivationSparsity.key,
+    type=ActivationSparsity | None,
+    needs=(CALIBRATE.name,),
+    outputs=(TABLE,),
+    settings=lambda job: _asked(job).model_dump(mode="json"),
+    run=_run,
+    wanted=sparse,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    plan=_plan,
+    show_plan=_show_plan,
+    result=("thresholds", _read, None),
+)
