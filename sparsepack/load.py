@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparsepack.artifacts.gguf.zigzag import read_zigzag
+from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
@@ -78,9 +79,17 @@ def load(
 
 
 def load_several(
-    path: Path, sequences: int, device: str = "cuda", context: int | None = None, *, dense: bool = False
+    path: Path,
+    sequences: int,
+    device: str = "cuda",
+    context: int | None = None,
+    *,
+    dense: bool = False,
+    backend: str | None = None,
 ) -> ModelOfSeveral:
     """Open an artifact to continue so many texts together; see `runtime.batch.BatchEngine`. Raises as `load`."""
+    if backend not in (None, BatchEngine.backend):
+        raise UserError(f"only the {BatchEngine.backend} backend continues several prompts together; not {backend}")
     packed = read_zigzag(path)
     return ModelOfSeveral(packed, BatchEngine(packed, device, context, sequences=sequences, dense=dense))
 

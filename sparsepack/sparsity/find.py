@@ -9,6 +9,7 @@ import torch
 from sparsepack import __version__
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.folder import load as load_calibration
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -29,16 +30,18 @@ _BATCH = 2
 
 
 def make_thresholds(
-    checkpoint: Checkpoint, calibration: Calibration, options: AllocationOptions, output: Path, overwrite: bool = False
+    checkpoint: Checkpoint, calibration: Path, options: AllocationOptions, output: Path, overwrite: bool = False
 ) -> Thresholds:
     """`thresholds`: find a table and write it. A run that was killed goes on where it stopped.
 
-    Raises as `find_thresholds`, and `OutputError` where the table cannot be written.
+    calibration -- the folder; output -- the table to make, refused before any work where it cannot be
+
+    Raises as `find_thresholds`, and `UserError` subclasses for what cannot be read or written.
     """
     options.check()
     check_output(output, overwrite)
     with state_beside(output) as state:
-        table = find_thresholds(checkpoint, calibration, options, state)
+        table = find_thresholds(checkpoint, load_calibration(calibration), options, state)
         table.write(output, overwrite)
         return table
 

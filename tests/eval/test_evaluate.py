@@ -196,3 +196,14 @@ def test_a_context_beyond_the_model_is_refused_before_any_window_is_run(monkeypa
 
     monkeypatch.setattr(run, "rolling_windows", lambda *_: pytest.fail("tokenised"))
     refused(replace(TINY, context=4096), TextError)
+
+
+@pytest.mark.parametrize(("batch", "windows", "requests"), [(None, 1, 8), (1, 1, 1), (16, 16, 16)])
+def test_a_batch_that_is_given_holds_for_tasks_too_and_each_part_says_what_was_used(
+    monkeypatch, batch, windows, requests
+):
+    asked = []
+    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *_, batch_size, **__: asked.append(batch_size) or {})
+    result = evaluate(replace(TINY, tasks=("any",), windows=1, batch=batch))
+    assert asked == [requests]
+    assert (result["compute"]["batch"], result["tasks"]["batch"]) == (windows, requests)

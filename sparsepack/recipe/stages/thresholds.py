@@ -66,12 +66,11 @@ def _misfits(job: Job) -> Iterator[str]:
 
 def _run(job: Job) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.calibrate import folder
     from sparsepack.sparsity.find import make_thresholds
 
-    options = AllocationOptions(**_asked(job).model_dump(), device=job.recipe.device, dtype=job.recipe.dtype)
-    calibration = folder.load(job.folder / FOLDER)
-    make_thresholds(job.checkpoint, calibration, options, job.folder / TABLE, overwrite=True)
+    recipe = job.recipe
+    options = AllocationOptions(**_asked(job).model_dump(), device=recipe.device, dtype=recipe.dtype)
+    make_thresholds(job.checkpoint, job.folder / FOLDER, options, job.folder / TABLE, overwrite=True)
 
 
 def _tokens(job: Job) -> int:

@@ -1,0 +1,45 @@
+"""`sparsepack pack`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options import PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.pack import FORMATS, PackRequest
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    default=PackRequest.format,
+    show_default=True,
+    help="zigzag-q4_k skips inactive columns; the others are plain GGUFs that stock llama.cpp loads.",
+)
+@click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
+@click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
+@allocation
+@click.option(
+    "--output-type",
+    default=PackRequest.output_type,
+    show_default=True,
+    help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32.",
+)
+@click.option("--embedding-type", default=PackRequest.embedding_type, show_default=True, help="Embedding, likewise.")
+@click.option("-o", "--output", type=PATH, required=True, help="The file to make.")
+@compute
+@overwrite_flag
+def pack(output: Path, **asked: Any) -> None:
+    """Pack MODEL into one file, with the thresholds of a calibration inside if --sparsity is given."""
+    from sparsepack.artifacts.inspect import describe
+    from sparsepack.cli.tables import artifact_line
+    from sparsepack.pack import pack as make
+
+    options = allocation_options(asked)
+    del asked["dtype"]  # that thresholds are searched with
+    made = make(PackRequest(output=output, allocation=options, **asked))
+    for note in made.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(artifact_line(describe(output)))
