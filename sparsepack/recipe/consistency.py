@@ -20,8 +20,8 @@ def check_sections(recipe: Recipe) -> None:
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     for stage in STAGES:
-        if recipe.asked(stage.key):
-            yield from stage.problems(recipe)
+        if asked := recipe.asked(stage.key):
+            yield from stage.problems(recipe, asked)
     gates = recipe.asked("gates")
     if gates is not None:
         for stage in STAGES:
@@ -47,8 +47,8 @@ def _misfits(job: Job) -> Iterator[str]:
     if device != "cpu" and not _available(device):
         yield f"device: {device}; torch finds none on this machine, use cpu"
     for stage in STAGES:
-        if job.recipe.asked(stage.key):
-            yield from stage.misfits(job)
+        if asked := job.recipe.asked(stage.key):
+            yield from stage.misfits(job, asked)
 
 
 def _available(device: str) -> bool:

@@ -2,34 +2,28 @@
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 _WIDTH = 150  # of what is piped or logged, where there is no terminal to ask
 
 
-def results() -> "Console":
+def results() -> Console:
     """Stdout as rich writes it."""
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
-def table(title: str, *columns: str) -> "Table":
+def table(title: str, *columns: str) -> Table:
     """A plain table; a column whose name begins with ">" is set right."""
-    from rich import box
-    from rich.table import Table
-
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
         made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     return made
 
 
-def print_lines(lines: "Iterable[RenderableType]") -> None:
+def print_lines(lines: Iterable[RenderableType]) -> None:
     """Print lines, never broken, and tables."""
     console = results()
     for line in lines:

@@ -27,9 +27,10 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
         "sites": _sites(job),
     }
     for stage in STAGES:
-        plan |= stage.plan(job)
-    plan["tokens"] = {s.name: count for s in stages if (count := s.tokens(job)) is not None}
-    plan["peak_memory_bytes"] = {s.name: count for s in stages if (count := s.memory(job)) is not None}
+        plan |= stage.plan(job, job.recipe.asked(stage.key))
+    asked = [(stage, job.recipe.asked(stage.key)) for stage in stages]
+    plan["tokens"] = {s.name: count for s, a in asked if (count := s.tokens(job, a)) is not None}
+    plan["peak_memory_bytes"] = {s.name: count for s, a in asked if (count := s.memory(job, a)) is not None}
     return plan
 
 

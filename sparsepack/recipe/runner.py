@@ -61,7 +61,7 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
             continue
         say(f"{stage.name}: running")
         start = time.perf_counter()
-        stage.run(job)
+        stage.run(job, job.recipe.asked(stage.key))
         seconds = time.perf_counter() - start
         work.finish(stage.name, fingerprint, seconds, stage.outputs)
         say(f"{stage.name}: done in {seconds:.1f} s")
@@ -72,7 +72,7 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
 def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
     """Of everything that the stage's outputs depend on."""
     there = {other.name for other in stages}
-    settings = {**_shared(job), **stage.settings(job)}
+    settings = {**_shared(job), **stage.settings(job, job.recipe.asked(stage.key))}
     return work.fingerprint(settings, [need for need in stage.needs if need in there])
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
+
 from sparsepack.recipe.section import Recipe
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from sparsepack.files.text import Text
     from sparsepack.models.checkpoint import Checkpoint
     from sparsepack.recipe.gates import Verdict
@@ -48,16 +48,18 @@ def _nothing(*_: Any) -> tuple[()]:
 class Stage:
     """One stage: what it is asked, when it is run again, what it does, what it says, what it can be judged by.
 
-    key, type, default -- of its part of the recipe: `type` is what pydantic takes, a section or a plain type
+    Its functions get its part of the recipe as `asked`, and are only called where the recipe has it.
+
+    key, type, default -- of that part: `type` is what pydantic takes, a section or a plain type
     needs    -- the stages that its outputs are made from
     outputs  -- the files that it leaves, relative to the work folder
     settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able
     run      -- from the recipe and files in the work folder to files in the work folder
-    wanted   -- whether a recipe that has its key runs it
+    wanted   -- whether it runs with what is asked
     problems -- what does not go together in the recipe, a sentence each, found before anything is opened
     misfits  -- what the model or a text does not allow, likewise; raises `UserError` where one cannot be read
     tokens, memory -- of the dry run: tokens through the model, bytes at the peak; None: not known beforehand
-    plan     -- more of the dry run, JSON-able, by key; asked of every stage, wanted or not
+    plan     -- more of the dry run, JSON-able, by key; called with None where the recipe has no such part
     show_plan -- that as lines and tables
     result   -- key in the report, how it is read from the work folder, and its value where the stage is left out
     show     -- lines and tables of the report
@@ -70,26 +72,27 @@ class Stage:
     key: str
     type: Any
     outputs: tuple[str, ...]
-    settings: Callable[[Job], Mapping[str, Any]]
-    run: Callable[[Job], None]
+    settings: Callable[[Job, Any], Mapping[str, Any]]
+    run: Callable[[Job, Any], None]
     default: Any = None
     needs: tuple[str, ...] = ()
-    wanted: Callable[[Recipe], bool] = lambda recipe: True
-    problems: Callable[[Recipe], Iterable[str]] = _nothing
-    misfits: Callable[[Job], Iterable[str]] = _nothing
-    tokens: Callable[[Job], int | None] = lambda job: None
-    memory: Callable[[Job], int | None] = lambda job: None
-    plan: Callable[[Job], Mapping[str, Any]] = lambda job: {}
-    show_plan: Callable[[Mapping[str, Any]], "Iterable[RenderableType]"] = _nothing
+    wanted: Callable[[Any], bool] = bool
+    problems: Callable[[Recipe, Any], Iterable[str]] = _nothing
+    misfits: Callable[[Job, Any], Iterable[str]] = _nothing
+    tokens: Callable[[Job, Any], int | None] = lambda job, asked: None
+    memory: Callable[[Job, Any], int | None] = lambda job, asked: None
+    plan: Callable[[Job, Any], Mapping[str, Any]] = lambda job, asked: {}
+    show_plan: Callable[[Mapping[str, Any]], Iterable[RenderableType]] = _nothing
     result: tuple[str, Callable[[Path], Any], Any] | None = None
-    show: Callable[[Mapping[str, Any]], "Iterable[RenderableType]"] = _nothing
+    show: Callable[[Mapping[str, Any]], Iterable[RenderableType]] = _nothing
     gates: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     unmeasured: Callable[[Recipe, Any], Iterable[str]] = _nothing
     judge: "Callable[[Any, Mapping[str, Any]], Iterable[Verdict]]" = _nothing
 
     def runs(self, recipe: Recipe) -> bool:
         """Whether the recipe asks for it."""
-        return bool(recipe.asked(self.key)) and self.wanted(recipe)
+        asked = recipe.asked(self.key)
+        return bool(asked) and self.wanted(asked)
 
 
 def read_json(name: str) -> Callable[[Path], Any]:

@@ -3,7 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from rich.markup import escape
+
 from sparsepack.bench.options import BenchSettings
+from sparsepack.files.atomic import write_json
+from sparsepack.progress import say
 from sparsepack.recipe.section import Count, Natural, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.eval import perplexity_texts
@@ -24,32 +28,25 @@ class Bench(Section):
     seed: Natural = BenchSettings.seed
 
 
-def _asked(job: Job) -> Bench:
-    asked = Bench.of(job.recipe)
-    assert asked is not None
-    return asked
-
-
-def _problems(recipe: Recipe) -> Iterator[str]:
-    asked = Bench.of(recipe)
+def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
     yield from needs_engine("bench", recipe)
-    if asked is not None and not asked.prompt and not asked.generate:
+    if not asked.prompt and not asked.generate:
         yield "bench: prompt and generate are both 0; give one of them tokens"
 
 
-def _misfits(job: Job) -> Iterator[str]:
-    yield from job.too_long("bench.prompt", _asked(job).prompt)
-    yield from job.too_long("bench.generate", _asked(job).generate)
+def _misfits(job: Job, asked: Bench) -> Iterator[str]:
+    yield from job.too_long("bench.prompt", asked.prompt)
+    yield from job.too_long("bench.generate", asked.generate)
 
 
-def _settings(job: Job) -> dict[str, Any]:
+def _settings(job: Job, asked: Bench) -> dict[str, Any]:
     import torch
 
     from sparsepack.runtime.cpu.machine import cpu_info
 
     texts = [job.text([name]).sha256 for name in perplexity_texts(job.recipe)[:1]]
     machine = {"cpu": cpu_info(), "threads": torch.get_num_threads(), "runs": _what_runs()}
-    return {**_asked(job).model_dump(mode="json"), "text_sha256": texts, "machine": machine}
+    return {**asked.model_dump(mode="json"), "text_sha256": texts, "machine": machine}
 
 
 def _what_runs() -> str:
@@ -63,14 +60,12 @@ def _what_runs() -> str:
         return "reference"
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: Bench) -> None:
     from sparsepack.artifacts.gguf.zigzag import read_zigzag
     from sparsepack.bench.decode import bench_decode
-    from sparsepack.files.atomic import write_json
     from sparsepack.models.windows import tokenise
-    from sparsepack.progress import say
 
-    asked, device = _asked(job), job.recipe.device
+    device = job.recipe.device
     settings = BenchSettings(asked.prompt, asked.generate, asked.repetitions, asked.threads, asked.seed, device=device)
     packed = read_zigzag(job.folder / ARTIFACT, verify=False)  # unchanged since it was packed, or pack would have run
     ids, text, longest = None, None, max(asked.prompt, asked.generate)
@@ -85,8 +80,6 @@ def _run(job: Job) -> None:
 
 
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
-    from rich.markup import escape
-
     if report["bench"] is None:
         return
     for row in report["bench"]["tests"]:
@@ -109,7 +102,7 @@ BENCH = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
-    tokens=lambda job: _asked(job).repetitions * (_asked(job).prompt + 2 * _asked(job).generate),
+    tokens=lambda job, asked: asked.repetitions * (asked.prompt + 2 * asked.generate),
     result=("bench", read_json(RESULT), None),
     show=_show,
 )

@@ -25,68 +25,57 @@ class Calibrate(Section):
     batch: Count = CalibrateOptions.batch
 
 
-def _asked(job: Job) -> Calibrate:
-    asked = Calibrate.of(job.recipe)
-    assert asked is not None
-    return asked
-
-
-def _problems(recipe: Recipe) -> Iterator[str]:
-    asked = Calibrate.of(recipe)
-    if asked is not None and asked.context is not None and asked.context <= asked.sinks:
+def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
+    if asked.context is not None and asked.context <= asked.sinks:
         yield f"calibrate.sinks: {asked.sinks}; expected fewer than context, {asked.context}"
 
 
-def _misfits(job: Job) -> Iterator[str]:
-    asked = _asked(job)
+def _misfits(job: Job, asked: Calibrate) -> Iterator[str]:
     yield from job.too_long("calibrate.context", asked.context)
     job.text(asked.text)
 
 
-def _settings(job: Job) -> dict[str, Any]:
-    asked = _asked(job)
+def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
     return {**asked.model_dump(mode="json"), "text_sha256": job.text(asked.text).sha256}
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: Calibrate) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.calibrate.run import calibrate
 
-    asked = _asked(job)
     values = asked.model_dump(exclude={"text"})
     options = CalibrateOptions(**values, device=job.recipe.device, dtype=job.recipe.dtype)
     calibrate(job.checkpoint, job.text(asked.text), job.folder / FOLDER, options, overwrite=True)
 
 
-def windows(job: Job) -> tuple[int, int]:
+def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
     """How many windows are run, and of how many tokens each."""
     from sparsepack.models.windows import window_length
     from sparsepack.recipe.estimates import windows_in
 
-    asked = _asked(job)
     context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)
     return windows_in(job, asked.text, context, asked.samples), context
 
 
-def _tokens(job: Job) -> int:
-    count, context = windows(job)
+def _tokens(job: Job, asked: Calibrate) -> int:
+    count, context = windows(job, asked)
     return count * context
 
 
-def _memory(job: Job) -> int:
+def _memory(job: Job, asked: Calibrate) -> int:
     import torch
 
     from sparsepack.models.checkpoint import EMBEDDING
     from sparsepack.recipe.estimates import activation_bytes, dtype_bytes
 
     checkpoint, size = job.checkpoint, dtype_bytes(job)
-    count, context = windows(job)
+    count, context = windows(job, asked)
     shapes = checkpoint.source.shapes
     block = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
     hidden = count * context * int(checkpoint.config.hidden_size) * size
     # The table is stored in 16 bits at least; a block's inputs, its outputs, and these joined are there at once.
     embedding = 2 * torch.Size(shapes[EMBEDDING]).numel()
-    batch = activation_bytes(checkpoint, _asked(job).batch * context)
+    batch = activation_bytes(checkpoint, asked.batch * context)
     return max(embedding + 2 * hidden, block * size + 3 * hidden + batch)
 
 

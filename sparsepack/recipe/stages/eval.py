@@ -3,22 +3,23 @@
 import fnmatch
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
 
 from sparsepack.errors import RecipeError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.protocols import PROTOCOLS
+from sparsepack.files.atomic import write_json
+from sparsepack.recipe.console import table, with_error
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Count, Length, Limit, Names, Natural, Recipe, Section, listed, one_of
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.pack import ARTIFACT, PACK, Pack
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 RESULT = "eval.json"
 
@@ -51,33 +52,23 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
 
 
-def _asked(job: Job) -> Eval:
-    asked = Eval.of(job.recipe)
-    assert asked is not None
-    return asked
-
-
-def _problems(recipe: Recipe) -> Iterator[str]:
-    asked = Eval.of(recipe)
-    assert asked is not None
+def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
     if not asked.perplexity and not asked.tasks:
         yield "eval: nothing to evaluate; give it perplexity texts or tasks, or leave it out"
     if asked.task_path and not Path(asked.task_path).is_dir():
         yield f"eval.task_path: {asked.task_path} is no folder (relative paths start at the working directory)"
 
 
-def _misfits(job: Job) -> Iterator[str]:
-    asked = _asked(job)
+def _misfits(job: Job, asked: Eval) -> Iterator[str]:
     if asked.perplexity:
         yield from job.too_long("eval.context", asked.context)
     for name in asked.perplexity:
         job.text([name])
 
 
-def _settings(job: Job) -> dict[str, Any]:
+def _settings(job: Job, asked: Eval) -> dict[str, Any]:
     import importlib.metadata
 
-    asked = _asked(job)
     return {
         **asked.model_dump(mode="json"),
         "protocols": _protocols(job.recipe),
@@ -96,11 +87,10 @@ def _hashes(task_path: str | None) -> dict[str, str]:
     return {str(path): sha256_file(path) for path in sorted(Path(task_path).rglob("*")) if path.is_file()}
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: Eval) -> None:
     from sparsepack.eval.run import evaluate
-    from sparsepack.files.atomic import write_json
 
-    recipe, asked = job.recipe, _asked(job)
+    recipe = job.recipe
     packed = Pack.of(recipe) is not None
     evaluations = []
     for protocol in _protocols(recipe):
@@ -135,26 +125,26 @@ def _share_of_sparse_sites(job: Job) -> float:
     return sum(weights[key] for key in sparse_sites(checkpoint, activation.include, activation.ignore))
 
 
-def _context(job: Job) -> int:
+def _context(job: Job, asked: Eval) -> int:
     from sparsepack.models.windows import window_length
 
-    return window_length(_asked(job).context, job.checkpoint.config.max_position_embeddings)
+    return window_length(asked.context, job.checkpoint.config.max_position_embeddings)
 
 
-def _tokens(job: Job) -> int:
+def _tokens(job: Job, asked: Eval) -> int:
     """Of ours and of the source model; those of lm-eval tasks are not known beforehand."""
     from sparsepack.recipe.estimates import windows_in
 
-    asked, context = _asked(job), _context(job)
+    context = _context(job, asked)
     windows = sum(windows_in(job, (name,), context, asked.windows) for name in asked.perplexity)
     return 2 * windows * context * len(_protocols(job.recipe))
 
 
-def _memory(job: Job) -> int:
+def _memory(job: Job, asked: Eval) -> int:
     from sparsepack.eval.perplexity import CHUNK
     from sparsepack.recipe.estimates import LIVE, activation_bytes, dtype_bytes, parameters
 
-    asked, checkpoint, context = _asked(job), job.checkpoint, _context(job)
+    checkpoint, context = job.checkpoint, _context(job, asked)
     batch = asked.batch or 1
     models = (2 if asked.perplexity else 1) * parameters(checkpoint) * dtype_bytes(job)
     logits = batch * min(CHUNK, context) * int(checkpoint.config.vocab_size) * 4 * LIVE
@@ -166,7 +156,7 @@ def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
         yield "tokens of lm-eval tasks are not counted"
 
 
-def _show(report: Mapping[str, Any]) -> "Iterator[RenderableType]":
+def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     if rows:
         yield _accuracy(rows)
@@ -175,11 +165,7 @@ def _show(report: Mapping[str, Any]) -> "Iterator[RenderableType]":
             yield _tasks(evaluation["tasks"])
 
 
-def _accuracy(rows: list[Mapping[str, Any]]) -> "Table":
-    from rich.markup import escape
-
-    from sparsepack.recipe.console import table, with_error
-
+def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
     columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
     made = table("accuracy against the source model", *columns, ">sparsity (target)")
     for row in rows:
@@ -198,11 +184,7 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> "Table":
     return made
 
 
-def _tasks(found: Mapping[str, Any]) -> "Table":
-    from rich.markup import escape
-
-    from sparsepack.recipe.console import table, with_error
-
+def _tasks(found: Mapping[str, Any]) -> Table:
     made = table(f"tasks, protocol {found['protocol']}", "task", ">samples", "metric", ">value")
     for name, task in found["tasks"].items():
         for metric, value in task["metrics"].items():

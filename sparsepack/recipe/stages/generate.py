@@ -4,7 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from rich.markup import escape
 
+from sparsepack.files.atomic import write_json
+from sparsepack.progress import say
 from sparsepack.recipe.section import Count, Natural, Section
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.pack import ARTIFACT, PACK, needs_engine
@@ -26,29 +29,20 @@ class Generate(Section):
     seed: Natural = GenerateOptions.seed
 
 
-def _asked(job: Job) -> Generate:
-    asked = Generate.of(job.recipe)
-    assert asked is not None
-    return asked
-
-
-def _length(job: Job) -> int:
+def _length(job: Job, asked: Generate) -> int:
     """Tokens of the prompt and of what is made."""
     from sparsepack.runtime.generate import open_tokenizer, prompt_tokens
 
     tokenizer = open_tokenizer(job.checkpoint.tokenizer_json())
-    prompt = prompt_tokens(tokenizer, _asked(job).prompt, job.checkpoint.tokenizer.bos_token_id)
-    return len(prompt) + _asked(job).tokens
+    prompt = prompt_tokens(tokenizer, asked.prompt, job.checkpoint.tokenizer.bos_token_id)
+    return len(prompt) + asked.tokens
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: Generate) -> None:
     from sparsepack.bench.traffic import realised_sparsity
-    from sparsepack.files.atomic import write_json
     from sparsepack.load import load
-    from sparsepack.progress import say
 
-    asked = _asked(job)
-    model = load(job.folder / ARTIFACT, job.recipe.device, _length(job), verify=False)
+    model = load(job.folder / ARTIFACT, job.recipe.device, _length(job, asked), verify=False)
     say(*model.says)
     text, ended = model.continued(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"})))
     activity = model.engine.activity()
@@ -63,8 +57,6 @@ def _run(job: Job) -> None:
 
 
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
-    from rich.markup import escape
-
     made = report["generate"]
     if made is not None:
         yield f"\n[dim]{escape(made['prompt'])}[/]{escape(made['text'])}\n"
@@ -76,11 +68,11 @@ GENERATE = Stage(
     type=Generate | None,
     needs=(PACK.name,),
     outputs=(RESULT,),
-    settings=lambda job: _asked(job).model_dump(mode="json"),
+    settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
-    problems=lambda recipe: needs_engine("generate", recipe),
-    misfits=lambda job: job.too_long("generate, prompt and tokens,", _length(job)),
-    tokens=lambda job: _asked(job).tokens,
+    problems=lambda recipe, asked: needs_engine("generate", recipe),
+    misfits=lambda job, asked: job.too_long("generate, prompt and tokens,", _length(job, asked)),
+    tokens=lambda job, asked: asked.tokens,
     result=("generate", read_json(RESULT), None),
     show=_show,
 )

@@ -3,16 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from rich.console import RenderableType
+from rich.markup import escape
+
+from sparsepack.files.atomic import write_json
 from sparsepack.pack import FORMATS, ZIGZAG, PackRequest
+from sparsepack.progress import say
+from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Limit, Recipe, Section, one_of
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 ARTIFACT, DESCRIPTION = "model.gguf", "pack.json"
 _TYPES = ("auto", "q6_k", "q4_k", "f16", "bf16", "f32")
@@ -47,21 +50,17 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
     return {key: value[key] for key in _MADE_FROM}
 
 
-def _problems(recipe: Recipe) -> Iterator[str]:
-    asked = Pack.of(recipe)
-    if asked is not None and sparse(recipe) and asked.format != ZIGZAG:
+def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
+    if sparse(recipe) and asked.format != ZIGZAG:
         without = "no activation_sparsity"
         yield f"pack.format: a {asked.format} GGUF has no place for thresholds; expected {ZIGZAG}, or {without}"
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: Pack) -> None:
     from sparsepack.artifacts.inspect import describe
-    from sparsepack.files.atomic import write_json
     from sparsepack.pack import pack
-    from sparsepack.progress import say
 
-    recipe, asked = job.recipe, Pack.of(job.recipe)
-    assert asked is not None
+    recipe = job.recipe
     request = PackRequest(
         model=recipe.model,
         output=job.folder / ARTIFACT,
@@ -78,10 +77,9 @@ def _run(job: Job) -> None:
     write_json(job.folder / DESCRIPTION, description)
 
 
-def _plan(job: Job) -> dict[str, Any]:
+def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
     from sparsepack.recipe.sizes import predict
 
-    asked = Pack.of(job.recipe)
     if asked is None:
         return {"artifact": None}
     prediction = predict(job.recipe, job.checkpoint)
@@ -100,11 +98,7 @@ def _plan(job: Job) -> dict[str, Any]:
     return {"artifact": artifact}
 
 
-def _show_plan(plan: Mapping[str, Any]) -> "Iterator[RenderableType]":
-    from rich.markup import escape
-
-    from sparsepack.recipe.console import table
-
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     artifact = plan["artifact"]
     if artifact is None:
         return
@@ -118,8 +112,6 @@ def _show_plan(plan: Mapping[str, Any]) -> "Iterator[RenderableType]":
 
 
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
-    from rich.markup import escape
-
     made = report["pack"]
     if made is not None:
         bits = made["bits_per_weight"]
@@ -150,7 +142,7 @@ PACK = Stage(
     type=Pack | None,
     needs=(THRESHOLDS.name,),
     outputs=(ARTIFACT, DESCRIPTION),
-    settings=lambda job: provenance(job.recipe),
+    settings=lambda job, asked: provenance(job.recipe),
     run=_run,
     problems=_problems,
     plan=_plan,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from rich.markup import escape
 
 from sparsepack.calibrate.options import CRITERIA
 from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section, one_of
@@ -40,15 +41,8 @@ def sparse(recipe: Recipe) -> bool:
     return asked is not None and asked.sparsity > 0
 
 
-def _asked(job: Job) -> ActivationSparsity:
-    asked = ActivationSparsity.of(job.recipe)
-    assert asked is not None
-    return asked
-
-
-def _problems(recipe: Recipe) -> Iterator[str]:
-    asked, key = ActivationSparsity.of(recipe), ActivationSparsity.key
-    assert asked is not None
+def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
+    key = ActivationSparsity.key
     if asked.sparsity and Calibrate.of(recipe) is None:
         yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
     if asked.offsets and asked.allocation != "global":
@@ -57,36 +51,36 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"{key}.upstream: global runs the whole sparse model; expected sparse"
 
 
-def _misfits(job: Job) -> Iterator[str]:
+def _misfits(job: Job, asked: ActivationSparsity) -> Iterator[str]:
     from sparsepack.sparsity.allocation import sparse_sites
 
-    sparse_sites(job.checkpoint, _asked(job).include, _asked(job).ignore)
+    sparse_sites(job.checkpoint, asked.include, asked.ignore)
     yield from ()
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: ActivationSparsity) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.sparsity.find import make_thresholds
 
     recipe = job.recipe
-    options = AllocationOptions(**_asked(job).model_dump(), device=recipe.device, dtype=recipe.dtype)
+    options = AllocationOptions(**asked.model_dump(), device=recipe.device, dtype=recipe.dtype)
     make_thresholds(job.checkpoint, job.folder / FOLDER, options, job.folder / TABLE, overwrite=True)
 
 
-def _tokens(job: Job) -> int:
-    asked = _asked(job)
-    count, context = windows(job)
+def _tokens(job: Job, asked: ActivationSparsity) -> int:
+    calibrate = Calibrate.of(job.recipe)
+    assert calibrate is not None  # or there would be no thresholds
+    count, context = windows(job, calibrate)
     tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
     if asked.allocation == "global":
         tokens += 2 * asked.steps * asked.batch * min(asked.length, context)
     return tokens
 
 
-def _plan(job: Job) -> dict[str, Any]:
+def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
     """What each pattern matches."""
     from sparsepack.sparsity.allocation import site_name, sparse_sites
 
-    asked = ActivationSparsity.of(job.recipe)
     given = [] if asked is None else [("include", p) for p in asked.include] + [("ignore", p) for p in asked.ignore]
     found = [[site_name(*key) for key in sparse_sites(job.checkpoint, [p], [])] for _, p in given]
     rows = zip(given, found, strict=True)
@@ -94,8 +88,6 @@ def _plan(job: Job) -> dict[str, Any]:
 
 
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
-    from rich.markup import escape
-
     for row in plan["patterns"]:
         found = row["sites"]
         yield escape(f"{row['list']} {row['pattern']}: {len(found)} sites, {found[0]} to {found[-1]}")
@@ -115,9 +107,9 @@ THRESHOLDS = Stage(
     type=ActivationSparsity | None,
     needs=(CALIBRATE.name,),
     outputs=(TABLE,),
-    settings=lambda job: _asked(job).model_dump(mode="json"),
+    settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
-    wanted=sparse,
+    wanted=lambda asked: asked.sparsity > 0,
     problems=_problems,
     misfits=_misfits,
     tokens=_tokens,

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sparsepack.files.atomic import write_json
+from sparsepack.progress import say
 from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage, read_json
@@ -11,15 +13,13 @@ from sparsepack.recipe.stages.pack import ARTIFACT, PACK, Pack
 REPORT = "verify.json"
 
 
-def _problems(recipe: Recipe) -> Iterator[str]:
+def _problems(recipe: Recipe, asked: bool) -> Iterator[str]:
     if Pack.of(recipe) is None:
         yield "verify: there is no artifact to verify; add a pack section"
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, asked: bool) -> None:
     from sparsepack.artifacts.verify import verify_against
-    from sparsepack.files.atomic import write_json
-    from sparsepack.progress import say
 
     report = verify_against(job.folder / ARTIFACT, job.checkpoint)
     for problem in report.problems:
@@ -46,7 +46,7 @@ VERIFY = Stage(
     default=False,
     needs=(PACK.name,),
     outputs=(REPORT,),
-    settings=lambda job: {},
+    settings=lambda job, asked: {},
     run=_run,
     problems=_problems,
     result=("verify", read_json(REPORT), None),
