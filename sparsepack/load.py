@@ -20,11 +20,6 @@ class Model:
     packed: PackedModel
     engine: Engine
 
-    @property
-    def says(self) -> tuple[str, ...]:
-        """What runs it, and why where that is not the best for the device: lines for people."""
-        return _says(self.engine)
-
     def generate(self, prompt: str, options: GenerateOptions | None = None) -> Generator[str, None, str]:
         """Continue a prompt, piece by piece as it is made; see `runtime.generate.generate`, also for what it raises."""
         values = asdict(options or GenerateOptions())
@@ -46,11 +41,6 @@ class ModelOfSeveral:
 
     packed: PackedModel
     engine: BatchEngine
-
-    @property
-    def says(self) -> tuple[str, ...]:
-        """As `Model.says`."""
-        return _says(self.engine)
 
     def generate(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[str]:
         """Continue a prompt in each sequence; see `runtime.generate.generate_together`."""
@@ -94,5 +84,6 @@ def load_several(
     return ModelOfSeveral(packed, BatchEngine(packed, device, context, sequences=sequences, dense=dense))
 
 
-def _says(engine: Engine | BatchEngine) -> tuple[str, ...]:
+def what_runs(engine: Engine | BatchEngine) -> tuple[str, ...]:
+    """What runs a model, and why where that is not the best for the device: lines for people."""
     return f"runtime: {engine.description}{', dense' if engine.dense else ''}", *engine.notes

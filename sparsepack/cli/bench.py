@@ -6,35 +6,29 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.options import PATH, backend_option, device_option, emit, json_output, seed_option, thread_count
+from sparsepack.cli.options import (
+    PATH,
+    backend_option,
+    device_option,
+    emit,
+    from_options,
+    json_output,
+    seed_option,
+    thread_count,
+)
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@click.option(
-    "-p",
-    "--prompt",
-    "n_prompt",
-    default=BenchSettings.n_prompt,
-    show_default=True,
-    help="Tokens of the prefill test; 0: none.",
-)
-@click.option(
-    "-n",
-    "--generate",
-    "n_gen",
-    default=BenchSettings.n_gen,
-    show_default=True,
-    help="Tokens of the decoding test; 0: none.",
-)
-@click.option("-r", "--repetitions", default=BenchSettings.repetitions, show_default=True)
+@from_options(BenchSettings, "-p", "--prompt", "n_prompt", help="Tokens of the prefill test; 0: none.")
+@from_options(BenchSettings, "-n", "--generate", "n_gen", help="Tokens of the decoding test; 0: none.")
+@from_options(BenchSettings, "-r", "--repetitions")
 @click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
 @seed_option
-@click.option(
+@from_options(
+    BenchSettings,
     "--batch",
     type=click.IntRange(1, 8),
-    default=BenchSettings.batch,
-    show_default=True,
     help="Decode so many sequences together, skipping what is inactive in all of them; with --device cuda.",
 )
 @device_option

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.cli.options import PATH, compute, overwrite_flag, seed_option, window
+from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag, seed_option, window
 
 
 @click.command()
@@ -15,28 +15,17 @@ from sparsepack.cli.options import PATH, compute, overwrite_flag, seed_option, w
 @click.option("--text", "texts", multiple=True, help="What to run; repeats.")
 @click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
 @window
-@click.option(
-    "--samples",
-    type=click.IntRange(0),
-    default=CalibrateOptions.samples,
-    show_default=True,
-    help="Windows drawn at random; 0 for all, in order.",
+@from_options(
+    CalibrateOptions, "--samples", type=click.IntRange(0), help="Windows drawn at random; 0 for all, in order."
 )
 @seed_option
-@click.option(
+@from_options(
+    CalibrateOptions,
     "--sinks",
     type=click.IntRange(0),
-    default=CalibrateOptions.sinks,
-    show_default=True,
     help="First positions of a window left out of the statistics.",
 )
-@click.option(
-    "--batch",
-    type=click.IntRange(1),
-    default=CalibrateOptions.batch,
-    show_default=True,
-    help="Windows at a time.",
-)
+@from_options(CalibrateOptions, "--batch", type=click.IntRange(1), help="Windows at a time.")
 @compute
 @overwrite_flag
 def calibrate(

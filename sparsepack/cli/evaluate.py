@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, RUNTIMES, compute, emit, json_output, torch_threads, window
+from sparsepack.cli.options import PATH, RUNTIMES, compute, emit, from_options, json_output, torch_threads, window
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.protocols import PROTOCOLS
 
@@ -28,11 +28,10 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option(
     "--batch", type=click.IntRange(1), help="Windows, and requests of a task, at a time (default 1 window, 8 requests)."
 )
-@click.option(
+@from_options(
+    EvalRequest,
     "--runtime",
     type=click.Choice(RUNTIMES),
-    default=EvalRequest.runtime,
-    show_default=True,
     help="What runs SUBJECT: transformers, or a zigzag artifact's engine with its own kernels and rounding (cuda: with "
     "--device cuda).",
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, backend_option, device_option, seed_option, torch_threads
+from sparsepack.cli.options import PATH, backend_option, device_option, from_options, seed_option, torch_threads
 from sparsepack.runtime.options import GenerateOptions
 
 
@@ -18,17 +18,8 @@ from sparsepack.runtime.options import GenerateOptions
     required=True,
     help="Text to continue. Repeats, up to 8 times with --device cuda: all are continued together.",
 )
-@click.option(
-    "-n",
-    "--tokens",
-    type=click.IntRange(0),
-    default=GenerateOptions.tokens,
-    show_default=True,
-    help="Tokens to generate at most.",
-)
-@click.option(
-    "--temperature", default=GenerateOptions.temperature, show_default=True, help="0 takes the likeliest token."
-)
+@from_options(GenerateOptions, "-n", "--tokens", type=click.IntRange(0), help="Tokens to generate at most.")
+@from_options(GenerateOptions, "--temperature", help="0 takes the likeliest token.")
 @click.option("--top-k", type=click.IntRange(1))
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
 @seed_option

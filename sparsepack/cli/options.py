@@ -26,6 +26,13 @@ def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
 
 
+def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F]:
+    """A click option with the default that its field has in an option dataclass; the field is that of the longest flag,
+    or of the last name where one has no dashes."""
+    field = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
+    return click.option(*flags, default=getattr(options, field), show_default=True, **settings)
+
+
 def _usable_device(context: click.Context, parameter: click.Parameter, name: str) -> str:
     """Refuse a device that this machine lacks before any work is done."""
     if name == "cpu":
@@ -59,13 +66,7 @@ def _writable(context: click.Context, parameter: click.Parameter, path: str | No
     return path
 
 
-device_option = click.option(
-    "--device",
-    default=CalibrateOptions.device,
-    show_default=True,
-    callback=_usable_device,
-    help="cpu, cuda, cuda:1, mps.",
-)
+device_option = from_options(CalibrateOptions, "--device", callback=_usable_device, help="cpu, cuda, cuda:1, mps.")
 backend_option = click.option(
     "--backend",
     type=click.Choice(("auto", *BACKENDS)),
@@ -76,12 +77,7 @@ backend_option = click.option(
 )
 compute = _options(
     device_option,
-    click.option(
-        "--dtype",
-        type=click.Choice(("float32", "bfloat16", "float16")),
-        default=CalibrateOptions.dtype,
-        show_default=True,
-    ),
+    from_options(CalibrateOptions, "--dtype", type=click.Choice(("float32", "bfloat16", "float16"))),
 )
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(
@@ -96,31 +92,21 @@ _threads = functools.partial(
 thread_count = _threads()
 torch_threads = _threads(callback=_use_threads, expose_value=False)
 """The number of torch in the whole process, for verbs that take none."""
-seed_option = click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=CalibrateOptions.seed, show_default=True
-)
-
-
-def _number(name: str, least: int, text: str) -> Callable[[F], F]:
-    """A whole number of `AllocationOptions`."""
-    default = getattr(AllocationOptions, name)
-    return click.option(f"--{name}", type=click.IntRange(least), default=default, show_default=True, help=text)
+seed_option = from_options(CalibrateOptions, "--seed", type=click.IntRange(0, 2**32 - 1))
 
 
 allocation = _options(
     click.option("--sparsity", type=float, help="Share of the weights that a decoded token skips, 0 to below 1."),
-    click.option(
+    from_options(
+        AllocationOptions,
         "--allocation",
         type=click.Choice(ALLOCATIONS),
-        default=AllocationOptions.allocation,
-        show_default=True,
         help="One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
     ),
-    click.option(
+    from_options(
+        AllocationOptions,
         "--criterion",
         type=click.Choice(CRITERIA),
-        default=AllocationOptions.criterion,
-        show_default=True,
         help="Score of channel j: |x_j|, or |x_j| times the norm of its column.",
     ),
     click.option("--include", multiple=True, help="Only these sites: blk.3.mlp_mid, blk.*.attn_in, re:REGEX. Repeats."),
@@ -133,10 +119,12 @@ allocation = _options(
         help="Take thresholds on dense activations, as the papers do.",
     ),
     click.option("--offsets", is_flag=True, help="global: also learn what inactive channels stand at; costs nothing."),
-    _number("windows", 1, "Calibration windows that thresholds are taken on."),
-    _number("steps", 1, "global: optimiser steps."),
-    _number("batch", 1, "global: windows per step."),
-    _number("length", 2, "global: tokens per window."),
+    from_options(
+        AllocationOptions, "--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."
+    ),
+    from_options(AllocationOptions, "--steps", type=click.IntRange(1), help="global: optimiser steps."),
+    from_options(AllocationOptions, "--batch", type=click.IntRange(1), help="global: windows per step."),
+    from_options(AllocationOptions, "--length", type=click.IntRange(2), help="global: tokens per window."),
     seed_option,
 )
 

@@ -5,29 +5,23 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.cli.options import PATH, allocation, allocation_options, compute, from_options, overwrite_flag
 from sparsepack.pack import FORMATS, PackRequest
 
 
 @click.command()
 @click.argument("model")
-@click.option(
+@from_options(
+    PackRequest,
     "--format",
     type=click.Choice(FORMATS),
-    default=PackRequest.format,
-    show_default=True,
     help="zigzag-q4_k skips inactive columns; the others are plain GGUFs that stock llama.cpp loads.",
 )
 @click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation
-@click.option(
-    "--output-type",
-    default=PackRequest.output_type,
-    show_default=True,
-    help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32.",
-)
-@click.option("--embedding-type", default=PackRequest.embedding_type, show_default=True, help="Embedding, likewise.")
+@from_options(PackRequest, "--output-type", help="Output matrix: auto, q6_k, q4_k, f16, bf16, f32.")
+@from_options(PackRequest, "--embedding-type", help="Embedding, likewise.")
 @click.option("-o", "--output", type=PATH, required=True, help="The file to make.")
 @compute
 @overwrite_flag

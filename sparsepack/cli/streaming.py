@@ -4,14 +4,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from sparsepack.load import Model, ModelOfSeveral
+from sparsepack.load import Model, ModelOfSeveral, what_runs
 from sparsepack.progress import say
 from sparsepack.runtime.options import GenerateOptions
 
 
 def stream(model: Model, prompt: str, options: GenerateOptions) -> None:
     """Write a prompt and its continuation as it comes."""
-    say(*model.says)
+    say(*what_runs(model.engine))
     pieces = model.generate(prompt, options)
     began, first = time.perf_counter(), 0.0
     sys.stdout.write(prompt)
@@ -30,7 +30,7 @@ def stream(model: Model, prompt: str, options: GenerateOptions) -> None:
 
 def print_together(model: ModelOfSeveral, prompts: Sequence[str], options: GenerateOptions) -> None:
     """Write the continuations of several prompts when all are made."""
-    say(*model.says)
+    say(*what_runs(model.engine))
     began = time.perf_counter()
     texts = model.generate(prompts, options)
     spent = time.perf_counter() - began

@@ -71,8 +71,8 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         "perplexity": rows,
         "tasks": None,
         "compute": {
-            **{name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype")},
             "batch": request.windows_at_once,
+            **{name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype")},
         },
         "versions": {
             "sparsepack": __version__,

@@ -40,10 +40,10 @@ def _length(job: Job, asked: Generate) -> int:
 
 def _run(job: Job, asked: Generate) -> None:
     from sparsepack.bench.traffic import realised_sparsity
-    from sparsepack.load import load
+    from sparsepack.load import load, what_runs
 
     model = load(job.folder / ARTIFACT, job.recipe.device, _length(job, asked), verify=False)
-    say(*model.says)
+    say(*what_runs(model.engine))
     text, ended = model.continued(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"})))
     activity = model.engine.activity()
     result = {
