@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.artifacts.gguf.zigzag import read_zigzag
 from sparsepack.runtime.cpu import tune as on_cpu
-from sparsepack.runtime.tuning import GATES, SHAPES
+from sparsepack.runtime.tuning import GATES
 
 
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
         for layer in read_zigzag(path, verify=False).layers
         for name, site in layer.sites.items()
     ]
-    shapes = [shape for _, shape in sites] or list(SHAPES)
+    shapes = [shape for _, shape in sites] or list(on_cpu.SHAPES)
     if device == "cpu":
         return on_cpu.measure(shapes, threads or torch.get_num_threads())
     from sparsepack.runtime.cuda import tune as on_cuda
