@@ -18,7 +18,8 @@ import click
 import torch
 
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import Subject, open_subject
@@ -26,8 +27,8 @@ from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.rule import Rules
 from sparsepack.models.windows import rolling_windows
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 
 @click.command()

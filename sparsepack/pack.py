@@ -1,21 +1,23 @@
-"""`pack`: thresholds and weights into one artifact."""
+"""`pack`: thresholds and weights into one artifact.
+
+Nothing heavy is imported at the top: the command line and recipes read the defaults of a request.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsepack.artifacts.folder.layout import MANIFEST
 from sparsepack.artifacts.formats import DEFAULT_FORMAT, format_of, those_with
-from sparsepack.artifacts.plan import Plan, PlanRequest
-from sparsepack.calibrate.folder import load
 from sparsepack.errors import PackingError
-from sparsepack.files.atomic import check_output
-from sparsepack.files.resume import state_beside
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.sparsity.allocation import AllocationOptions
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
+from sparsepack.sparsity.options import AllocationOptions
+
+if TYPE_CHECKING:
+    from sparsepack.artifacts.plan import Plan
+    from sparsepack.models.checkpoint import Checkpoint
+    from sparsepack.sparsity.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Packed:
 
 def pack(request: PackRequest) -> Packed:
     """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
+    from sparsepack.artifacts.folder.layout import MANIFEST
+    from sparsepack.files.atomic import check_output
+    from sparsepack.files.resume import state_beside
+    from sparsepack.models.checkpoint import open_checkpoint
+
     request.check()
     folder = format_of(request.format).folder
     check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
@@ -81,6 +88,8 @@ def pack(request: PackRequest) -> Packed:
 
 def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> Plan:
     """The artifact that a request makes with these thresholds. Raises `PackingError` for what does not fit."""
+    from sparsepack.artifacts.plan import PlanRequest
+
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,
         "recipe": dict(request.recipe) if request.recipe else None,
@@ -98,6 +107,10 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | No
 
 def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None) -> Thresholds | None:
     """The table that the request names or asks to be found; `state` as `find_thresholds` takes it."""
+    from sparsepack.calibrate.folder import load
+    from sparsepack.sparsity.find import find_thresholds
+    from sparsepack.sparsity.thresholds import read_thresholds
+
     if request.thresholds is not None:
         table = read_thresholds(request.thresholds)
         table.check_model(checkpoint)

@@ -43,5 +43,6 @@ def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
 
 
 def say(*lines: str) -> None:
-    """Lines on stderr."""
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
+    """Lines on stderr; nothing where there are none."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ import pytest
 from models_for_tests import TEXT, make_model
 
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 

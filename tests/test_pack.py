@@ -8,14 +8,15 @@ import torch
 from models_for_tests import TEXT, make_model
 
 from sparsepack.artifacts.artifact import read_packed
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import read_thresholds
 
 

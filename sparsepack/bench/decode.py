@@ -12,10 +12,11 @@ import torch
 from sparsepack import __version__
 from sparsepack.bench import traffic
 from sparsepack.bench.machine import ARRAY_BYTES, gpu_info, read_bandwidth, synchronise
+from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.progress import progress, say
-from sparsepack.runtime.batch import MOST_SEQUENCES, BatchEngine
+from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.operations_decoder import torch_threads
@@ -32,44 +33,6 @@ CHECKED_TOKENS = 9
 LARGEST_DIFFERENCE = 0.02
 """Relative, of the logits, between two ways to the same output. Dense ones differ by rounding only; sparse ones by
 more where an input lies so close to its threshold that rounding decides."""
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What to measure.
-
-    n_prompt, n_gen -- tokens of the prefill and of the decoding test, each from an empty cache; 0 leaves it out
-    repetitions     -- of every test, in turns
-    threads         -- of the engine and of torch; None: torch's number
-    seed            -- of the random token ids
-    device, backend -- as the engine's
-    batch           -- sequences that are decoded together, on the cuda backend alone; prefill is left out then
-
-    Raises `UserError` for a value out of range.
-    """
-
-    n_prompt: int = 512
-    n_gen: int = 128
-    repetitions: int = 5
-    threads: int | None = None
-    seed: int = 0
-    device: str = "cpu"
-    backend: str | None = None
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("n_prompt", 0), ("n_gen", 0), ("repetitions", 1), ("threads", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} {value}: expected at least {least}")
-        if not 1 <= self.batch <= MOST_SEQUENCES:
-            raise UserError(f"batch {self.batch}: expected 1 to {MOST_SEQUENCES}")
-        if self.batch > 1 and not self.n_gen:
-            raise UserError(f"batch {self.batch}: nothing to decode; give n_gen tokens")
-        if self.batch > 1 and (not self.device.startswith("cuda") or self.backend not in (None, "cuda")):
-            raise UserError(f"batch {self.batch}: only the cuda backend decodes sequences together; use device cuda")
-        if not self.n_prompt and not self.n_gen:
-            raise UserError("nothing to measure: n_prompt and n_gen are both 0; give one of them tokens")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-CRITERIA = ("magnitude", "column-norm")
-
 
 def column_norms(block: nn.Module, projections: Sequence[str]) -> torch.Tensor:
     """||W[:, j]|| of a site's stacked matrix: float32 [columns]."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.calibrate.collectors.statistics import LayerStatistics
+from sparsepack.calibrate.collectors import Statistics, added, named, of_block
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
@@ -24,12 +24,12 @@ class Calibration:
     """A finished calibration.
 
     manifest -- schema, model, tokenizer, texts, tokens, compute: see `calibrate.run`
-    layers   -- statistics of each decoder block
+    layers   -- statistics of each decoder block, by PLACE.NAME (`collectors`)
     windows  -- int32 [windows, context], the token ids that were run
     """
 
     manifest: dict[str, Any]
-    layers: tuple[LayerStatistics, ...]
+    layers: tuple[Statistics, ...]
     windows: torch.Tensor
 
     @property
@@ -57,7 +57,7 @@ def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calib
     check_output(path, overwrite)
     tensors = {"windows": calibration.windows.to(torch.int32)}
     for layer, statistics in enumerate(calibration.layers):
-        tensors |= statistics.tensors(layer)
+        tensors |= named(layer, statistics)
     with atomic.atomic_folder(path, overwrite) as folder:
         save_tensors(tensors, folder / _TENSORS)
         manifest = {**calibration.manifest, "statistics_sha256": sha256_file(folder / _TENSORS)}
@@ -84,7 +84,7 @@ def load(path: Path) -> Calibration:
         raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")
     try:
         tensors = load_file(path / _TENSORS)
-        statistics = tuple(LayerStatistics.from_tensors(tensors, layer) for layer in range(layers))
+        statistics = tuple(of_block(layer, tensors) for layer in range(layers))
         windows = tensors["windows"]
     except (SafetensorError, KeyError, TypeError) as error:
         raise CalibrationError(f"{path / _TENSORS}: damaged ({error}); calibrate again") from error
@@ -104,14 +104,19 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     parts = _parts(first) + _parts(second)
     if len(set(parts)) < len(parts):
         raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")
-    layers = [ours + theirs for ours, theirs in zip(first.layers, second.layers, strict=True)]
+    layers = [added(ours, theirs) for ours, theirs in zip(first.layers, second.layers, strict=True)]
     one, other = first.manifest["tokens"], second.manifest["tokens"]
-    added = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
-    tokens = {**one, **{name: one[name] + other[name] for name in added}}
+    counts = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
+    tokens = {**one, **{name: one[name] + other[name] for name in counts}}
     texts = first.manifest["texts"] + second.manifest["texts"]
     manifest = {**first.manifest, "texts": texts, "tokens": tokens, "parts": parts}
     del manifest["statistics_sha256"]  # of the first alone; `save` puts the right one
     return Calibration(manifest, tuple(layers), torch.cat([first.windows, second.windows]))
+
+
+def merge_folders(first: Path, second: Path, output: Path, overwrite: bool = False) -> Calibration:
+    """`calibrate merge`: two calibration folders as a third. Raises as `load`, `merge` and `save` do."""
+    return save(merge(load(first), load(second)), output, overwrite)
 
 
 def _parts(calibration: Calibration) -> list[str]:

@@ -4,53 +4,27 @@ After each block its statistics and the hidden states that enter the next one ar
 `.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsepack import __version__
-from sparsepack.calibrate import folder
-from sparsepack.calibrate.collectors.statistics import LayerStatistics, SiteStatistics
+from sparsepack.calibrate import collectors, folder
+from sparsepack.calibrate.collectors import Statistics
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.progress import progress
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """How much text, and how it is run.
-
-    context -- tokens per window;  samples -- windows drawn at random with `seed` (0: all, in order)
-    sinks   -- first positions of each window left out of the statistics (attention sinks)
-    batch   -- windows at a time;  device, dtype -- where and in what precision the blocks run
-    """
-
-    context: int = 2048
-    samples: int = 128
-    seed: int = 0
-    sinks: int = 4
-    batch: int = 2
-    device: str = "cpu"
-    dtype: str = "float32"
-
-    def check(self) -> None:
-        """Raise `CalibrationError` for values that make no sense."""
-        if not self.context > self.sinks >= 0 or self.samples < 0 or self.batch < 1:
-            raise CalibrationError(
-                f"context {self.context}, sinks {self.sinks}, samples {self.samples}, batch {self.batch}: expected "
-                "context > sinks >= 0, samples >= 0 and batch >= 1"
-            )
 
 
 def calibrate(
@@ -61,6 +35,7 @@ def calibrate(
     Raises `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
     """
     options = options or CalibrateOptions()
+    options = replace(options, context=window_length(options.context, checkpoint.config.max_position_embeddings))
     options.check()
     folder.check_output(output, overwrite)
     windows = _chosen_windows(checkpoint, text, options)
@@ -72,13 +47,14 @@ def calibrate(
 
 
 def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
-    limit = getattr(checkpoint.config, "max_position_embeddings", options.context)
-    if options.context > limit:
-        raise CalibrationError(f"context {options.context}: {checkpoint.name} was made for at most {limit}")
-    windows, _ = rolling_windows(checkpoint.tokenizer, text, options.context)
+    limit = checkpoint.config.max_position_embeddings
+    context = window_length(options.context, limit)
+    if context > limit:
+        raise CalibrationError(f"context {context}: {checkpoint.name} was made for at most {limit}")
+    windows, _ = rolling_windows(checkpoint.tokenizer, text, context)
     if windows.shape[1] <= options.sinks:
         raise CalibrationError(
-            f"context {options.context}, sinks {options.sinks}: without a BOS token a window has "
+            f"context {context}, sinks {options.sinks}: without a BOS token a window has "
             f"{windows.shape[1]} positions, none is left to count; give a larger context"
         )
     if windows.max() >= checkpoint.config.vocab_size:
@@ -127,7 +103,7 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
 
 def _run(
     checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: "_Resume"
-) -> list[LayerStatistics]:
+) -> list[Statistics]:
     stream = BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
     layers, hidden = resume.finished()
     if hidden is None:
@@ -136,14 +112,14 @@ def _run(
     with progress("calibrating", checkpoint.layers * batches, len(layers) * batches) as advance:
         for layer in range(len(layers), checkpoint.layers):
             stream.load(layer)
-            statistics = _empty(checkpoint)
+            statistics: Statistics = {}
             norms = {site: column_norms(stream.block, names) for site, names in checkpoint.family.projections.items()}
 
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
-                into.sites[site].add(x[:, options.sinks :], norms[site])
+                collectors.count(into, site, x[:, options.sinks :], norms[site])
 
             def watch(query: torch.Tensor, key: torch.Tensor, into: Any = statistics) -> None:
-                into.attention.add(query[:, :, options.sinks :], key[:, :, options.sinks :])
+                collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :])
 
             outputs = []
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
@@ -156,18 +132,13 @@ def _run(
     return layers
 
 
-def _empty(checkpoint: Checkpoint) -> LayerStatistics:
-    return LayerStatistics({site: SiteStatistics(checkpoint.stacked_shape(site)[1]) for site in SITES})
-
-
 class _Resume(ResumeState):
     """The state of a calibration: the statistics of each finished block, and the last hidden states."""
 
-    def finished(self) -> tuple[list[LayerStatistics], torch.Tensor | None]:
+    def finished(self) -> tuple[list[Statistics], torch.Tensor | None]:
         """The blocks that are done and the hidden states after them."""
-        layers = [LayerStatistics.from_tensors(tensors, layer) for layer, tensors in enumerate(self.blocks())]
-        return layers, self.hidden()
+        return [collectors.of_block(*block) for block in enumerate(self.blocks())], self.hidden()
 
-    def save(self, layer: int, statistics: LayerStatistics, hidden: torch.Tensor) -> None:
+    def save(self, layer: int, statistics: Statistics, hidden: torch.Tensor) -> None:
         """Keep a finished block and the hidden states after it."""
-        self.save_block(layer, statistics.tensors(layer), hidden)
+        self.save_block(layer, collectors.named(layer, statistics), hidden)

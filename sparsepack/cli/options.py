@@ -1,21 +1,36 @@
-"""Options that several verbs share, and what they do with them. Only click is imported at the top."""
+"""Options that several verbs share, and what they do with them.
+
+Defaults are those of the option dataclasses; nothing heavy is imported at the top.
+"""
 
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
 from sparsepack.errors import UserError
+from sparsepack.sparsity.options import ALLOCATIONS, AllocationOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
+BACKENDS = ("cpu", "cuda", "reference")
+RUNTIMES = ("transformers", *BACKENDS)
 
 
 def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
+
+
+def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F]:
+    """A click option with the default that its field has in an option dataclass; the field is that of the longest flag,
+    or of the last name where one has no dashes."""
+    field = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
+    return click.option(*flags, default=getattr(options, field), show_default=True, **settings)
 
 
 def _usable_device(context: click.Context, parameter: click.Parameter, name: str) -> str:
@@ -35,6 +50,13 @@ def _usable_device(context: click.Context, parameter: click.Parameter, name: str
     return name
 
 
+def _use_threads(context: click.Context, parameter: click.Parameter, threads: int | None) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
 def _writable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """Refuse a file for the result that cannot be written before there is one."""
     from sparsepack.files.atomic import check_output
@@ -44,12 +66,10 @@ def _writable(context: click.Context, parameter: click.Parameter, path: str | No
     return path
 
 
-device_option = click.option(
-    "--device", default="cpu", show_default=True, callback=_usable_device, help="cpu, cuda, cuda:1, mps."
-)
+device_option = from_options(CalibrateOptions, "--device", callback=_usable_device, help="cpu, cuda, cuda:1, mps.")
 backend_option = click.option(
     "--backend",
-    type=click.Choice(["auto", "cpu", "cuda", "reference"]),
+    type=click.Choice(("auto", *BACKENDS)),
     default="auto",
     show_default=True,
     callback=lambda context, parameter, name: None if name == "auto" else name,
@@ -57,9 +77,7 @@ backend_option = click.option(
 )
 compute = _options(
     device_option,
-    click.option(
-        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True
-    ),
+    from_options(CalibrateOptions, "--dtype", type=click.Choice(("float32", "bfloat16", "float16"))),
 )
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(
@@ -68,56 +86,54 @@ json_output = click.option(
 window = click.option(
     "--context", type=click.IntRange(2), help="Tokens per window (default 2048, or what MODEL was made for if less)."
 )
-thread_count = click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads (default: all cores).")
-seed_option = click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+_threads = functools.partial(
+    click.option, "--threads", type=click.IntRange(1, 1024), help="CPU threads (default: all cores)."
+)
+thread_count = _threads()
+torch_threads = _threads(callback=_use_threads, expose_value=False)
+"""The number of torch in the whole process, for verbs that take none."""
+seed_option = from_options(CalibrateOptions, "--seed", type=click.IntRange(0, 2**32 - 1))
+
 
 allocation = _options(
     click.option("--sparsity", type=float, help="Share of the weights that a decoded token skips, 0 to below 1."),
-    click.option(
+    from_options(
+        AllocationOptions,
         "--allocation",
-        type=click.Choice(["uniform", "teal", "global"]),
-        default="uniform",
-        show_default=True,
+        type=click.Choice(ALLOCATIONS),
         help="One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
     ),
-    click.option(
+    from_options(
+        AllocationOptions,
         "--criterion",
-        type=click.Choice(["magnitude", "column-norm"]),
-        default="magnitude",
-        show_default=True,
+        type=click.Choice(CRITERIA),
         help="Score of channel j: |x_j|, or |x_j| times the norm of its column.",
     ),
     click.option("--include", multiple=True, help="Only these sites: blk.3.mlp_mid, blk.*.attn_in, re:REGEX. Repeats."),
     click.option("--ignore", multiple=True, help="These sites stay dense. Repeats."),
-    click.option("--dense-upstream", is_flag=True, help="Take thresholds on dense activations, as the papers do."),
+    click.option(
+        "--dense-upstream",
+        "upstream",
+        is_flag=True,
+        callback=lambda context, parameter, dense: "dense" if dense else AllocationOptions.upstream,
+        help="Take thresholds on dense activations, as the papers do.",
+    ),
     click.option("--offsets", is_flag=True, help="global: also learn what inactive channels stand at; costs nothing."),
-    click.option("--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."),
-    click.option("--steps", type=click.IntRange(1), help="global: optimiser steps."),
-    click.option("--batch", type=click.IntRange(1), help="global: windows per step."),
+    from_options(
+        AllocationOptions, "--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."
+    ),
+    from_options(AllocationOptions, "--steps", type=click.IntRange(1), help="global: optimiser steps."),
+    from_options(AllocationOptions, "--batch", type=click.IntRange(1), help="global: windows per step."),
+    from_options(AllocationOptions, "--length", type=click.IntRange(2), help="global: tokens per window."),
     seed_option,
 )
 
 
-def allocation_options(asked: dict[str, Any]) -> Any:
+def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
     """The allocation flags as `AllocationOptions`, taken out of `asked`; None without --sparsity."""
-    from sparsepack.sparsity.allocation import AllocationOptions
-
-    names = ("sparsity", "allocation", "criterion", "include", "ignore", "windows", "steps", "batch", "offsets", "seed")
-    values = {name: asked.pop(name) for name in names}
-    values["upstream"] = "dense" if asked.pop("dense_upstream") else "sparse"
-    values |= {name: asked[name] for name in ("device", "dtype")}
-    if values["sparsity"] is None:
-        return None
-    options = AllocationOptions(**{name: value for name, value in values.items() if value is not None})
-    options.check()
-    return options
-
-
-def set_threads(threads: int | None) -> None:
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
+    names = [field.name for field in fields(AllocationOptions)]
+    values = {name: asked[name] if name in ("device", "dtype") else asked.pop(name) for name in names}
+    return None if values["sparsity"] is None else AllocationOptions(**values)
 
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:

@@ -1,10 +1,10 @@
 """Results as text for people: Markdown tables, which read well in a terminal and paste into an issue."""
 
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from sparsepack.recipe.console import with_error
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -97,6 +97,12 @@ def artifact_table(description: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def inspection_table(result: Mapping[str, Any]) -> str:
+    """What `inspect` found: of an artifact unless its kind says otherwise."""
+    tables = {"calibration": calibration_table, "thresholds": thresholds_table}
+    return tables.get(result["kind"], artifact_table)(result)
+
+
 def verification(report: Mapping[str, Any]) -> str:
     """What `verify` found."""
     parts = []
@@ -158,12 +164,12 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_GEOMETRY = ("span", "tile", "tile_bands", "warps", "stages", "splits")
-"""What `profile` may choose, on CPUs and on GPUs."""
+_GEOMETRY = ("span", "tile", "group", "warps", "stages", "splits")
+"""What `tune` may choose, on CPUs and on GPUs."""
 
 
-def profile_table(result: Mapping[str, Any]) -> str:
-    """What `profile` measured."""
+def tuning_table(result: Mapping[str, Any]) -> str:
+    """What `tune` measured."""
     shapes = result["shapes"]
     parameters = [name for name in _GEOMETRY if shapes and name in shapes[0]]
     rows = [
@@ -181,78 +187,3 @@ def profile_table(result: Mapping[str, Any]) -> str:
         f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
     )
     return f"{machine}, half of the columns active\n\n{table(header, rows)}\n\nkept in {result['path']}"
-
-
-def with_error(value: Mapping[str, float | None], digits: int) -> str:
-    """A value with its standard error, where it has one."""
-    error = value.get("stderr")
-    return f"{value['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
-
-
-def stream_generation(
-    path: Path,
-    prompt: str,
-    tokens: int,
-    dense: bool,
-    context: int | None,
-    device: str,
-    backend: str | None,
-    sampling: Mapping[str, Any],
-) -> None:
-    """Write a prompt's continuation to stdout as it comes, then one line on stderr about the run."""
-    from sparsepack.artifacts.artifact import read_packed
-    from sparsepack.progress import say
-    from sparsepack.runtime.engine import Engine
-    from sparsepack.runtime.generate import generate
-
-    packed = read_packed(path)
-    engine = Engine(packed, device, context, dense=dense, backend=backend)
-    say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
-    pieces = generate(engine, packed.tokenizer_json, prompt, tokens, **sampling)
-    began, first = time.perf_counter(), 0.0
-    sys.stdout.write(prompt)
-    for piece in pieces:
-        first = first or time.perf_counter()
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    activity = engine.activity()
-    skipped = 1 - sum(activity.values()) / len(activity) if activity else 0.0
-    spent = time.perf_counter() - (first or began)
-    sys.stderr.write(
-        f"{engine.position} tokens in the context, decoded in {spent:.2f} s after the prefill; "
-        f"{skipped:.1%} of the columns skipped, on average over sites\n"
-    )
-
-
-def print_generations(
-    path: Path,
-    prompts: Sequence[str],
-    tokens: int,
-    dense: bool,
-    context: int | None,
-    device: str,
-    sampling: Mapping[str, Any],
-) -> None:
-    """Write the continuations of several prompts to stdout when all are made, then one line on stderr about the run."""
-    from sparsepack.artifacts.artifact import read_packed
-    from sparsepack.progress import say
-    from sparsepack.runtime.batch import BatchEngine
-    from sparsepack.runtime.generate import generate_together
-
-    packed = read_packed(path)
-    engine = BatchEngine(packed, device, context, sequences=len(prompts), dense=dense)
-    say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
-    began = time.perf_counter()
-    texts = generate_together(engine, packed.tokenizer_json, prompts, tokens, **sampling)
-    spent = time.perf_counter() - began
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        sys.stdout.write(f"--- prompt {number}: {' '.join(prompt.split())}\n{text}\n")
-    sys.stdout.flush()
-    activity = engine.activity()
-    skipped = 1 - sum(activity.values()) / len(activity) if activity else 0.0
-    sys.stderr.write(
-        f"{len(prompts)} texts in {spent:.2f} s, prefill included; "
-        f"{skipped:.1%} of the columns skipped in all of them, on average over sites\n"
-    )

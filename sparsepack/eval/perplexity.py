@@ -13,7 +13,8 @@ import torch
 from sparsepack.eval.protocols import WindowScorer, scored_from
 from sparsepack.progress import progress
 
-_CHUNK = 256  # positions whose logits exist at one time
+CHUNK = 256
+"""Positions whose logits exist at one time."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def _score_batch(
     sums: dict[str, list[torch.Tensor]],
 ) -> None:
     totals = {name: torch.zeros(len(hidden), dtype=torch.float64) for name in sums}
-    for at in range(0, hidden.shape[1], _CHUNK):
-        piece = slice(at, at + _CHUNK)
+    for at in range(0, hidden.shape[1], CHUNK):
+        piece = slice(at, at + CHUNK)
         log_q = torch.log_softmax(scorer.output(hidden[:, piece]).float(), -1)
         totals["nll"] -= _picked(log_q, wanted[:, piece])
         if reference is None or plain is None:

@@ -4,9 +4,12 @@
 perplexity the first half of each window is the context, and only the second half is scored.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 PROTOCOLS = ("decode", "all", "dense")
 

@@ -2,8 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,70 +10,14 @@ import torch
 from sparsepack import __version__
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import EngineScorer, EngineSubject, open_engine_subject
+from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.protocols import PROTOCOLS, scored_from
+from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
-from sparsepack.models.windows import DEFAULT_CONTEXT, rolling_windows
-from sparsepack.runtime.backends import BACKENDS
+from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
-
-RUNTIMES = ("transformers", *BACKENDS)
-
-
-@dataclass(frozen=True)
-class EvalRequest:
-    """What to measure.
-
-    perplexity -- texts; each gives a row per protocol;  context -- tokens per window (None: 2048, or what the
-                  model was made for if that is less);  windows -- at most so many
-    against    -- source checkpoint for KL divergence and top-token agreement
-    tasks, task_path, limit, num_fewshot -- lm-eval tasks
-    runtime    -- "transformers": the stock model with the subject's weights and policies; or a backend of the engine
-                  ("cpu", "cuda", "reference"), which runs a zigzag artifact as its users do
-    protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
-    """
-
-    subject: str
-    thresholds: Path | None = None
-    perplexity: tuple[str, ...] = ()
-    protocol: str | None = None
-    context: int | None = None
-    windows: int | None = None
-    against: str | None = None
-    tasks: tuple[str, ...] = ()
-    task_path: Path | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    batch: int = 1
-    device: str = "cpu"
-    dtype: str = "float32"
-    runtime: str = "transformers"
-
-    def check(self) -> None:
-        """Raise `UserError` for a request that measures nothing or makes no sense."""
-        if not self.perplexity and not self.tasks:
-            raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
-        if self.protocol is not None and self.protocol not in PROTOCOLS:
-            raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
-        if self.runtime not in RUNTIMES:
-            raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(RUNTIMES)}")
-        if self.runtime == "cuda" and self.device.partition(":")[0] != "cuda":
-            raise UserError(f"runtime cuda: runs on an NVIDIA GPU, not on {self.device}; give --device cuda")
-        if self.runtime not in ("transformers", "cuda") and self.device != "cpu":
-            raise UserError(f"runtime {self.runtime}: runs on the CPU, not on {self.device}; leave out --device")
-        if self.runtime != "transformers" and (self.thresholds or self.dtype != "float32"):
-            raise UserError(
-                f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
-                "leave out --thresholds and --dtype"
-            )
-        counts = (self.batch, self.windows, self.context and self.context - 1)
-        if any(count is not None and count < 1 for count in counts):
-            raise UserError(
-                f"context {self.context}, batch {self.batch}, windows {self.windows}: "
-                "expected a context of at least 2, batch and windows of at least 1"
-            )
 
 
 def evaluate(request: EvalRequest) -> dict[str, Any]:
@@ -87,7 +30,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     texts = [read_text(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
     subject = _subject(request, table)
-    context = request.context if request.context is not None else min(DEFAULT_CONTEXT, subject.context)
+    context = window_length(request.context, subject.context)
     if texts and context > subject.context:
         raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
     protocol = request.protocol or ("decode" if subject.sparse else "dense")
@@ -99,7 +42,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         inputs, targets = rolling_windows(subject.tokenizer, text, context)
         total = len(inputs)
         inputs, targets = inputs[: request.windows], targets[: request.windows]
-        scores = score_windows(scorer, inputs, targets, protocol, reference, request.batch)
+        scores = score_windows(scorer, inputs, targets, protocol, reference, request.windows_at_once)
         scored = targets[:, scored_from(protocol, targets.shape[1]) :]
         pieces = subject.tokenizer.batch_decode(scored, clean_up_tokenization_spaces=False)
         scored_bytes = sum(len(piece.encode()) for piece in pieces)
@@ -128,7 +71,8 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         "perplexity": rows,
         "tasks": None,
         "compute": {
-            name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype", "batch")
+            "batch": request.windows_at_once,
+            **{name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype")},
         },
         "versions": {
             "sparsepack": __version__,
@@ -172,10 +116,10 @@ def _tasks(
         task_path=request.task_path,
         protocol=protocol,
         limit=request.limit,
-        batch_size=max(request.batch, 8),
+        batch_size=request.requests_at_once,
         num_fewshot=request.num_fewshot,
     )
-    return {**result, "realised_sparsity": realised_sparsity(scorer, subject)}
+    return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
 
 
 def realised_sparsity(scorer: SparseScorer | EngineScorer, subject: Subject | EngineSubject) -> Mapping[str, Any]:

@@ -11,6 +11,11 @@ DEFAULT_CONTEXT = 2048
 """Tokens per window unless the user or the model says otherwise."""
 
 
+def window_length(asked: int | None, made_for: int) -> int:
+    """Tokens per window: what was asked for, or 2048, or what the model was made for if that is less."""
+    return min(DEFAULT_CONTEXT, made_for) if asked is None else asked
+
+
 def tokenise(tokenizer: Any, text: Text) -> list[int]:
     """The whole text as token ids, without special tokens."""
     # verbose=False: a text longer than the model's context is what windows are for, no reason to warn.

@@ -1,39 +1,36 @@
-"""Where a run speaks: progress on stderr, results on stdout."""
+"""The results of a run on stdout, as rich draws them: they are read on a terminal, where a failed gate is red."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 _WIDTH = 150  # of what is piped or logged, where there is no terminal to ask
 
 
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def results() -> "Console":
+def results() -> Console:
     """Stdout as rich writes it."""
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
-def table(title: str, *columns: str) -> "Table":
+def table(title: str, *columns: str) -> Table:
     """A plain table; a column whose name begins with ">" is set right."""
-    from rich import box
-    from rich.table import Table
-
     made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for column in columns:
         made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     return made
 
 
-def with_error(value: Any, digits: int) -> str:
-    """`{"value", "stderr"}` as text; the error is left out where one window gives none."""
-    text = f"{value['value']:.{digits}f}"
-    return text if value["stderr"] is None else f"{text} ± {value['stderr']:.{digits}f}"
+def print_lines(lines: Iterable[RenderableType]) -> None:
+    """Print lines, never broken, and tables."""
+    console = results()
+    for line in lines:
+        console.print(line, soft_wrap=isinstance(line, str))
+
+
+def with_error(value: Mapping[str, float | None], digits: int) -> str:
+    """A value with its standard error, which is left out where one window gives none."""
+    error = value.get("stderr")
+    return f"{value['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

@@ -1,13 +1,15 @@
-"""Limits on what was measured: each bound of a gate is one verdict, on the worst of the rows it applies to."""
+"""Limits on what was measured: each bound of a gate is one verdict, on the worst of the rows it applies to.
+
+Which gates there are and what they look at is each stage's own matter.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sparsepack.errors import RecipeError
-from sparsepack.recipe.schema import FILE_GATES, ROW_GATES, Gates, Limit
+from sparsepack.recipe.section import Limit
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Value:
+class Value:
+    """What a gate looks at: a measured value, and where it was."""
+
     where: str
     value: float | None
 
@@ -32,74 +36,31 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
 
 
-def judge(gates: Gates | None, results: Mapping[str, Any]) -> list[Verdict]:
-    """Every gate's verdict on `results` (the report's pack, evaluations and verify parts).
+def judge(gates: Any, results: Mapping[str, Any]) -> list[Verdict]:
+    """Every stage's verdicts on `results`, the report; None for no gates.
 
     A verification that failed is a verdict whether or not a gate asks for it. Raises `RecipeError` for a gate on a
     task's metric that does not exist.
     """
-    verdicts = []
-    if results.get("verify") is not None:
-        verdicts.append(_verified(results["verify"]))
-    if gates is None:
-        return verdicts
-    for name in ROW_GATES:
-        limit = getattr(gates, name)
-        if limit is not None:
-            verdicts += _judged(name, limit, list(_row_values(name, results["evaluations"])))
-    for name in FILE_GATES:
-        limit = getattr(gates, name)
-        if limit is not None:
-            verdicts += _judged(name, limit, [_Value("the file", _file_value(name, results["pack"]))])
-    for task, metrics in gates.tasks.items():
-        for metric, limit in metrics.items():
-            values = list(_task_values(task, metric, results["evaluations"]))
-            verdicts += _judged(f"tasks.{task}.{metric}", limit, values)
-    return verdicts
+    from sparsepack.recipe.schema import Gates
+    from sparsepack.recipe.stages import STAGES
+
+    return [verdict for stage in STAGES for verdict in stage.judge(gates or Gates(), results)]
 
 
-def _verified(report: Mapping[str, Any]) -> Verdict:
-    problems = len(report["problems"])
-    return Verdict("verify", problems, "no problem", "the file", not problems)
-
-
-def _judged(name: str, limit: Limit, values: Sequence[_Value]) -> Iterator[Verdict]:
-    """A verdict per bound, on the row that is worst for it; a row without a number is the worst there is."""
+def judged(name: str, limit: Limit | None, values: Iterable[Value]) -> Iterator[Verdict]:
+    """A verdict per bound, on the value that is worst for it; one without a number is the worst there is."""
+    if limit is None:
+        return
+    measured = list(values)
     for bound, sign in ((limit.min, -1.0), (limit.max, 1.0)):
         if bound is None:
             continue
-        worst = max(values, key=partial(_badness, sign))
+        worst = max(measured, key=partial(_badness, sign))
         passed = _badness(sign, worst) <= sign * bound
         allowed = f"{'at most' if sign > 0 else 'at least'} {readable(bound)}"
         yield Verdict(name, worst.value, allowed, worst.where, passed)
 
 
-def _badness(sign: float, row: _Value) -> float:
+def _badness(sign: float, row: Value) -> float:
     return math.inf if row.value is None or math.isnan(row.value) else sign * row.value
-
-
-def _row_values(name: str, evaluations: Sequence[Mapping[str, Any]]) -> Iterator[_Value]:
-    for row in (row for evaluation in evaluations for row in evaluation["perplexity"]):
-        where = f"{row['text']}, {row['protocol']}"
-        if name == "realised_sparsity":
-            if row["protocol"] != "dense":  # nothing is skipped there by definition
-                yield _Value(where, row["realised_sparsity"]["of_sparse_sites"])
-        else:
-            value = row[name]
-            yield _Value(where, value["value"] if isinstance(value, Mapping) else value)
-
-
-def _file_value(name: str, description: Mapping[str, Any]) -> float:
-    return float(description["bits_per_weight"]["file"] if name == "bits_per_weight" else description["file_bytes"])
-
-
-def _task_values(task: str, metric: str, evaluations: Sequence[Mapping[str, Any]]) -> Iterator[_Value]:
-    for evaluation in evaluations:
-        found = evaluation["tasks"]
-        measured = {**found["groups"], **found["tasks"]}
-        if task not in measured:
-            raise RecipeError(f"gates.tasks.{task}: not measured; there are {', '.join(measured)}")
-        metrics = measured[task]["metrics"]
-        if metric not in metrics:
-            raise RecipeError(f"gates.tasks.{task}.{metric}: not measured; there are {', '.join(metrics)}")
-        yield _Value(f"{task}, {evaluation['protocol']}", metrics[metric]["value"])

@@ -10,11 +10,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sparsepack.errors import RecipeError
+from sparsepack.progress import say
 from sparsepack.recipe.consistency import check_sections
-from sparsepack.recipe.schema import Recipe
+from sparsepack.recipe.schema import RecipeModel
+from sparsepack.recipe.section import Recipe
 
 SHIPPED = Path(__file__).parents[2] / "recipes"
 """The ready-made recipes, where sparsepack runs from a checkout."""
+
+_RENAMED = {"activation": "activation_sparsity"}
+"""Keys by the names that they had, which are still accepted."""
 
 _SHORT = 60
 _EXPECTED = {
@@ -41,12 +46,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises `RecipeError`, one line, for a file or an override that cannot be used.
     """
     path = locate(Path(path))
-    value = _parsed(path)
+    value = _renamed(_parsed(path), path)
     given = [_override(text) for text in overrides]
     for keys, override, text in given:
         _put(value, keys, override, text)
     try:
-        recipe = Recipe.model_validate_json(json.dumps(value, default=str))
+        recipe = RecipeModel.model_validate_json(json.dumps(value, default=str))
     except ValidationError as error:
         raise RecipeError(_told(path, error, {keys: text for keys, _, text in given})) from None
     try:
@@ -119,11 +124,28 @@ def _parsed(path: Path) -> dict[str, Any]:
     return value
 
 
+def _renamed(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The same, every key by its present name. Raises `RecipeError` where a key stands under both names."""
+    for old, new in _RENAMED.items():
+        if old in value and new in value:
+            raise RecipeError(f"{path}: {old} and {new} are one section by its old and its new name; keep {new}")
+        if old in value:
+            value[_told_new_name(old, str(path))] = value.pop(old)
+    return value
+
+
+def _told_new_name(old: str, where: str) -> str:
+    say(f"note: {where}: `{old}` is called `{_RENAMED[old]}` now; the old name is still accepted")
+    return _RENAMED[old]
+
+
 def _override(text: str) -> tuple[tuple[str, ...], Any, str]:
     place, equals, value = text.partition("=")
     keys = tuple(key.strip() for key in place.split("."))
     if not equals or not all(keys):
-        raise RecipeError(f"--set {text}: expected PATH=VALUE, such as activation.sparsity=0.4")
+        raise RecipeError(f"--set {text}: expected PATH=VALUE, such as activation_sparsity.sparsity=0.4")
+    if keys[0] in _RENAMED:
+        keys = (_told_new_name(keys[0], f"--set {text}"), *keys[1:])
     return keys, _yaml(value, f"--set {text}"), text
 
 
@@ -159,7 +181,7 @@ def _told(path: Path, error: ValidationError, overrides: Mapping[tuple[str, ...]
 
 
 def _known_keys(place: tuple[str, ...]) -> list[str]:
-    model: Any = Recipe
+    model: Any = RecipeModel
     for key in place:
         fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
         model = _section_inside(fields[key].annotation) if key in fields else model

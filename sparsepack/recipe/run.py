@@ -35,30 +35,23 @@ def run_recipe(
     # Heavy from here on: a mistake in the recipe is told without waiting for torch.
     from sparsepack.files.atomic import write_json
     from sparsepack.recipe import plan, report
-    from sparsepack.recipe.consistency import open_sources
-    from sparsepack.recipe.console import say
+    from sparsepack.recipe.consistency import open_job
     from sparsepack.recipe.gates import judge
-    from sparsepack.recipe.stages import pending, run_stages, stages_of
-    from sparsepack.recipe.state import WorkFolder
+    from sparsepack.recipe.runner import open_work, pending, run_stages, stages_of
 
-    sources = open_sources(recipe)
-    folder = work if work is not None else DEFAULT_WORK / recipe.name
-    stages = stages_of(recipe, sources, folder)
-    state = WorkFolder(folder, [output for stage in stages for output in stage.outputs])
-    for note in state.notes:
-        say(note)
+    job = open_job(recipe, work if work is not None else DEFAULT_WORK / recipe.name)
+    stages = stages_of(recipe)
+    state = open_work(job, stages)
     if dry_run:
-        stale = pending(stages, state)
-        planned = plan.make_plan(recipe, sources, {stage.name: stage.name in stale for stage in stages})
+        planned = plan.make_plan(job, stages, pending(job, stages, state))
         plan.show(planned)
         return RecipeOutcome(planned, True)
-    outcomes = run_stages(stages, state)
-    made = report.collect(recipe, folder, outcomes)
+    made = report.collect(job, run_stages(job, stages, state))
     report.show(made)
-    verdicts = judge(recipe.gates, made)
+    verdicts = judge(recipe.asked("gates"), made)
     passed = all(verdict.passed for verdict in verdicts)
     made |= {"gates": [asdict(verdict) for verdict in verdicts], "passed": passed}
-    write_json(folder / report.REPORT, made)
+    write_json(job.folder / report.REPORT, made)
     if verdicts:
         report.show_verdicts(verdicts)
     return RecipeOutcome(made, passed)

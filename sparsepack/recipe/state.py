@@ -59,32 +59,31 @@ class WorkFolder:
         }
         return fingerprint({"settings": settings, "needs": made_from})
 
-    def current(self, stage: str, mark: str) -> bool:
-        """Whether a stage with the fingerprint `mark` is finished and its outputs are what it left."""
+    def current(self, stage: str, fingerprint: str) -> bool:
+        """Whether a stage with this fingerprint is finished and its outputs are what it left."""
         known = self._finished.get(stage)
-        return known is not None and known.fingerprint == mark and all(map(self._intact, known.outputs.items()))
+        return known is not None and known.fingerprint == fingerprint and all(map(self._intact, known.outputs.items()))
 
     def finished(self, stage: str) -> Finished:
         """What a finished stage left; KeyError where it is not."""
         return self._finished[stage]
 
-    def finish(self, stage: str, mark: str, seconds: float, outputs: Sequence[str]) -> None:
+    def finish(self, stage: str, fingerprint: str, seconds: float, outputs: Sequence[str]) -> None:
         """Record a stage that has just finished."""
-        self._finished[stage] = Finished(mark, seconds, {name: self._stamp(name) for name in outputs})
+        self._finished[stage] = Finished(fingerprint, seconds, {name: self._stamp(name) for name in outputs})
         self._write()
 
     def _intact(self, output: tuple[str, Mapping[str, Any]]) -> bool:
         """Same size and time of change, or (copied, restored from a cache) the same bytes."""
         name, stamp = output
         path = self.path / name
-        if not path.is_file() or path.stat().st_size != stamp["bytes"]:
+        if not path.exists() or (found := _measured(path))["bytes"] != stamp["bytes"]:
             return False
-        return bool(path.stat().st_mtime_ns == stamp["mtime_ns"] or sha256_file(path) == stamp["sha256"])
+        return bool(found["mtime_ns"] == stamp["mtime_ns"] or _sha256(path) == stamp["sha256"])
 
     def _stamp(self, name: str) -> dict[str, Any]:
         path = self.path / name
-        status = path.stat()
-        return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_file(path)}
+        return {**_measured(path), "sha256": _sha256(path)}
 
     def _read(self) -> dict[str, Finished]:
         path = self.path / STATE
@@ -103,6 +102,25 @@ class WorkFolder:
         stages = {name: vars(stage) for name, stage in self._finished.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(self.path / STATE, {"schema": SCHEMA, "kind": "recipe state", "written": written, "stages": stages})
+
+
+def _files(output: Path) -> list[Path]:
+    """An output that is a file, or the files of one that is a folder."""
+    return sorted(path for path in output.rglob("*") if path.is_file()) if output.is_dir() else [output]
+
+
+def _measured(output: Path) -> dict[str, int]:
+    found = [path.stat() for path in _files(output)]
+    return {
+        "bytes": sum(status.st_size for status in found),
+        "mtime_ns": max((status.st_mtime_ns for status in found), default=0),
+    }
+
+
+def _sha256(output: Path) -> str:
+    if not output.is_dir():
+        return sha256_file(output)
+    return fingerprint({str(path.relative_to(output)): sha256_file(path) for path in _files(output)})
 
 
 def _finished(entry: Mapping[str, Any]) -> Finished:

@@ -9,21 +9,41 @@ import torch
 from sparsepack import __version__
 from sparsepack.calibrate.criteria import channel_weights
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.folder import load as load_calibration
+from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
-from sparsepack.files.resume import ResumeState
+from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.windows import spread_windows
-from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import sparse_sites, weights_of
 from sparsepack.sparsity.learned import learn_rules
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
 from sparsepack.sparsity.teal import greedy_sparsities, run_at
 from sparsepack.sparsity.thresholds import Thresholds
 
 _GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
 _BATCH = 2
+
+
+def make_thresholds(
+    checkpoint: Checkpoint, calibration: Path, options: AllocationOptions, output: Path, overwrite: bool = False
+) -> Thresholds:
+    """`thresholds`: find a table and write it. A run that was killed goes on where it stopped.
+
+    calibration -- the folder; output -- the table to make, refused before any work where it cannot be
+
+    Raises as `find_thresholds`, and `UserError` subclasses for what cannot be read or written.
+    """
+    options.check()
+    check_output(output, overwrite)
+    with state_beside(output) as state:
+        table = find_thresholds(checkpoint, load_calibration(calibration), options, state)
+        table.write(output, overwrite)
+        return table
 
 
 def find_thresholds(
@@ -98,7 +118,7 @@ def _from_histograms(
     for layer in range(len(rules) // len(SITES), checkpoint.layers):
         stream.load(layer)
         for site, choice in choose(layer, stream).items():
-            counts = calibration.layers[layer].sites[site].histograms[options.criterion]
+            counts = calibration.layers[layer][f"{site}.histogram.{options.criterion}"]
             rules[layer, site] = at_quantile(choice, counts) if choice.sparsity else SiteRule()
         save_rules(resume, layer, rules)
     return rules

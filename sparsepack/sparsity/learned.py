@@ -27,7 +27,7 @@ from sparsepack.models.rule import SiteKey, SiteRule
 from sparsepack.models.whole import load_model
 from sparsepack.models.windows import spread_windows
 from sparsepack.progress import progress
-from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
 _LEARNING_RATE = 0.03
@@ -151,7 +151,7 @@ def _start(
     """Uniform thresholds of the criterion, from the calibration's dense histograms."""
     made = _Parameters({}, {}, {})
     for layer, site in weights:
-        counts = calibration.layers[layer].sites[site].histograms[options.criterion].clone()
+        counts = calibration.layers[layer][f"{site}.histogram.{options.criterion}"].clone()
         threshold = histogram.quantile(counts, options.sparsity)
         if threshold == 0:  # more exact zeros than asked for: begin among the smallest of the others
             counts[0] = 0

@@ -10,7 +10,8 @@ import torch
 from packed_models import random_model, stock_model, with_rules
 
 from sparsepack.bench import decode, machine, traffic
-from sparsepack.bench.decode import BenchSettings, bench_decode
+from sparsepack.bench.decode import bench_decode
+from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.table import HEADER, bench_table
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel

@@ -15,7 +15,8 @@ from sparsepack.calibrate import folder, run
 from sparsepack.calibrate.collectors import histogram
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import CalibrationError, OutputError, TextError
 from sparsepack.files import resume as unfinished
 from sparsepack.files.text import Text
@@ -46,21 +47,21 @@ def test_statistics_are_those_of_the_stock_model_without_the_sinks(small, text, 
             model.model(made.windows.long())
         for layer, block in blocks:
             for site in SITES:
-                statistics, x = made.layers[layer].sites[site], seen[layer, site]
+                statistics, x = made.layers[layer], seen[layer, site]
                 norms = column_norms(block, small.family.projections[site])
                 for name, values in (("magnitude", x.abs()), ("column-norm", x.abs() * norms)):
-                    counts = statistics.histograms[name]
+                    counts = statistics[f"{site}.histogram.{name}"]
                     assert int(counts.sum()) == x.numel()
                     # Batched products may differ in the last bit: a few values cross a bin's edge.
                     assert (counts - histogram.count(values)).abs().sum() < 0.01 * x.numel()
                 moment = x.double().square().flatten(0, 1).sum(0)
-                torch.testing.assert_close(statistics.second_moment, moment, rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(statistics[f"{site}.second_moment"], moment, rtol=1e-4, atol=1e-6)
     # Rotation keeps the length of a pair of channels, whatever the position.
     query = queries[0].unflatten(-1, (4, 64))[:, 3:].double().square().sum((0, 1))
-    found = made.layers[0].attention.sums["query_square"]
+    found = made.layers[0]["attention.query_square"]
     assert found.shape == query.shape == (4, 64)
     torch.testing.assert_close(found[:, :32] + found[:, 32:], query[:, :32] + query[:, 32:], rtol=1e-4, atol=1e-6)
-    assert made.layers[0].attention.sums["key_abs"].shape == (2, 64)
+    assert made.layers[0]["attention.key_abs"].shape == (2, 64)
 
 
 def test_the_manifest_says_what_was_run(small, text, tmp_path):
@@ -80,9 +81,8 @@ def test_a_calibration_is_read_back_as_it_was(small_calibration, tmp_path):
     assert again.sha256 == small_calibration.sha256
     assert torch.equal(again.windows, small_calibration.windows)
     for one, other in zip(again.layers, small_calibration.layers, strict=True):
-        ours, theirs = one.tensors(0), other.tensors(0)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_samples_are_drawn_by_the_seed_and_all_windows_in_order(small, text):
@@ -227,7 +227,6 @@ def test_merged_shards_are_one_run_bit_for_bit_in_the_counts(small, text, tmp_pa
     parts = _sharded(monkeypatch, small, text, tmp_path, [slice(0, 4), slice(4, 6), slice(0, 6)])
     merged, whole = folder.merge(parts[0], parts[1]), parts[2]
     for ours, theirs in zip(merged.layers, whole.layers, strict=True):
-        ours, theirs = ours.tensors(0), theirs.tensors(0)
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             if ".histogram." in name:

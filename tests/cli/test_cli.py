@@ -16,7 +16,7 @@ from sparsepack.cli.options import emit
 from sparsepack.errors import OutputError
 from tests.models_for_tests import make_model
 
-VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "profile", "generate", "run")
+VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "tune", "generate", "run")
 
 
 def sparsepack(*arguments: object) -> Result:
@@ -59,9 +59,20 @@ def test_help_names_every_verb_and_imports_no_torch() -> None:
     assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
 
 
+def test_recipes_are_checked_without_torch() -> None:
+    code = "import sys; from pathlib import Path; from sparsepack.recipe.load import load_recipe\n"
+    code += "load_recipe(Path('quickstart'))\n"
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str) -> None:
     assert "Usage" in succeeds(verb, "--help")
+
+
+def test_the_verb_tune_may_have_its_old_name_which_is_not_listed() -> None:
+    assert succeeds("profile", "--help").splitlines()[1:] == succeeds("tune", "--help").splitlines()[1:]
+    assert " profile " not in succeeds("--help")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -166,9 +177,9 @@ def test_a_calibration_of_another_model_is_refused(tiny: Path, tmp_path: Path) -
 
 
 def test_a_failed_gate_exits_3(tmp_path: Path) -> None:
-    recipe = Path(__file__).parents[1] / "recipes" / "ci.yaml"
+    recipe = Path(__file__).parents[2] / "recipes" / "ci.yaml"
     small = ("--set", "calibrate.samples=4", "--set", "eval.windows=2", "--set", "calibrate.context=256")
-    result = sparsepack("run", recipe, "-w", tmp_path / "w", *small, "--set", "activation.sparsity=0.75")
+    result = sparsepack("run", recipe, "-w", tmp_path / "w", *small, "--set", "activation_sparsity.sparsity=0.75")
     assert result.exit_code == 3, result.output
     assert "FAIL" in result.stdout.upper()
 

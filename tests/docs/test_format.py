@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from artifacts_for_tests import write_zigzag
 
-from sparsepack.artifacts.gguf.zigzag import decode_matrix, read_zigzag, write_zigzag
+from sparsepack.artifacts.artifact import read_packed
+from sparsepack.codecs.matrices import decode_matrix
 from sparsepack.models.checkpoint import open_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -32,7 +34,7 @@ def site_matrix() -> Callable[[Path, str], np.ndarray]:
 
 
 def test_the_pages_reader_reads_every_site(tiny: Path, site_matrix: Callable[[Path, str], np.ndarray]) -> None:
-    for number, layer in enumerate(read_zigzag(tiny).layers):
+    for number, layer in enumerate(read_packed(tiny).layers):
         for name, site in layer.sites.items():
             found = site_matrix(tiny, f"blk.{number}.{name}.weight")
             assert found.dtype == np.float32
@@ -44,7 +46,7 @@ def test_the_worked_example_is_true(tiny: Path, site_matrix: Callable[[Path, str
     (head,) = re.findall(r"its first 16 bytes \| `(.*?)`", page)
     (weight,) = re.findall(r"\| weight \| .* = (-?[\d.]+) \|", page)
     (checkpoint,) = re.findall(r"The checkpoint has (-?[\d.]+) there", page)
-    blocks = read_zigzag(tiny).layers[0].sites["attn_in"].matrix.blocks.reshape(-1, 144)
+    blocks = read_packed(tiny).layers[0].sites["attn_in"].matrix.blocks.reshape(-1, 144)
     assert bytes(blocks[263, :16].tolist()).hex(" ") == head
     assert blocks[263, 85] == 0x44
     assert f"{site_matrix(tiny, 'blk.0.attn_in.weight')[384 + 37, 7]:.7f}" == weight
@@ -62,7 +64,7 @@ def test_hashes_stand_where_the_page_says(tiny: Path) -> None:
 
 
 def test_q6_k_is_as_the_page_says(tiny: Path) -> None:
-    embedding = read_zigzag(tiny).embedding
+    embedding = read_packed(tiny).embedding
     row = embedding.blocks[300].numpy()
     (d,) = row[208:210].view("<f2").astype(np.float32)
     scale = row[192:208].view(np.int8)

@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import UserError
 from sparsepack.eval import engine_subject
 from sparsepack.eval.engine_subject import open_engine_subject
-from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import evaluate
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
 from sparsepack.runtime.engine import Engine
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

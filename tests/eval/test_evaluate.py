@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import TextError, UserError
-from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.windows import rolling_windows
 from sparsepack.pack import PackRequest, pack
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 TINY = EvalRequest("shipped:tiny", perplexity=("shipped:heldout",), context=64, windows=4)
 
@@ -194,3 +196,14 @@ def test_a_context_beyond_the_model_is_refused_before_any_window_is_run(monkeypa
 
     monkeypatch.setattr(run, "rolling_windows", lambda *_: pytest.fail("tokenised"))
     refused(replace(TINY, context=4096), TextError)
+
+
+@pytest.mark.parametrize(("batch", "windows", "requests"), [(None, 1, 8), (1, 1, 1), (16, 16, 16)])
+def test_a_batch_that_is_given_holds_for_tasks_too_and_each_part_says_what_was_used(
+    monkeypatch, batch, windows, requests
+):
+    asked = []
+    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *_, batch_size, **__: asked.append(batch_size) or {})
+    result = evaluate(replace(TINY, tasks=("any",), windows=1, batch=batch))
+    assert asked == [requests]
+    assert (result["compute"]["batch"], result["tasks"]["batch"]) == (windows, requests)

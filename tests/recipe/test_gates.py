@@ -91,7 +91,7 @@ def test_a_failed_verification_fails_without_any_gate():
 
 def test_pushing_the_sparsity_up_fails_a_gate_and_keeps_the_report(finished_once, finished, capsys):
     recipe, _, _ = finished_once
-    overrides = ["activation.sparsity=0.9", "gates={perplexity_ratio: {max: 1.3}}"]
+    overrides = ["activation_sparsity.sparsity=0.9", "gates={perplexity_ratio: {max: 1.3}}"]
     outcome = run_recipe(recipe, overrides, work=finished)
     assert not outcome.passed
     assert outcome.report["passed"] is False
@@ -101,7 +101,7 @@ def test_pushing_the_sparsity_up_fails_a_gate_and_keeps_the_report(finished_once
 @pytest.mark.slow
 def test_the_ci_recipe_passes_as_it_stands_and_fails_when_pushed(tmp_path):
     assert run_recipe(SHIPPED / "ci.yaml", work=tmp_path / "work").passed
-    pushed = run_recipe(SHIPPED / "ci.yaml", ["activation.sparsity=0.7"], work=tmp_path / "work")
+    pushed = run_recipe(SHIPPED / "ci.yaml", ["activation_sparsity.sparsity=0.7"], work=tmp_path / "work")
     assert not pushed.passed
     failed = {gate["gate"] for gate in pushed.report["gates"] if not gate["passed"]}
     assert {"perplexity_ratio", "kl_divergence", "top_token_agreement", "realised_sparsity"} == failed

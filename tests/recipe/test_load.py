@@ -32,14 +32,16 @@ def test_a_bare_name_is_a_shipped_recipe():
 
 
 MISTAKES = {
-    "activation.sparsty=0.4": r"activation\.sparsty: unknown key; nearest: activation\.sparsity \(known: sparsity, ",
+    "activation_sparsity.sparsty=0.4": (
+        r"activation_sparsity\.sparsty: unknown key; nearest: activation_sparsity\.sparsity \(known: sparsity, "
+    ),
     "calibrat.samples=1": r"calibrat: unknown key; nearest: calibrate ",
     "gates.kl_divergence.maximum=1": r"gates\.kl_divergence\.maximum: unknown key; nearest: gates\.kl_divergence\.max",
     "gates.tasks.a.acc.mn=1": r"gates\.tasks\.a\.acc\.mn: unknown key; nearest: gates\.tasks\.a\.acc\.min ",
-    "activation.sparsity=1.5": r"activation\.sparsity: 1\.5; expected less than 1 \[from --set",
-    "activation.sparsity=half": r'activation\.sparsity: "half"; expected a number',
-    "activation.sparsity=.nan": r"activation\.sparsity: NaN; expected ",
-    "activation.allocation=tael": r"activation\.allocation: \"tael\"; expected 'uniform', 'teal' or 'global'",
+    "activation_sparsity.sparsity=1.5": r"activation_sparsity\.sparsity: 1\.5; expected less than 1 \[from --set",
+    "activation_sparsity.sparsity=half": r'activation_sparsity\.sparsity: "half"; expected a number',
+    "activation_sparsity.sparsity=.nan": r"activation_sparsity\.sparsity: NaN; expected ",
+    "activation_sparsity.allocation=tael": r"\.allocation: \"tael\"; expected 'uniform', 'teal' or 'global'",
     "calibrate.samples=2.5": r"calibrate\.samples: 2\.5; expected a whole number",
     "calibrate.samples=true": r"calibrate\.samples: true; expected a whole number",
     "calibrate.text=[]": r"calibrate\.text: \[\]; expected at least one name",
@@ -65,14 +67,14 @@ def test_a_mistake_is_one_line_with_place_and_remedy(recipe_file, override, expe
 
 
 CONTRADICTIONS = {
-    "calibrate=null": "activation: thresholds are taken on calibration text; add a calibrate section",
+    "calibrate=null": "activation_sparsity: thresholds are taken on calibration text; add a calibrate section",
     "pack=null": "verify: there is no artifact to verify; add a pack section",
     "pack.format=q4_k": "pack.format: a q4_k GGUF has no place for thresholds; expected zigzag-q4_k",
     "eval.perplexity=[]": "eval: nothing to evaluate",
     "eval=null": "gates.perplexity_ratio: it is not measured; add texts as eval.perplexity",
     "eval.protocols=dense": "gates.realised_sparsity: nothing runs sparse",
     "gates.tasks.sp_blimp.acc.min=0.6": "gates.tasks.sp_blimp: it is not measured; add it to eval.tasks",
-    "activation.offsets=true": "activation.offsets: they are learnt",
+    "activation_sparsity.offsets=true": "activation_sparsity.offsets: they are learnt",
     "calibrate.sinks=64": "calibrate.sinks: 64; expected fewer than context, 64",
     "eval.task_path=/nowhere": "eval.task_path: /nowhere is no folder",
 }
@@ -92,11 +94,34 @@ def test_a_gate_on_verification_needs_verification(recipe_file):
 
 
 def test_overrides_are_yaml_and_the_last_one_wins(recipe_file):
-    overrides = ["eval.perplexity=[a.txt, b.txt]", "activation.sparsity=0.3", "activation.sparsity=0.4", "bench=null"]
+    overrides = [
+        "eval.perplexity=[a.txt, b.txt]",
+        "activation_sparsity.sparsity=0.3",
+        "activation_sparsity.sparsity=0.4",
+        "bench=null",
+    ]
     recipe = load_recipe(recipe_file, [*overrides, "gates.tasks=null", "gates.tasks={}", "model=shipped:tiny"])
     assert recipe.eval.perplexity == ("a.txt", "b.txt")
-    assert recipe.activation.sparsity == 0.4
+    assert recipe.activation_sparsity.sparsity == 0.4
     assert recipe.bench is None
+
+
+def test_the_section_activation_sparsity_may_have_its_old_name(tmp_path, capsys):
+    path = write_recipe(tmp_path, activation_sparsity=None)
+    value = yaml.safe_load(path.read_text())
+    value["activation"] = {"sparsity": 0.3, "windows": 4}
+    del value["activation_sparsity"]
+    path.write_text(yaml.safe_dump(value))
+    recipe = load_recipe(path, ["activation.windows=2"])
+    assert (recipe.activation_sparsity.sparsity, recipe.activation_sparsity.windows) == (0.3, 2)
+    notes = capsys.readouterr().err.splitlines()
+    assert notes == [
+        f"note: {where}: `activation` is called `activation_sparsity` now; the old name is still accepted"
+        for where in (path, "--set activation.windows=2")
+    ]
+    path.write_text(yaml.safe_dump({**value, "activation_sparsity": None}))
+    with pytest.raises(RecipeError, match=r"activation and activation_sparsity are one section .*; keep activation_sp"):
+        load_recipe(path)
 
 
 def test_one_text_may_stand_without_a_list(recipe_file):
@@ -146,7 +171,7 @@ def test_a_file_that_is_not_text_is_one_line(tmp_path):
             "calibrate.context: 2048 tokens; shipped:tiny was made for at most 1024",
         ),
         ("generate.tokens=1024", RecipeError, "made for at most 1024"),
-        ("activation.ignore=blk.9.*", ThresholdsError, "matches no site; nearest"),
+        ("activation_sparsity.ignore=blk.9.*", ThresholdsError, "matches no site; nearest"),
         ("eval.perplexity=nowhere.txt", UserError, "nowhere.txt: no such file"),
         ("device=cuda:99", RecipeError, "device: cuda:99; torch finds none"),
     ],

@@ -3,16 +3,16 @@
 import pytest
 from models_for_tests import make_model
 from recipes_for_tests import write_recipe
+from sparsepack.recipe.actions import pack_request
 
 from sparsepack.pack import pack
 from sparsepack.recipe import run_recipe
-from sparsepack.recipe.actions import pack_request
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.plan import planned_artifact
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_path, capsys):
-    plan = run_recipe(recipe_file, ["activation.ignore=blk.0.*"], work=tmp_path / "work", dry_run=True).report
+    plan = run_recipe(recipe_file, ["activation_sparsity.ignore=blk.0.*"], work=tmp_path / "work", dry_run=True).report
     assert not (tmp_path / "work").exists()
     assert {stage["status"] for stage in plan["stages"]} == {"would run"}
     assert plan["patterns"] == [
@@ -41,11 +41,12 @@ def test_a_dry_run_knows_which_stages_are_up_to_date(finished_once, finished):
 @pytest.mark.parametrize(
     "override",
     [
-        "activation.criterion=column-norm",
+        "activation_sparsity.criterion=column-norm",
         "pack.embedding_type=f16",
-        "activation.ignore=[blk.0.*, re:blk.1.mlp.*]",
-        "activation.upstream=dense",
-        "activation={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, offsets: true}",
+        "activation_sparsity.ignore=[blk.0.*, re:blk.1.mlp.*]",
+        "activation_sparsity.upstream=dense",
+        "activation_sparsity={sparsity: 0.5, allocation: global, steps: 1, batch: 1, length: 32, windows: 1, "
+        "offsets: true}",
     ],
 )
 def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, finished, override):
@@ -63,7 +64,14 @@ def test_the_predicted_size_of_a_sparse_artifact_is_the_real_one(finished_once, 
 def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family, kind):
     changes = {"intermediate_size": 300} if kind == "zigzag-q4_k" else {}
     model = make_model(tmp_path / "model", family, **changes)
-    sections = {"calibrate": None, "activation": None, "verify": False, "eval": None, "generate": None, "gates": None}
+    sections = {
+        "calibrate": None,
+        "activation_sparsity": None,
+        "verify": False,
+        "eval": None,
+        "generate": None,
+        "gates": None,
+    }
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
     from sparsepack.models.checkpoint import open_checkpoint
 

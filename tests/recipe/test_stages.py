@@ -2,12 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from recipes_for_tests import STAGES
 
 from sparsepack.errors import OutputError
-from sparsepack.recipe import actions, run_recipe
+from sparsepack.recipe import run_recipe, runner
 
 
 def ran(outcome):
@@ -39,7 +40,7 @@ def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once)
     from sparsepack.artifacts.inspect import describe
 
     made_from = describe(finished_once[1] / "model.gguf")["provenance"]["recipe"]
-    assert made_from["activation"]["sparsity"] == 0.5
+    assert made_from["activation_sparsity"]["sparsity"] == 0.5
     assert "eval" not in made_from
 
 
@@ -51,7 +52,7 @@ def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once)
         ("description=another", []),
         ("eval.windows=2", ["eval"]),
         ("pack.output_type=f16", ["pack", "verify", "eval", "generate"]),
-        ("activation.sparsity=0.4", ["thresholds", "pack", "verify", "eval", "generate"]),
+        ("activation_sparsity.sparsity=0.4", ["thresholds", "pack", "verify", "eval", "generate"]),
         ("calibrate.seed=1", list(STAGES)),
     ],
 )
@@ -78,7 +79,8 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(recipe_file, tmp_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(actions, "run_pack", interrupted)
+        stages = [replace(stage, run=interrupted) if stage.name == "pack" else stage for stage in runner.STAGES]
+        patch.setattr(runner, "STAGES", stages)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(recipe_file, work=tmp_path / "work")
     assert not (tmp_path / "work" / "model.gguf").exists()
@@ -118,7 +120,7 @@ def test_without_pack_the_model_itself_is_evaluated_with_its_thresholds(finished
 
 
 def test_a_dense_recipe_needs_no_calibration(finished_once, finished):
-    overrides = ["calibrate=null", "activation=null", "eval.protocols=[]", "gates.realised_sparsity=null"]
+    overrides = ["calibrate=null", "activation_sparsity=null", "eval.protocols=[]", "gates.realised_sparsity=null"]
     outcome = run_recipe(finished_once[0], overrides, work=finished)
     assert ran(outcome) == ["pack", "verify", "eval", "generate"]
     assert [evaluation["protocol"] for evaluation in outcome.report["evaluations"]] == ["dense"]

@@ -6,8 +6,9 @@ import pytest
 
 from sparsepack.errors import CalibrationError, ThresholdsError
 from sparsepack.models.families import SITES
-from sparsepack.sparsity.allocation import AllocationOptions, site_name, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import site_name, sparse_sites, weights_of
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from accuracy import divergence, realised, windows_of
 from models_for_tests import make_model
 
 from sparsepack.calibrate.collectors import histogram
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.blocks import BlockStream
@@ -17,8 +18,9 @@ from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.rule import SiteRule
 from sparsepack.sparsity import teal
-from sparsepack.sparsity.allocation import AllocationOptions, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import sparse_sites, weights_of
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 
 def _books(shared):
@@ -64,7 +66,7 @@ def test_dense_upstream_thresholds_are_the_calibrations_own_quantiles(small, sma
     for criterion in ("magnitude", "column-norm"):
         options = AllocationOptions(0.3, upstream="dense", criterion=criterion)
         for (layer, site), row in find_thresholds(small, small_calibration, options).rules.items():
-            counts = small_calibration.layers[layer].sites[site].histograms[criterion]
+            counts = small_calibration.layers[layer][f"{site}.histogram.{criterion}"]
             assert row.threshold == histogram.quantile(counts, 0.3)
             assert (row.channel_weights is None) == (criterion == "magnitude")
 

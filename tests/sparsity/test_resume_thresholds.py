@@ -12,7 +12,8 @@ import torch
 from click.testing import CliRunner
 
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.run import CalibrateOptions, calibrate
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.cli import main
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import read_text
@@ -21,8 +22,8 @@ from sparsepack.models.families import SITES
 from sparsepack.models.rule import SiteRule
 from sparsepack.pack import PackRequest, pack
 from sparsepack.sparsity import find, learned
-from sparsepack.sparsity.allocation import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import finished_rules, save_rules
 from sparsepack.sparsity.thresholds import read_thresholds
 
@@ -218,7 +219,7 @@ from pathlib import Path
 torch.set_num_threads(int(sys.argv[3]))
 from sparsepack.calibrate import folder
 from sparsepack.sparsity import learned
-from sparsepack.sparsity.allocation import AllocationOptions
+from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.models.checkpoint import open_checkpoint
 learned._SAVE_EVERY = 0.0

@@ -134,12 +134,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "SHAPES", (SHAPE, OTHER))
-    table = CliRunner().invoke(main, ["profile", "--threads", "1"])
+    table = CliRunner().invoke(main, ["tune", "--threads", "1"])
     assert table.exit_code == 0, table.output
     path = str(profile_path(instruction_set(), 1))
     for expected in ("1100 x 24", "300 x 16", "GB/s", f"{instruction_set()}, 1 threads", f"kept in {path}"):
         assert expected in table.stdout
-    measured = CliRunner().invoke(main, ["profile", "--threads", "1", "--json", "-"])
+    measured = CliRunner().invoke(main, ["tune", "--threads", "1", "--json", "-"])
     assert measured.exit_code == 0, measured.output
     result = json.loads(measured.stdout)
     assert result["path"] == path
@@ -149,7 +149,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_measures_the_matrices_of_artifacts(tmp_path: Path) -> None:
     packed = tmp_path / "m.gguf"
     assert CliRunner().invoke(main, ["pack", "shipped:tiny", "-o", str(packed)]).exit_code == 0
-    measured = CliRunner().invoke(main, ["profile", str(packed), "--threads", "1", "--json", "-"])
+    measured = CliRunner().invoke(main, ["tune", str(packed), "--threads", "1", "--json", "-"])
     assert measured.exit_code == 0, measured.output
     shapes = [(row["rows"], row["columns"]) for row in json.loads(measured.stdout)["shapes"]]
     assert shapes == kept_shapes()

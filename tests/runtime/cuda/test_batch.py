@@ -16,7 +16,8 @@ from torch import Tensor
 from union import Union, union_logits
 
 from sparsepack.bench import decode, traffic
-from sparsepack.bench.decode import BenchSettings, bench_decode
+from sparsepack.bench.decode import bench_decode
+from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.batch import BatchEngine

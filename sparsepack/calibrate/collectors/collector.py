@@ -1,0 +1,25 @@
+"""What a collector is: a kind of statistic that one pass over text counts in every decoder block."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Named tensors counted at one kind of place, which add up over batches and over calibrations.
+
+    at    -- "site": of each site's input x [B, S, columns] and the norms of its matrix's columns [columns];
+             "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention
+    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name or "attention" as PLACE
+    count -- of the two inputs at such a place, a tensor for every name, on the CPU
+    add   -- what was counted in one part and in another, as that of both
+    """
+
+    at: Literal["site", "attention"]
+    names: tuple[str, ...]
+    count: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    add: Callable[[Tensor, Tensor], Tensor] = torch.add

@@ -1,0 +1,15 @@
+"""Histograms of the score |x_j| * c_j over tokens and channels, for every criterion: what thresholds are taken from."""
+
+from torch import Tensor
+
+from sparsepack.calibrate.collectors import histogram
+from sparsepack.calibrate.collectors.collector import Collector
+
+
+def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
+    size = x.float().abs()
+    return histogram.count(size).cpu(), histogram.count(size * column_norms).cpu()
+
+
+SCORES = Collector("site", ("histogram.magnitude", "histogram.column-norm"), _count)
+"""int64 [histogram.BINS] each; the names end in those of the criteria."""

@@ -1,0 +1,43 @@
+"""`sparsepack bench`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.bench.options import BenchSettings
+from sparsepack.cli.options import (
+    PATH,
+    backend_option,
+    device_option,
+    emit,
+    from_options,
+    json_output,
+    seed_option,
+    thread_count,
+)
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@from_options(BenchSettings, "-p", "--prompt", "n_prompt", help="Tokens of the prefill test; 0: none.")
+@from_options(BenchSettings, "-n", "--generate", "n_gen", help="Tokens of the decoding test; 0: none.")
+@from_options(BenchSettings, "-r", "--repetitions")
+@click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
+@seed_option
+@from_options(
+    BenchSettings,
+    "--batch",
+    type=click.IntRange(1, 8),
+    help="Decode so many sequences together, skipping what is inactive in all of them; with --device cuda.",
+)
+@device_option
+@backend_option
+@thread_count
+@json_output
+def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
+    """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs."""
+    from sparsepack.bench.run import bench as measure
+    from sparsepack.bench.table import bench_table
+
+    emit(measure(path, BenchSettings(**asked), text), json_path, bench_table)

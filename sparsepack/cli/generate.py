@@ -1,0 +1,49 @@
+"""`sparsepack generate`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options import PATH, backend_option, device_option, from_options, seed_option, torch_threads
+from sparsepack.runtime.options import GenerateOptions
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    required=True,
+    help="Text to continue. Repeats, up to 8 times with --device cuda: all are continued together.",
+)
+@from_options(GenerateOptions, "-n", "--tokens", type=click.IntRange(0), help="Tokens to generate at most.")
+@from_options(GenerateOptions, "--temperature", help="0 takes the likeliest token.")
+@click.option("--top-k", type=click.IntRange(1))
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
+@seed_option
+@click.option("--dense", is_flag=True, help="Skip nothing.")
+@click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
+@device_option
+@backend_option
+@torch_threads
+def generate(
+    path: Path,
+    prompts: tuple[str, ...],
+    dense: bool,
+    context: int | None,
+    device: str,
+    backend: str | None,
+    **asked: Any,
+) -> None:
+    """Continue a prompt with a zigzag artifact. Text goes to standard output, what ran and how fast to stderr."""
+    from sparsepack.cli.streaming import print_together, stream
+    from sparsepack.load import load, load_several
+
+    options = GenerateOptions(**asked)
+    if len(prompts) == 1:
+        stream(load(path, device, context, dense=dense, backend=backend), prompts[0], options)
+    else:
+        model = load_several(path, len(prompts), device, context, dense=dense, backend=backend)
+        print_together(model, prompts, options)

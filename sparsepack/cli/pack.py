@@ -1,0 +1,41 @@
+"""`sparsepack pack`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.artifacts.formats import FORMATS, summaries
+from sparsepack.cli.options import PATH, allocation, allocation_options, compute, from_options, overwrite_flag
+from sparsepack.codecs.types import TYPES
+from sparsepack.pack import PackRequest
+
+
+@click.command()
+@click.argument("model")
+@from_options(
+    PackRequest,
+    "--format",
+    type=click.Choice(list(FORMATS)),
+    help=summaries(),
+)
+@click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
+@click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
+@allocation
+@from_options(PackRequest, "--output-type", help=f"Output matrix: auto, {', '.join(TYPES)}.")
+@from_options(PackRequest, "--embedding-type", help="Embedding, likewise.")
+@click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
+@compute
+@overwrite_flag
+def pack(output: Path, **asked: Any) -> None:
+    """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given."""
+    from sparsepack.artifacts.inspect import describe
+    from sparsepack.cli.tables import artifact_line
+    from sparsepack.pack import pack as make
+
+    options = allocation_options(asked)
+    del asked["dtype"]  # that thresholds are searched with
+    made = make(PackRequest(output=output, allocation=options, **asked))
+    for note in made.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(artifact_line(describe(output)))

@@ -1,0 +1,47 @@
+"""Generated text on standard output, one line about the run on stderr."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from sparsepack.load import Model, ModelOfSeveral, what_runs
+from sparsepack.progress import say
+from sparsepack.runtime.options import GenerateOptions
+
+
+def stream(model: Model, prompt: str, options: GenerateOptions) -> None:
+    """Write a prompt and its continuation as it comes."""
+    say(*what_runs(model.engine))
+    pieces = model.generate(prompt, options)
+    began, first = time.perf_counter(), 0.0
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        first = first or time.perf_counter()
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    spent = time.perf_counter() - (first or began)
+    say(
+        f"{model.engine.position} tokens in the context, decoded in {spent:.2f} s after the prefill; "
+        f"{_skipped(model.engine.activity()):.1%} of the columns skipped, on average over sites"
+    )
+
+
+def print_together(model: ModelOfSeveral, prompts: Sequence[str], options: GenerateOptions) -> None:
+    """Write the continuations of several prompts when all are made."""
+    say(*what_runs(model.engine))
+    began = time.perf_counter()
+    texts = model.generate(prompts, options)
+    spent = time.perf_counter() - began
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        sys.stdout.write(f"--- prompt {number}: {' '.join(prompt.split())}\n{text}\n")
+    sys.stdout.flush()
+    say(
+        f"{len(prompts)} texts in {spent:.2f} s, prefill included; "
+        f"{_skipped(model.engine.activity()):.1%} of the columns skipped in all of them, on average over sites"
+    )
+
+
+def _skipped(activity: Mapping[tuple[int, str], float]) -> float:
+    return 1 - sum(activity.values()) / len(activity) if activity else 0.0

@@ -1,0 +1,31 @@
+"""`sparsepack thresholds`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options import PATH, allocation, allocation_options, compute, overwrite_flag
+
+
+@click.command()
+@click.argument("model")
+@click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
+@allocation
+@click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON.")
+@compute
+@overwrite_flag
+def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
+    """Find the thresholds of MODEL for a sparsity: a table to print, edit, and give to `pack` or `eval`.
+
+    A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
+    """
+    from sparsepack.cli.tables import thresholds_table
+    from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.sparsity.find import make_thresholds
+
+    options = allocation_options(asked)
+    if options is None:
+        raise click.UsageError("give --sparsity, for example 0.5")
+    table = make_thresholds(open_checkpoint(model), calibration, options, output, overwrite)
+    click.echo(thresholds_table(table.summary()))

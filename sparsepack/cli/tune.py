@@ -1,0 +1,25 @@
+"""`sparsepack tune`."""
+
+from pathlib import Path
+
+import click
+
+from sparsepack.cli.options import PATH, device_option, emit, json_output, thread_count
+
+
+@click.command()
+@click.argument("paths", type=PATH, nargs=-1)
+@device_option
+@thread_count
+@json_output
+def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
+    """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.
+
+    Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
+    runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
+    only. Nothing else should run meanwhile.
+    """
+    from sparsepack.cli.tables import tuning_table
+    from sparsepack.tune import tune as measure
+
+    emit(measure(paths, device, threads), json_path, tuning_table)

@@ -1,0 +1,24 @@
+"""`sparsepack verify`."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from sparsepack.cli.options import PATH, emit, json_output
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
+@json_output
+def verify(path: Path, against: str | None, json_path: str | None) -> None:
+    """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
+    from sparsepack.artifacts import verify as checks
+    from sparsepack.cli.tables import verification
+    from sparsepack.models.checkpoint import open_checkpoint
+
+    report = checks.verify_against(path, open_checkpoint(against)) if against else checks.verify(path)
+    emit(report.to_json(), json_path, verification)
+    if not report.passed:
+        sys.exit(1)

@@ -1,0 +1,32 @@
+"""Sizes of a model that the dry run reckons with."""
+
+import torch
+
+from sparsepack.models.checkpoint import HEAD, Checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.windows import tokenise
+from sparsepack.recipe.stage import Job
+
+LIVE = 4
+"""Float32 tensors of a batch's widest activation that exist at one time."""
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    """The model's parameters, a tied output matrix once."""
+    return sum(torch.Size(s).numel() for n, s in checkpoint.source.shapes.items() if n != HEAD or not checkpoint.tied)
+
+
+def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
+    """Of so many tokens at the widest place of a block."""
+    return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
+
+
+def dtype_bytes(job: Job) -> int:
+    """Of a number in the recipe's dtype."""
+    return int(getattr(torch, job.recipe.dtype).itemsize)
+
+
+def windows_in(job: Job, names: tuple[str, ...], context: int, most: int | None) -> int:
+    """Windows of a text that are run: all there are, or `most` of them."""
+    there = len(tokenise(job.checkpoint.tokenizer, job.text(names))) // context
+    return min(there, most or there)

@@ -1,0 +1,92 @@
+"""Run the stages of a recipe: what is up to date is skipped, the rest leaves its files in the work folder."""
+
+import importlib.metadata
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparsepack import __version__
+from sparsepack.files.hashing import sha256_bytes
+from sparsepack.progress import say
+from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.stage import Job, Stage
+from sparsepack.recipe.stages import STAGES
+from sparsepack.recipe.state import WorkFolder
+
+_LIBRARIES = ("torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage went: "ran" or "up to date", and the seconds it took, now or back then."""
+
+    name: str
+    status: str
+    seconds: float
+
+
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """The stages that the recipe asks for, in order."""
+    return [stage for stage in STAGES if stage.runs(recipe)]
+
+
+def open_work(job: Job, stages: Sequence[Stage]) -> WorkFolder:
+    """The work folder; what is odd about it is said on stderr. Raises `OutputError` as `WorkFolder` does."""
+    work = WorkFolder(job.folder, [output for stage in stages for output in stage.outputs(job.recipe.asked(stage.key))])
+    say(*work.notes)
+    return work
+
+
+def pending(job: Job, stages: Sequence[Stage], work: WorkFolder) -> set[str]:
+    """The stages that would run: those that changed, and all that need one of them."""
+    stale: set[str] = set()
+    for stage in stages:
+        fresh = not stale & set(stage.needs)
+        if not fresh or not work.current(stage.name, _fingerprint(job, stage, stages, work)):
+            stale.add(stage.name)
+    return stale
+
+
+def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outcome]:
+    """Run what is not up to date, saying so on stderr; the state is saved after every stage."""
+    work.create()
+    outcomes = []
+    for stage in stages:
+        fingerprint = _fingerprint(job, stage, stages, work)
+        if work.current(stage.name, fingerprint):
+            known = work.finished(stage.name)
+            say(f"{stage.name}: up to date (took {known.seconds:.1f} s)")
+            outcomes.append(Outcome(stage.name, "up to date", known.seconds))
+            continue
+        say(f"{stage.name}: running")
+        start = time.perf_counter()
+        stage.run(job, job.recipe.asked(stage.key))
+        seconds = time.perf_counter() - start
+        work.finish(stage.name, fingerprint, seconds, stage.outputs(job.recipe.asked(stage.key)))
+        say(f"{stage.name}: done in {seconds:.1f} s")
+        outcomes.append(Outcome(stage.name, "ran", seconds))
+    return outcomes
+
+
+def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
+    """Of everything that the stage's outputs depend on."""
+    there = {other.name for other in stages}
+    settings = {**_shared(job), **stage.settings(job, job.recipe.asked(stage.key))}
+    return work.fingerprint(settings, [need for need in stage.needs if need in there])
+
+
+def _shared(job: Job) -> dict[str, Any]:
+    """What the outputs of every stage depend on."""
+    recipe, checkpoint = job.recipe, job.checkpoint
+    return {
+        "versions": {"sparsepack": __version__, **{name: importlib.metadata.version(name) for name in _LIBRARIES}},
+        "model": {
+            "name": recipe.model,
+            "sha256": checkpoint.sha256,
+            "config": checkpoint.config.to_dict(),
+            "tokenizer": sha256_bytes(checkpoint.tokenizer_json().encode()),
+        },
+        "device": recipe.device,
+        "dtype": recipe.dtype,
+    }

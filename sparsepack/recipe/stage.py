@@ -1,0 +1,107 @@
+"""What a stage of a recipe is: one record, made in a file of `stages/` that holds all that belongs to it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+
+from sparsepack.recipe.section import Recipe
+
+if TYPE_CHECKING:
+    from sparsepack.files.text import Text
+    from sparsepack.models.checkpoint import Checkpoint
+    from sparsepack.recipe.gates import Verdict
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe on its way: the model opened, the texts as far as they were asked for, the folder of the outputs."""
+
+    recipe: Recipe
+    checkpoint: "Checkpoint"
+    folder: Path
+    _texts: dict[tuple[str, ...], "Text"] = field(default_factory=dict)
+
+    def text(self, names: Sequence[str]) -> "Text":
+        """Several texts as one, read once. Raises `TextError` where one cannot be."""
+        from sparsepack.files.text import read_text
+
+        key = tuple(names)
+        if key not in self._texts:
+            self._texts[key] = read_text(key)
+        return self._texts[key]
+
+    def too_long(self, name: str, tokens: int | None) -> Iterator[str]:
+        """What is wrong with so many tokens at a time, if they are more than the model was made for."""
+        longest = int(self.checkpoint.config.max_position_embeddings)
+        if tokens is not None and tokens > longest:
+            yield f"{name}: {tokens} tokens; {self.checkpoint.name} was made for at most {longest}"
+
+
+def _nothing(*_: Any) -> tuple[()]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: what it is asked, when it is run again, what it does, what it says, what it can be judged by.
+
+    Its functions get its part of the recipe as `asked`, and are only called where the recipe has it.
+
+    key, type, default -- of that part: `type` is what pydantic takes, a section or a plain type
+    needs    -- the stages that its outputs are made from
+    outputs  -- the files and folders that it leaves, relative to the work folder, by what is asked
+    settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able
+    run      -- from the recipe and files in the work folder to files in the work folder
+    wanted   -- whether it runs with what is asked
+    problems -- what does not go together in the recipe, a sentence each, found before anything is opened
+    misfits  -- what the model or a text does not allow, likewise; raises `UserError` where one cannot be read
+    tokens, memory -- of the dry run: tokens through the model, bytes at the peak; None: not known beforehand
+    plan     -- more of the dry run, JSON-able, by key; called with None where the recipe has no such part
+    show_plan -- that as lines and tables
+    result   -- key in the report, how it is read from the work folder, and its value where the stage is left out
+    show     -- lines and tables of the report
+    gates    -- key in `gates:` -> its type and default
+    unmeasured -- (recipe, gates) -> gates on what the recipe does not measure
+    judge    -- (gates, report) -> a verdict for every bound
+    """
+
+    name: str
+    key: str
+    type: Any
+    outputs: Callable[[Any], tuple[str, ...]]
+    settings: Callable[[Job, Any], Mapping[str, Any]]
+    run: Callable[[Job, Any], None]
+    default: Any = None
+    needs: tuple[str, ...] = ()
+    wanted: Callable[[Any], bool] = bool
+    problems: Callable[[Recipe, Any], Iterable[str]] = _nothing
+    misfits: Callable[[Job, Any], Iterable[str]] = _nothing
+    tokens: Callable[[Job, Any], int | None] = lambda job, asked: None
+    memory: Callable[[Job, Any], int | None] = lambda job, asked: None
+    plan: Callable[[Job, Any], Mapping[str, Any]] = lambda job, asked: {}
+    show_plan: Callable[[Mapping[str, Any]], Iterable[RenderableType]] = _nothing
+    result: tuple[str, Callable[[Path], Any], Any] | None = None
+    show: Callable[[Mapping[str, Any]], Iterable[RenderableType]] = _nothing
+    gates: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    unmeasured: Callable[[Recipe, Any], Iterable[str]] = _nothing
+    judge: "Callable[[Any, Mapping[str, Any]], Iterable[Verdict]]" = _nothing
+
+    def runs(self, recipe: Recipe) -> bool:
+        """Whether the recipe asks for it."""
+        asked = recipe.asked(self.key)
+        return bool(asked) and self.wanted(asked)
+
+
+def leaves(*names: str) -> Callable[[Any], tuple[str, ...]]:
+    """The outputs of a stage that leaves the same files whatever is asked."""
+    return lambda asked: names
+
+
+def read_json(name: str) -> Callable[[Path], Any]:
+    """How a result is read that lies in the work folder as JSON."""
+    import json
+
+    return lambda folder: json.loads((folder / name).read_text(encoding="utf-8"))

@@ -1,0 +1,93 @@
+"""`calibrate`: every statistic that a packer needs, over the calibration text."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section
+from sparsepack.recipe.stage import Job, Stage, leaves
+
+FOLDER = "calibration"
+
+
+class Calibrate(Section):
+    """`CalibrateOptions`, and the text: one name or several, read as one text."""
+
+    key: ClassVar[str] = "calibrate"
+
+    text: Names = Field(min_length=1)
+    context: Length | None = CalibrateOptions.context
+    samples: Natural = CalibrateOptions.samples
+    seed: Natural = CalibrateOptions.seed
+    sinks: Natural = CalibrateOptions.sinks
+    batch: Count = CalibrateOptions.batch
+
+
+def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
+    if asked.context is not None and asked.context <= asked.sinks:
+        yield f"calibrate.sinks: {asked.sinks}; expected fewer than context, {asked.context}"
+
+
+def _misfits(job: Job, asked: Calibrate) -> Iterator[str]:
+    yield from job.too_long("calibrate.context", asked.context)
+    job.text(asked.text)
+
+
+def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
+    return {**asked.model_dump(mode="json"), "text_sha256": job.text(asked.text).sha256}
+
+
+def _run(job: Job, asked: Calibrate) -> None:
+    """A run that was killed within goes on where it stopped."""
+    from sparsepack.calibrate.run import calibrate
+
+    values = asked.model_dump(exclude={"text"})
+    options = CalibrateOptions(**values, device=job.recipe.device, dtype=job.recipe.dtype)
+    calibrate(job.checkpoint, job.text(asked.text), job.folder / FOLDER, options, overwrite=True)
+
+
+def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
+    """How many windows are run, and of how many tokens each."""
+    from sparsepack.models.windows import window_length
+    from sparsepack.recipe.estimates import windows_in
+
+    context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)
+    return windows_in(job, asked.text, context, asked.samples), context
+
+
+def _tokens(job: Job, asked: Calibrate) -> int:
+    count, context = windows(job, asked)
+    return count * context
+
+
+def _memory(job: Job, asked: Calibrate) -> int:
+    import torch
+
+    from sparsepack.models.checkpoint import EMBEDDING
+    from sparsepack.recipe.estimates import activation_bytes, dtype_bytes
+
+    checkpoint, size = job.checkpoint, dtype_bytes(job)
+    count, context = windows(job, asked)
+    shapes = checkpoint.source.shapes
+    block = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
+    hidden = count * context * int(checkpoint.config.hidden_size) * size
+    # The table is stored in 16 bits at least; a block's inputs, its outputs, and these joined are there at once.
+    embedding = 2 * torch.Size(shapes[EMBEDDING]).numel()
+    batch = activation_bytes(checkpoint, asked.batch * context)
+    return max(embedding + 2 * hidden, block * size + 3 * hidden + batch)
+
+
+CALIBRATE = Stage(
+    name="calibrate",
+    key=Calibrate.key,
+    type=Calibrate | None,
+    outputs=leaves(f"{FOLDER}/calibration.json", f"{FOLDER}/calibration.safetensors"),
+    settings=_settings,
+    run=_run,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
+)

@@ -1,0 +1,272 @@
+"""`eval`: accuracy once per protocol, of the artifact, or where nothing is packed, of the model with its thresholds."""
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from sparsepack.errors import RecipeError
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.protocols import PROTOCOLS
+from sparsepack.files.atomic import write_json
+from sparsepack.recipe.console import table, with_error
+from sparsepack.recipe.gates import Value, Verdict, judged
+from sparsepack.recipe.section import Count, Length, Limit, Names, Natural, Recipe, Section, listed, one_of
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
+from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
+
+RESULT = "eval.json"
+
+
+class Eval(Section):
+    """What `EvalRequest` takes, once per protocol; no protocols: decode for a sparse model, else dense."""
+
+    key: ClassVar[str] = "eval"
+
+    perplexity: Names = EvalRequest.perplexity
+    protocols: Annotated[tuple[Annotated[str, one_of(PROTOCOLS)], ...], BeforeValidator(listed)] = ()
+    context: Length | None = EvalRequest.context
+    windows: Count | None = EvalRequest.windows
+    tasks: Names = EvalRequest.tasks
+    task_path: str | None = None
+    limit: Count | None = EvalRequest.limit
+    num_fewshot: Natural | None = EvalRequest.num_fewshot
+    batch: Count | None = EvalRequest.batch
+
+
+def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
+    """The texts whose perplexity is measured; none without an eval section."""
+    asked = Eval.of(recipe)
+    return asked.perplexity if asked is not None else ()
+
+
+def _protocols(recipe: Recipe) -> tuple[str, ...]:
+    """Each once, in the order asked for."""
+    asked = Eval.of(recipe)
+    return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
+
+
+def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
+    if not asked.perplexity and not asked.tasks:
+        yield "eval: nothing to evaluate; give it perplexity texts or tasks, or leave it out"
+    if asked.task_path and not Path(asked.task_path).is_dir():
+        yield f"eval.task_path: {asked.task_path} is no folder (relative paths start at the working directory)"
+
+
+def _misfits(job: Job, asked: Eval) -> Iterator[str]:
+    if asked.perplexity:
+        yield from job.too_long("eval.context", asked.context)
+    for name in asked.perplexity:
+        job.text([name])
+
+
+def _settings(job: Job, asked: Eval) -> dict[str, Any]:
+    import importlib.metadata
+
+    return {
+        **asked.model_dump(mode="json"),
+        "protocols": _protocols(job.recipe),
+        "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
+        "task_files": _hashes(asked.task_path),
+        "lm_eval": importlib.metadata.version("lm_eval") if asked.tasks else None,
+    }
+
+
+def _hashes(task_path: str | None) -> dict[str, str]:
+    """Of the files in the task folder; data that they name elsewhere is not looked at."""
+    from sparsepack.files.hashing import sha256_file
+
+    if task_path is None:
+        return {}
+    return {str(path): sha256_file(path) for path in sorted(Path(task_path).rglob("*")) if path.is_file()}
+
+
+def _run(job: Job, asked: Eval) -> None:
+    from sparsepack.eval.run import evaluate
+
+    recipe = job.recipe
+    packed = Pack.of(recipe) is not None
+    evaluations = []
+    for protocol in _protocols(recipe):
+        request = EvalRequest(
+            subject=str(artifact_of(job)) if packed else recipe.model,
+            thresholds=job.folder / TABLE if sparse(recipe) and not packed else None,
+            protocol=protocol,
+            against=recipe.model if asked.perplexity else None,
+            task_path=Path(asked.task_path) if asked.task_path else None,
+            device=recipe.device,
+            dtype=recipe.dtype,
+            **asked.model_dump(exclude={"protocols", "task_path"}),
+        )
+        evaluations.append(evaluate(request))
+    allowed = _share_of_sparse_sites(job)
+    for evaluation in evaluations:
+        for row in evaluation["perplexity"]:
+            realised = row["realised_sparsity"]
+            realised["of_sparse_sites"] = realised["overall"] / allowed if allowed else 0.0
+    write_json(job.folder / RESULT, {"evaluations": evaluations})
+
+
+def _share_of_sparse_sites(job: Job) -> float:
+    """The parameters of the sites that may be sparse, over those of all sites: the target is over the former."""
+    from sparsepack.models.families import SITES
+    from sparsepack.sparsity.allocation import sparse_sites, weights_of
+
+    checkpoint, activation = job.checkpoint, ActivationSparsity.of(job.recipe)
+    if activation is None or not activation.sparsity:
+        return 0.0
+    weights = weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
+    return sum(weights[key] for key in sparse_sites(checkpoint, activation.include, activation.ignore))
+
+
+def _context(job: Job, asked: Eval) -> int:
+    from sparsepack.models.windows import window_length
+
+    return window_length(asked.context, job.checkpoint.config.max_position_embeddings)
+
+
+def _tokens(job: Job, asked: Eval) -> int:
+    """Of ours and of the source model; those of lm-eval tasks are not known beforehand."""
+    from sparsepack.recipe.estimates import windows_in
+
+    context = _context(job, asked)
+    windows = sum(windows_in(job, (name,), context, asked.windows) for name in asked.perplexity)
+    return 2 * windows * context * len(_protocols(job.recipe))
+
+
+def _memory(job: Job, asked: Eval) -> int:
+    from sparsepack.eval.perplexity import CHUNK
+    from sparsepack.recipe.estimates import LIVE, activation_bytes, dtype_bytes, parameters
+
+    checkpoint, context = job.checkpoint, _context(job, asked)
+    batch = asked.batch or 1
+    models = (2 if asked.perplexity else 1) * parameters(checkpoint) * dtype_bytes(job)
+    logits = batch * min(CHUNK, context) * int(checkpoint.config.vocab_size) * 4 * LIVE
+    return models + logits + activation_bytes(checkpoint, batch * context)
+
+
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
+    if plan["recipe"]["eval"] and plan["recipe"]["eval"]["tasks"]:
+        yield "tokens of lm-eval tasks are not counted"
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
+    if rows:
+        yield _accuracy(rows)
+    for evaluation in report["evaluations"]:
+        if evaluation["tasks"]:
+            yield _tasks(evaluation["tasks"])
+
+
+def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
+    columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
+    made = table("accuracy against the source model", *columns, ">sparsity (target)")
+    for row in rows:
+        realised = row["realised_sparsity"]
+        skips = row["protocol"] != "dense" and realised["target"]
+        made.add_row(
+            escape(row["text"]),
+            row["protocol"],
+            f"{row['windows']} x {row['context']}",
+            with_error(row["perplexity"], 2),
+            with_error(row["perplexity_ratio"], 4),
+            with_error(row["kl_divergence"], 4),
+            f"{100 * row['top_token_agreement']['value']:.1f} %",
+            f"{realised['of_sparse_sites']:.3f} ({realised['target']:g})" if skips else "dense",
+        )
+    return made
+
+
+def _tasks(found: Mapping[str, Any]) -> Table:
+    made = table(f"tasks, protocol {found['protocol']}", "task", ">samples", "metric", ">value")
+    for name, task in found["tasks"].items():
+        for metric, value in task["metrics"].items():
+            shown = "-" if value["value"] is None else with_error(value, 4)
+            made.add_row(escape(name), str(task["samples"]), escape(metric), shown)
+    return made
+
+
+_OF_A_ROW = ("perplexity", "perplexity_ratio", "kl_divergence", "top_token_agreement", "bits_per_byte")
+_SPARSITY = "realised_sparsity"
+
+
+def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
+    asked = Eval.of(recipe)
+    for name in (*_OF_A_ROW, _SPARSITY):
+        if getattr(gates, name) is not None and not perplexity_texts(recipe):
+            yield f"gates.{name}: it is not measured; add texts as eval.perplexity"
+    if gates.realised_sparsity is not None and (not sparse(recipe) or set(_protocols(recipe)) == {"dense"}):
+        above = f"{ActivationSparsity.key}.sparsity above 0"
+        yield f"gates.{_SPARSITY}: nothing runs sparse; expected {above}, and decode or all"
+    for task in gates.tasks:
+        if not any(fnmatch.fnmatch(task, pattern) for pattern in (asked.tasks if asked else ())):
+            yield f"gates.tasks.{task}: it is not measured; add it to eval.tasks"
+
+
+def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
+    evaluations = report["evaluations"]
+    rows = [
+        (f"{row['text']}, {row['protocol']}", row) for evaluation in evaluations for row in evaluation["perplexity"]
+    ]
+    for name in _OF_A_ROW:
+        values = (Value(where, _number(row[name])) for where, row in rows)
+        yield from judged(name, getattr(gates, name), values)
+    # In dense rows nothing is skipped by definition.
+    sparse_rows = ((where, row[_SPARSITY]) for where, row in rows if row["protocol"] != "dense")
+    yield from judged(_SPARSITY, gates.realised_sparsity, (Value(w, r["of_sparse_sites"]) for w, r in sparse_rows))
+    for task, metrics in gates.tasks.items():
+        for metric, limit in metrics.items():
+            yield from judged(f"tasks.{task}.{metric}", limit, _task_values(task, metric, evaluations))
+
+
+def _number(value: Any) -> float | None:
+    found: float | None = value["value"] if isinstance(value, Mapping) else value
+    return found
+
+
+def _task_values(task: str, metric: str, evaluations: list[Mapping[str, Any]]) -> Iterator[Value]:
+    for evaluation in evaluations:
+        found = evaluation["tasks"]
+        measured = {**found["groups"], **found["tasks"]}
+        if task not in measured:
+            raise RecipeError(f"gates.tasks.{task}: not measured; there are {', '.join(measured)}")
+        metrics = measured[task]["metrics"]
+        if metric not in metrics:
+            raise RecipeError(f"gates.tasks.{task}.{metric}: not measured; there are {', '.join(metrics)}")
+        yield Value(f"{task}, {evaluation['protocol']}", metrics[metric]["value"])
+
+
+EVAL = Stage(
+    name="eval",
+    key=Eval.key,
+    type=Eval | None,
+    needs=(THRESHOLDS.name, PACK.name),
+    outputs=leaves(RESULT),
+    settings=_settings,
+    run=_run,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
+    show_plan=_show_plan,
+    result=("evaluations", lambda folder: read_json(RESULT)(folder)["evaluations"], []),
+    show=_show,
+    gates={
+        **dict.fromkeys((*_OF_A_ROW, _SPARSITY), (Limit | None, None)),
+        "tasks": (dict[str, dict[str, Limit]], {}),
+    },
+    unmeasured=_unmeasured,
+    judge=_judge,
+)
+"""Gates: limits apply to every perplexity row (text and protocol), the worst of which is shown.
+
+realised_sparsity -- over the sites that may be sparse, as the target is; only rows of sparse protocols count
+tasks             -- task -> metric -> limit
+"""

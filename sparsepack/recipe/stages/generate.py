@@ -1,0 +1,78 @@
+"""`generate`: a text from the artifact, the prompt dense, new tokens sparse."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from rich.markup import escape
+
+from sparsepack.files.atomic import write_json
+from sparsepack.progress import say
+from sparsepack.recipe.section import Count, Natural, Section
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine
+from sparsepack.runtime.options import GenerateOptions
+
+RESULT = "generate.json"
+
+
+class Generate(Section):
+    """`GenerateOptions`, and the text to continue."""
+
+    key: ClassVar[str] = "generate"
+
+    prompt: str
+    tokens: Count = GenerateOptions.tokens
+    temperature: Annotated[float, Field(ge=0)] = GenerateOptions.temperature
+    top_k: Count | None = GenerateOptions.top_k
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = GenerateOptions.top_p
+    seed: Natural = GenerateOptions.seed
+
+
+def _length(job: Job, asked: Generate) -> int:
+    """Tokens of the prompt and of what is made."""
+    from sparsepack.runtime.generate import open_tokenizer, prompt_tokens
+
+    tokenizer = open_tokenizer(job.checkpoint.tokenizer_json())
+    prompt = prompt_tokens(tokenizer, asked.prompt, job.checkpoint.tokenizer.bos_token_id)
+    return len(prompt) + asked.tokens
+
+
+def _run(job: Job, asked: Generate) -> None:
+    from sparsepack.bench.traffic import realised_sparsity
+    from sparsepack.load import load, what_runs
+
+    model = load(artifact_of(job), job.recipe.device, _length(job, asked), verify=False)
+    say(*what_runs(model.engine))
+    text, ended = model.continued(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"})))
+    activity = model.engine.activity()
+    result = {
+        "prompt": asked.prompt,
+        "text": text,
+        "ended": ended,
+        "realised_sparsity": realised_sparsity(model.packed, activity) if activity else None,
+        "backend": model.engine.backend,
+    }
+    write_json(job.folder / RESULT, result)
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[str]:
+    made = report["generate"]
+    if made is not None:
+        yield f"\n[dim]{escape(made['prompt'])}[/]{escape(made['text'])}\n"
+
+
+GENERATE = Stage(
+    name="generate",
+    key=Generate.key,
+    type=Generate | None,
+    needs=(PACK.name,),
+    outputs=leaves(RESULT),
+    settings=lambda job, asked: asked.model_dump(mode="json"),
+    run=_run,
+    problems=lambda recipe, asked: needs_engine("generate", recipe),
+    misfits=lambda job, asked: job.too_long("generate, prompt and tokens,", _length(job, asked)),
+    tokens=lambda job, asked: asked.tokens,
+    result=("generate", read_json(RESULT), None),
+    show=_show,
+)

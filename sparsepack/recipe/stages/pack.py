@@ -1,0 +1,175 @@
+"""`pack`: the artifact, and its description."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from sparsepack.artifacts.formats import FORMATS, those_with
+from sparsepack.codecs.types import TYPES
+from sparsepack.files.atomic import write_json
+from sparsepack.pack import PackRequest
+from sparsepack.progress import say
+from sparsepack.recipe.console import table
+from sparsepack.recipe.gates import Value, Verdict, judged
+from sparsepack.recipe.section import Limit, Recipe, Section, one_of
+from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, placeholder, sparse
+
+DESCRIPTION = "pack.json"
+_TYPES = ("auto", *TYPES)
+_MADE_FROM = ("name", "model", "dtype", "calibrate", "activation_sparsity", "pack")
+
+
+class Pack(Section):
+    """What `PackRequest` takes."""
+
+    key: ClassVar[str] = "pack"
+
+    format: Annotated[str, one_of(FORMATS)] = PackRequest.format
+    output_type: Annotated[str, one_of(_TYPES)] = PackRequest.output_type
+    embedding_type: Annotated[str, one_of(_TYPES)] = PackRequest.embedding_type
+
+
+def artifact_name(asked: Pack) -> str:
+    """Of the artifact in the work folder."""
+    return f"model{FORMATS[asked.format].suffix}"
+
+
+def artifact_of(job: Job) -> Path:
+    """Where the artifact of a recipe that packs lies."""
+    asked = Pack.of(job.recipe)
+    assert asked is not None
+    return job.folder / artifact_name(asked)
+
+
+def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:
+    """What is wrong where a stage runs the artifact and there is none to run."""
+    asked = Pack.of(recipe)
+    if asked is None or not FORMATS[asked.format].runs:
+        yield f"{name}: it runs an artifact; expected a pack section of format {those_with('runs')}"
+
+
+def provenance(recipe: Recipe) -> dict[str, Any]:
+    """The part of the recipe that the artifact depends on, for its manifest."""
+    value = recipe.to_json()
+    return {key: value[key] for key in _MADE_FROM}
+
+
+def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
+    format = FORMATS[asked.format]
+    if sparse(recipe) and not format.thresholds:
+        yield (
+            f"pack.format: a {format.name} {format.container} has no place for thresholds; "
+            f"expected {those_with('thresholds')}, or no activation_sparsity"
+        )
+
+
+def _request(job: Job, asked: Pack) -> PackRequest:
+    recipe = job.recipe
+    return PackRequest(
+        model=recipe.model,
+        output=artifact_of(job),
+        thresholds=job.folder / TABLE if sparse(recipe) else None,
+        device=recipe.device,
+        overwrite=True,
+        recipe=provenance(recipe),
+        **asked.model_dump(),
+    )
+
+
+def _run(job: Job, asked: Pack) -> None:
+    from sparsepack.artifacts.inspect import describe
+    from sparsepack.pack import pack
+
+    for note in pack(_request(job, asked)).notes:
+        say(f"pack: {note}")
+    # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
+    description = {name: value for name, value in describe(artifact_of(job)).items() if name != "path"}
+    write_json(job.folder / DESCRIPTION, description)
+
+
+def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
+    from sparsepack.pack import plan_of
+
+    if asked is None:
+        return {"artifact": None}
+    planned = plan_of(job.checkpoint, _request(job, asked), placeholder(job))
+    types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    for tensor in planned.tensors:
+        types[tensor.type]["tensors"] += 1
+        types[tensor.type]["bytes"] += tensor.nbytes
+    tensors = [
+        {"name": t.name, "shape": t.shape, "logical": t.logical_shape, "type": t.type, "bytes": t.nbytes}
+        for t in planned.tensors
+    ]
+    artifact = {
+        "format": planned.format,
+        "file_bytes": planned.total_bytes,
+        "bits_per_weight": planned.bits_per_weight,
+        "types": dict(types),
+        "tensors": tensors,
+        "notes": list(planned.notes),
+    }
+    return {"artifact": artifact}
+
+
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+    artifact = plan["artifact"]
+    if artifact is None:
+        return
+    made = table(f"artifact, {artifact['format']}", "type", ">tensors", ">bytes")
+    for kind, row in artifact["types"].items():
+        made.add_row(kind, str(row["tensors"]), f"{row['bytes']:,}")
+    yield made
+    yield f"file: about {artifact['file_bytes']:,} bytes, {artifact['bits_per_weight']:.3f} bits per weight"
+    for note in artifact["notes"]:
+        yield f"note: {escape(note)}"
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[str]:
+    made = report["pack"]
+    if made is not None:
+        bits = made["bits_per_weight"]
+        yield (
+            f"file: {escape(report['artifact'])}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
+            f"({bits['blocks']:.3f} in the blocks)"
+        )
+
+
+def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
+    for name in ("bits_per_weight", "file_bytes"):
+        if getattr(gates, name) is not None and Pack.of(recipe) is None:
+            yield f"gates.{name}: there is no file; add a pack section"
+
+
+def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
+    made = report["pack"]
+    if made is not None:
+        yield from judged(
+            "bits_per_weight", gates.bits_per_weight, [Value("the file", made["bits_per_weight"]["file"])]
+        )
+        yield from judged("file_bytes", gates.file_bytes, [Value("the file", float(made["file_bytes"]))])
+
+
+PACK = Stage(
+    name="pack",
+    key=Pack.key,
+    type=Pack | None,
+    needs=(THRESHOLDS.name,),
+    outputs=lambda asked: (artifact_name(asked), DESCRIPTION),
+    settings=lambda job, asked: provenance(job.recipe),
+    run=_run,
+    problems=_problems,
+    plan=_plan,
+    show_plan=_show_plan,
+    result=("pack", read_json(DESCRIPTION), None),
+    show=_show,
+    gates={"bits_per_weight": (Limit | None, None), "file_bytes": (Limit | None, None)},
+    unmeasured=_unmeasured,
+    judge=_judge,
+)
+"""Gates: `bits_per_weight` is that of the whole file."""

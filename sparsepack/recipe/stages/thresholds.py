@@ -1,0 +1,151 @@
+"""`activation_sparsity`: which channels a decoded token may skip, as a table of thresholds."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+from rich.markup import escape
+
+from sparsepack.calibrate.options import CRITERIA
+from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section, one_of
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, Calibrate, windows
+from sparsepack.sparsity.options import ALLOCATIONS, UPSTREAMS, AllocationOptions
+
+if TYPE_CHECKING:
+    from sparsepack.sparsity.thresholds import Thresholds
+
+TABLE = "thresholds.json"
+_TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest's table
+
+
+class ActivationSparsity(Section):
+    """`AllocationOptions`."""
+
+    key: ClassVar[str] = "activation_sparsity"
+
+    sparsity: Annotated[float, Field(ge=0, lt=1)]
+    allocation: Annotated[str, one_of(ALLOCATIONS)] = AllocationOptions.allocation
+    criterion: Annotated[str, one_of(CRITERIA)] = AllocationOptions.criterion
+    include: Names = AllocationOptions.include
+    ignore: Names = AllocationOptions.ignore
+    upstream: Annotated[str, one_of(UPSTREAMS)] = AllocationOptions.upstream
+    windows: Count = AllocationOptions.windows
+    offsets: bool = AllocationOptions.offsets
+    steps: Count = AllocationOptions.steps
+    batch: Count = AllocationOptions.batch
+    length: Length = AllocationOptions.length
+    seed: Natural = AllocationOptions.seed
+
+
+def sparse(recipe: Recipe) -> bool:
+    """Whether decoding will skip anything."""
+    asked = ActivationSparsity.of(recipe)
+    return asked is not None and asked.sparsity > 0
+
+
+def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
+    key = ActivationSparsity.key
+    if asked.sparsity and Calibrate.of(recipe) is None:
+        yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
+    if asked.offsets and asked.allocation != "global":
+        yield f"{key}.offsets: they are learnt from the model's output; expected allocation: global"
+    if asked.allocation == "global" and asked.upstream == "dense":
+        yield f"{key}.upstream: global runs the whole sparse model; expected sparse"
+
+
+def _misfits(job: Job, asked: ActivationSparsity) -> Iterator[str]:
+    from sparsepack.sparsity.allocation import sparse_sites
+
+    sparse_sites(job.checkpoint, asked.include, asked.ignore)
+    yield from ()
+
+
+def _run(job: Job, asked: ActivationSparsity) -> None:
+    """A run that was killed within goes on where it stopped."""
+    from sparsepack.sparsity.find import make_thresholds
+
+    recipe = job.recipe
+    options = AllocationOptions(**asked.model_dump(), device=recipe.device, dtype=recipe.dtype)
+    make_thresholds(job.checkpoint, job.folder / FOLDER, options, job.folder / TABLE, overwrite=True)
+
+
+def _tokens(job: Job, asked: ActivationSparsity) -> int:
+    calibrate = Calibrate.of(job.recipe)
+    assert calibrate is not None  # or there would be no thresholds
+    count, context = windows(job, calibrate)
+    tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
+    if asked.allocation == "global":
+        tokens += 2 * asked.steps * asked.batch * min(asked.length, context)
+    return tokens
+
+
+def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
+    """What each pattern matches."""
+    from sparsepack.sparsity.allocation import site_name, sparse_sites
+
+    given = [] if asked is None else [("include", p) for p in asked.include] + [("ignore", p) for p in asked.ignore]
+    found = [[site_name(*key) for key in sparse_sites(job.checkpoint, [p], [])] for _, p in given]
+    rows = zip(given, found, strict=True)
+    return {"patterns": [{"list": which, "pattern": pattern, "sites": sites} for (which, pattern), sites in rows]}
+
+
+def placeholder(job: Job) -> "Thresholds | None":
+    """Thresholds as long as those that will be found, with vectors where there will be vectors; None: none will be."""
+    import torch
+
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.families import SITES
+    from sparsepack.models.rule import SiteRule
+    from sparsepack.sparsity.allocation import sparse_sites
+    from sparsepack.sparsity.thresholds import Thresholds
+
+    asked, checkpoint = ActivationSparsity.of(job.recipe), job.checkpoint
+    if asked is None or not asked.sparsity:
+        return None
+    per_channel = asked.allocation == "global" or asked.criterion != "magnitude"
+    rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
+    for layer, site in sparse_sites(checkpoint, asked.include, asked.ignore):
+        columns = checkpoint.stacked_shape(site, layer)[1]
+        rules[layer, site] = SiteRule(
+            threshold=_TYPICAL,
+            offset=torch.zeros(columns) if asked.offsets else None,
+            channel_weights=torch.ones(columns) if per_channel else None,
+            sparsity=asked.sparsity,
+            realised=_TYPICAL,
+        )
+    where = (checkpoint.sha256, NO_HASH, asked.allocation, asked.criterion)
+    return Thresholds(*where, asked.sparsity, asked.upstream, rules)
+
+
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
+    for row in plan["patterns"]:
+        found = row["sites"]
+        yield escape(f"{row['list']} {row['pattern']}: {len(found)} sites, {found[0]} to {found[-1]}")
+
+
+def _read(folder: Path) -> Any:
+    """The table; its vectors stay in their file."""
+    table = read_json(TABLE)(folder)
+    for row in table["rows"]:
+        row |= {name: row[name] is not None for name in ("channel_weights", "offset")}
+    return table
+
+
+THRESHOLDS = Stage(
+    name="thresholds",
+    key=ActivationSparsity.key,
+    type=ActivationSparsity | None,
+    needs=(CALIBRATE.name,),
+    outputs=leaves(TABLE),
+    settings=lambda job, asked: asked.model_dump(mode="json"),
+    run=_run,
+    wanted=lambda asked: asked.sparsity > 0,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    plan=_plan,
+    show_plan=_show_plan,
+    result=("thresholds", _read, None),
+)

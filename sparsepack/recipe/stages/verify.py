@@ -1,0 +1,57 @@
+"""`verify: true`: the artifact against itself and against the model."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sparsepack.files.atomic import write_json
+from sparsepack.progress import say
+from sparsepack.recipe.gates import Verdict
+from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
+
+REPORT = "verify.json"
+
+
+def _problems(recipe: Recipe, asked: bool) -> Iterator[str]:
+    if Pack.of(recipe) is None:
+        yield "verify: there is no artifact to verify; add a pack section"
+
+
+def _run(job: Job, asked: bool) -> None:
+    from sparsepack.artifacts.verify import verify_against
+
+    report = verify_against(artifact_of(job), job.checkpoint)
+    for problem in report.problems:
+        say(f"verify: {problem}")
+    write_json(job.folder / REPORT, report.to_json())
+
+
+def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
+    if gates.verify and not recipe.asked("verify"):
+        yield "gates.verify: the artifact is not verified; expected verify: true"
+
+
+def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
+    """A verification that failed fails the run whether or not a gate asks for it."""
+    if report["verify"] is not None:
+        problems = len(report["verify"]["problems"])
+        yield Verdict("verify", problems, "no problem", "the file", not problems)
+
+
+VERIFY = Stage(
+    name="verify",
+    key="verify",
+    type=bool,
+    default=False,
+    needs=(PACK.name,),
+    outputs=leaves(REPORT),
+    settings=lambda job, asked: {},
+    run=_run,
+    problems=_problems,
+    result=("verify", read_json(REPORT), None),
+    gates={"verify": (bool, False)},
+    unmeasured=_unmeasured,
+    judge=_judge,
+)
+"""Gates: `verify` asks that the artifact have been verified."""

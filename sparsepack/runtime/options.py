@@ -1,0 +1,14 @@
+"""How a text is continued. Nothing heavy is imported here: the command line and recipes read the defaults."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How many tokens at most, and how they are chosen: see `runtime.sampling.Sampling`."""
+
+    tokens: int = 64
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0

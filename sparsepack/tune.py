@@ -1,0 +1,33 @@
+"""`tune`: measure once which layout of the matrices suits this machine, and remember it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.artifacts.artifact import read_packed
+from sparsepack.runtime.cpu import tune as on_cpu
+from sparsepack.runtime.tuning import GATES
+
+
+def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
+    """Measure the matrices of these artifacts, or without any those of Llamas of 1 and 8 billion parameters.
+
+    What was found is kept below ~/.cache and returned, JSON-able. Raises `UserError` without kernels for the device,
+    `OutputError` where it cannot be kept.
+    """
+    sites = [
+        (name, (site.matrix.rows, site.matrix.columns))
+        for path in paths
+        for layer in read_packed(path, verify=False).layers
+        for name, site in layer.sites.items()
+    ]
+    shapes = [shape for _, shape in sites] or list(on_cpu.SHAPES)
+    if device == "cpu":
+        return on_cpu.measure(shapes, threads or torch.get_num_threads())
+    from sparsepack.runtime.cuda import tune as on_cuda
+
+    return on_cuda.measure(
+        shapes, device, {shape for name, shape in sites if name == "mlp_in"} if sites else set(GATES)
+    )
