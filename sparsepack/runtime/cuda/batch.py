@@ -197,7 +197,7 @@ class CudaBatch:
             self._append(ids, sparse)
             return self._step.logits.clone()
 
-    def choose(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
+    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
         """What each sampler chooses from the logits of `step`; the likeliest tokens are found on the device."""
         with torch.cuda.device(self._device):
             self._append(ids, sparse)

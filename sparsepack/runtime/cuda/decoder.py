@@ -107,7 +107,7 @@ class CudaDecoder:
             self._append(id, sparse)
             return self._step.logits[0].clone()
 
-    def choose(self, id: int, sparse: bool, sampler: Sampler) -> int:
+    def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
         """The next step begins before the host has read the token: most callers append what was chosen."""
         how = sampler.sampling
         with torch.cuda.device(self._device):
@@ -131,7 +131,7 @@ class CudaDecoder:
             self._ahead = (chosen, sparse)
         return chosen
 
-    def forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
         norm, eps = self._model.output_norm, self._model.architecture.norm_eps
         with torch.cuda.device(self._device):

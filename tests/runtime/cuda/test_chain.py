@@ -60,7 +60,7 @@ every_variant = pytest.mark.parametrize("variant", [*VARIANTS, INTERLEAVED])
 def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     packed = model(variant)
     engine, reference = decoder(packed), Engine(packed, backend="reference")
-    assert largest(steps(engine, IDS), reference.forced(IDS.tolist(), 0)) < 1e-3
+    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     counts = {
         key: share * engine.stepped * packed.layers[key[0]].sites[key[1]].matrix.columns
         for key, share in reference.activity().items()
@@ -68,7 +68,7 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     assert engine.active() == pytest.approx(counts)
     engine.reset()
     reference.dense = True
-    assert largest(steps(engine, IDS, sparse=False), reference.forced(IDS.tolist(), 0)) < 1e-3
+    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     shares = {key: count / engine.stepped for key, count in engine.active().items()}
     assert shares == {(n, s): site.matrix.columns for n, x in enumerate(packed.layers) for s, site in x.sites.items()}
 
@@ -81,8 +81,8 @@ def test_prefill_computes_what_the_reference_computes(
     monkeypatch.setattr(cuda_decoder, "CHUNK", chunk)
     packed = model(variant)
     engine = decoder(packed, context=len(IDS))
-    expected = Engine(packed, backend="reference").forced(IDS.tolist(), 6)
-    assert largest(engine.forced(IDS, 6, True), expected) < ROUNDED
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
+    assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
     assert (engine.position, engine.stepped) == (13, 7)
     engine.reset()
     assert largest(engine.prefill(IDS[:6]), expected[5]) < ROUNDED
@@ -115,7 +115,7 @@ def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: p
 def test_steps_before_after_and_between_prefills() -> None:
     packed = model("mistral, sliding window")
     engine = decoder(packed)
-    expected = Engine(packed, dense=True, backend="reference").forced(IDS.tolist(), 13)
+    expected = Engine(packed, dense=True, backend="reference").teacher_forced(IDS.tolist(), 13)
     found = [*steps(engine, IDS[:3], sparse=False), engine.prefill(IDS[3:7])]
     found += [*steps(engine, IDS[7:9], sparse=False), engine.prefill(IDS[9:12]), *steps(engine, IDS[12:], sparse=False)]
     assert largest(torch.stack(found), expected[[0, 1, 2, 6, 7, 8, 11, 12]]) < ROUNDED
@@ -135,7 +135,7 @@ def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
         for n in range(20):
             if n == 10:
                 id = 7  # not what was chosen last
-            id = engine.choose(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+            id = engine.decode_next(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
             ids.append(id)
         assert (engine.position, engine.stepped) == (23, 20)
         runs.append((ids, engine.active()))
@@ -146,11 +146,11 @@ def test_an_id_and_a_position_that_are_there_already_are_not_written_again(monke
     engine, sampler, written = decoder(model("llama")), Sampler(Sampling()), []
     fill = Tensor.fill_
     monkeypatch.setattr(Tensor, "fill_", lambda x, value: [written.append(value), fill(x, value)][1])
-    id = engine.choose(3, True, sampler)
+    id = engine.decode_next(3, True, sampler)
     written.clear()
-    following = engine.choose(id, True, sampler)
+    following = engine.decode_next(id, True, sampler)
     assert written == []
-    engine.choose((following + 1) % 300, True, sampler)
+    engine.decode_next((following + 1) % 300, True, sampler)
     assert written == [(following + 1) % 300, 2]
     engine.reset()
     engine.step(5, True)
@@ -162,9 +162,9 @@ AFTER = {
     "the token chosen": lambda engine, id: engine.step(id, True),
     "another token": lambda engine, id: engine.step((id + 1) % 300, True),
     "dense": lambda engine, id: engine.step(id, False),
-    "forced": lambda engine, id: engine.forced(IDS, 4, True),
+    "forced": lambda engine, id: engine.teacher_forced(IDS, 4, True),
     "reset": lambda engine, id: engine.reset(),
-    "a choice without its token": lambda engine, id: torch.tensor(engine.choose(9, True, Sampler(Sampling()))),
+    "a choice without its token": lambda engine, id: torch.tensor(engine.decode_next(9, True, Sampler(Sampling()))),
 }
 
 
@@ -175,7 +175,7 @@ def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[Cuda
     for chosen in (True, False):
         engine, sampler, id = decoder(packed), Sampler(Sampling()), 3
         for _ in range(4):
-            id = engine.choose(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+            id = engine.decode_next(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
         counts = [engine.active()]
         result = after(engine, id)
         following = engine.step(5, True)
@@ -187,11 +187,11 @@ def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[Cuda
 def test_the_last_position_of_the_context_can_be_chosen_from() -> None:
     engine, sampler = decoder(model("llama"), context=5), Sampler(Sampling())
     engine.prefill(IDS[:3])
-    id = engine.choose(engine.choose(3, True, sampler), True, sampler)
+    id = engine.decode_next(engine.decode_next(3, True, sampler), True, sampler)
     assert (engine.position, engine.stepped) == (5, 2)
     other = decoder(model("llama"), context=6)
     other.prefill(IDS[:3])
-    assert other.choose(other.choose(3, True, sampler), True, sampler) == id
+    assert other.decode_next(other.decode_next(3, True, sampler), True, sampler) == id
     assert engine.active() == other.active()
 
 
@@ -199,7 +199,7 @@ def test_graphs_of_many_settings_make_room_for_each_other(monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda_decoder, "MOST_SAMPLERS", 2)
     engine = decoder(model("llama"))
     for temperature in (0.5, 0.6, 0.7, 0.5):
-        engine.choose(3, True, Sampler(Sampling(temperature)))
+        engine.decode_next(3, True, Sampler(Sampling(temperature)))
     assert [key[0] for key in engine._samplers] == [0.7, 0.5]
 
 
@@ -216,7 +216,7 @@ def test_damaged_weights_are_an_error_of_the_artifact(temperature: float) -> Non
     packed = random_model("llama")
     packed.output_norm.fill_(math.nan)
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        decoder(packed).choose(3, True, Sampler(Sampling(temperature)))
+        decoder(packed).decode_next(3, True, Sampler(Sampling(temperature)))
 
 
 def test_what_the_kernels_do_not_know_is_an_error() -> None:
