@@ -109,7 +109,7 @@ class Checks:
         sampler = Sampler(Sampling(temperature=0.0))
         engine.reset()
         engine.prefill(self.ids[:PROMPT])
-        chosen = [engine.choose(id, sampler) for id in self.ids[PROMPT:]]
+        chosen = [engine.decode_next(id, sampler) for id in self.ids[PROMPT:]]
         _expect(name, chosen == logits[1:].argmax(-1).tolist(), "does not choose the likeliest token")
 
     def _pieces(self) -> list[list[int]]:

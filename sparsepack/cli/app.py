@@ -24,6 +24,7 @@ from sparsepack.cli.options import (
     thread_count,
     window,
 )
+from sparsepack.runtime.backends import BACKENDS, batch_backend, most_sequences
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
@@ -242,11 +243,11 @@ def verify(path: Path, against: str | None, json_path: str | None) -> None:
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
     "--runtime",
-    type=click.Choice(["transformers", "cpu", "cuda", "reference"]),
+    type=click.Choice(["transformers", *BACKENDS]),
     default="transformers",
     show_default=True,
-    help="What runs SUBJECT: transformers, or a zigzag artifact's engine with its own kernels and rounding (cuda: with "
-    "--device cuda).",
+    help="What runs SUBJECT: transformers, or a zigzag artifact's engine with its own kernels and rounding, on the "
+    "--device that they are made for.",
 )
 @compute
 @thread_count
@@ -273,7 +274,7 @@ def evaluate(
 @seed_option
 @click.option(
     "--batch",
-    type=click.IntRange(1, 8),
+    type=click.IntRange(1, most_sequences()),
     default=1,
     show_default=True,
     help="Decode so many sequences together, skipping what is inactive in all of them; with --device cuda.",
@@ -303,7 +304,7 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
 @device_option
 @thread_count
 @json_output
-def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
+def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
     """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.
 
     Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
@@ -313,25 +314,24 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
     import torch
 
     from sparsepack.artifacts.gguf.zigzag import read_zigzag
-    from sparsepack.cli.tables import profile_table
-    from sparsepack.runtime.cpu import tune as on_cpu
-    from sparsepack.runtime.tuning import GATES
+    from sparsepack.cli.tables import tuning_table
+    from sparsepack.runtime.backends import tuning_backend
+    from sparsepack.runtime.tuning import GATES, SHAPES
 
+    backend = tuning_backend(device)
     sites = [
         (name, (site.matrix.rows, site.matrix.columns))
         for path in paths
         for layer in read_zigzag(path, verify=False).layers
         for name, site in layer.sites.items()
     ]
-    shapes = [shape for _, shape in sites] or list(on_cpu.SHAPES)
-    if device == "cpu":
-        found = on_cpu.measure(shapes, threads or torch.get_num_threads())
-    else:
-        from sparsepack.runtime.cuda import tune as on_cuda
+    shapes = [shape for _, shape in sites] or SHAPES
+    gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
+    emit(backend.open().tune(shapes, torch.device(device), threads, gates), json_path, tuning_table)
 
-        gates = {shape for name, shape in sites if name == "mlp_in"} if sites else set(GATES)
-        found = on_cuda.measure(shapes, device, gates)
-    emit(found, json_path, profile_table)
+
+profile = click.Command("profile", callback=tune.callback, params=tune.params, help=tune.help, hidden=True)
+main.add_command(profile)  # what `tune` was called in 0.1.0; goes with the next version
 
 
 @main.command()
@@ -341,7 +341,7 @@ def profile(paths: tuple[Path, ...], device: str, threads: int | None, json_path
     "prompts",
     multiple=True,
     required=True,
-    help="Text to continue. Repeats, up to 8 times with --device cuda: all are continued together.",
+    help=f"Text to continue. Repeats, up to {most_sequences()} times with --device cuda: all are continued together.",
 )
 @click.option(
     "-n", "--tokens", type=click.IntRange(0), default=64, show_default=True, help="Tokens to generate at most."
@@ -373,9 +373,8 @@ def generate(
     if len(prompts) == 1:
         stream_generation(path, prompts[0], tokens, dense, context, device, backend, asked)
         return
-    if backend not in (None, "cuda"):
-        raise click.UsageError("only the cuda backend continues several prompts together; give one, or --device cuda")
-    print_generations(path, prompts, tokens, dense, context, device, asked)
+    batch_backend(len(prompts), device, backend)
+    print_generations(path, prompts, tokens, dense, context, device, backend, asked)
 
 
 @main.command()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from sparsepack.errors import UserError
+from sparsepack.runtime.backends import BACKENDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -49,11 +50,11 @@ device_option = click.option(
 )
 backend_option = click.option(
     "--backend",
-    type=click.Choice(["auto", "cpu", "cuda", "reference"]),
+    type=click.Choice(["auto", *BACKENDS]),
     default="auto",
     show_default=True,
     callback=lambda context, parameter, name: None if name == "auto" else name,
-    help="What runs it: native kernels (cpu, cuda) or plain torch (reference); auto: the device's, where it can run.",
+    help="What runs it: kernels made for a device, or plain torch (reference); auto: the device's, where they can run.",
 )
 compute = _options(
     device_option,

@@ -158,14 +158,14 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_GEOMETRY = ("span", "tile", "group", "warps", "stages", "splits")
-"""What `profile` may choose, on CPUs and on GPUs."""
+_TILE_CONFIG = ("span", "tile", "group", "warps", "stages", "splits")
+"""What `tune` may choose, on CPUs and on GPUs."""
 
 
-def profile_table(result: Mapping[str, Any]) -> str:
-    """What `profile` measured."""
+def tuning_table(result: Mapping[str, Any]) -> str:
+    """What `tune` measured."""
     shapes = result["shapes"]
-    parameters = [name for name in _GEOMETRY if shapes and name in shapes[0]]
+    parameters = [name for name in _TILE_CONFIG if shapes and name in shapes[0]]
     rows = [
         [
             f"{row['rows']} x {row['columns']}",
@@ -233,6 +233,7 @@ def print_generations(
     dense: bool,
     context: int | None,
     device: str,
+    backend: str | None,
     sampling: Mapping[str, Any],
 ) -> None:
     """Write the continuations of several prompts to stdout when all are made, then one line on stderr about the run."""
@@ -242,7 +243,7 @@ def print_generations(
     from sparsepack.runtime.generate import generate_together
 
     packed = read_zigzag(path)
-    engine = BatchEngine(packed, device, context, sequences=len(prompts), dense=dense)
+    engine = BatchEngine(packed, device, context, sequences=len(prompts), dense=dense, backend=backend)
     say(f"runtime: {engine.description}{', dense' if dense else ''}", *engine.notes)
     began = time.perf_counter()
     texts = generate_together(engine, packed.tokenizer_json, prompts, tokens, **sampling)

@@ -17,7 +17,7 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.windows import DEFAULT_CONTEXT, rolling_windows
-from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 RUNTIMES = ("transformers", *BACKENDS)
@@ -60,15 +60,13 @@ class EvalRequest:
             raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
         if self.runtime not in RUNTIMES:
             raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(RUNTIMES)}")
-        if self.runtime == "cuda" and self.device.partition(":")[0] != "cuda":
-            raise UserError(f"runtime cuda: runs on an NVIDIA GPU, not on {self.device}; give --device cuda")
-        if self.runtime not in ("transformers", "cuda") and self.device != "cpu":
-            raise UserError(f"runtime {self.runtime}: runs on the CPU, not on {self.device}; leave out --device")
-        if self.runtime != "transformers" and (self.thresholds or self.dtype != "float32"):
-            raise UserError(
-                f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
-                "leave out --thresholds and --dtype"
-            )
+        if self.runtime != "transformers":
+            backend_named(self.runtime).check_device(self.device)
+            if self.thresholds or self.dtype != "float32":
+                raise UserError(
+                    f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
+                    "leave out --thresholds and --dtype"
+                )
         counts = (self.batch, self.windows, self.context and self.context - 1)
         if any(count is not None and count < 1 for count in counts):
             raise UserError(

@@ -60,7 +60,7 @@ def geometry(shape: Shape, device: torch.device, gate: bool = False) -> Geometry
 
 def profile_path(gpu: str) -> Path:
     """Where the profile of a kind of GPU is kept, by its name."""
-    return profiles.profile_path("cuda", gpu)
+    return profiles.tuned_path("cuda", gpu)
 
 
 def read_profile(path: Path) -> dict[Shape, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What `sparsepack profile --device cuda` finds, keeps and changes; never how fast anything is."""
+"""What `sparsepack tune --device cuda` finds, keeps and changes; never how fast anything is."""
 
 import json
 from collections.abc import Iterator
@@ -186,7 +186,7 @@ def test_a_profile_is_kept_and_used(_: None, cache: Path) -> None:
 def test_the_command_measures_and_prints(_: None, tmp_path: Path) -> None:
     packed = tmp_path / "m.gguf"
     assert CliRunner().invoke(main, ["pack", "shipped:tiny", "-o", str(packed)]).exit_code == 0
-    table = CliRunner().invoke(main, ["profile", str(packed), "--device", "cuda"])
+    table = CliRunner().invoke(main, ["tune", str(packed), "--device", "cuda"])
     assert table.exit_code == 0, table.output
     for expected in (torch.cuda.get_device_name(), "splits", "GB/s", "kept in"):
         assert expected in table.stdout
