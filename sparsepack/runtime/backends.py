@@ -159,7 +159,7 @@ def batch_backend(sequences: int, device: torch.device | str, asked: str | None 
     if sequences > row.sequences:
         batching = [other for other in BACKENDS.values() if other.sequences >= sequences]
         raise UserError(
-            f"the {row.name} backend on device {device}: several sequences run together on "
+            f"a batch of {sequences} by the {row.name} backend on device {device}: several sequences run together on "
             f"{' and '.join(other.hardware for other in batching)} alone; "
             f"use --device {' or '.join(other.devices[0] for other in batching)}, or run one after the other"
         )

@@ -45,7 +45,6 @@ class BatchEngine:
         self.dense = dense
         cache_type = row.checked_cache_type(cache_type)
         self._module = row.open()
-        self._module.usable(self.device)
         self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type)
 
     @property

@@ -20,8 +20,8 @@ class Engine:
     device   -- where everything but the embedding lies
     context  -- positions the cache has room for; at most what the model was made for, 4096 of them unless given
     dense    -- never skip: the baseline; may be changed between calls
-    backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where what
-                it needs is there, "reference" otherwise
+    backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where
+                what it needs is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
 
@@ -56,7 +56,6 @@ class Engine:
         row = backend_named(self.backend)
         cache_type = row.checked_cache_type(cache_type)
         self._module = row.open()
-        self._module.usable(self.device)
         self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type)
 
     @property

@@ -214,7 +214,7 @@ class DenseKvCache:
         return attention(queries, keys, values, seen)
 
     def step(self, layer: int, qkv: Tensor) -> Tensor:
-        rows = enumerate(qkv.split(1))
+        rows = enumerate(torch.split(qkv, 1))
         return torch.cat([self.attend(layer, self.append(layer, row, n), n) for n, row in rows])
 
     def advance(self, positions: int, sequence: int = 0) -> None:

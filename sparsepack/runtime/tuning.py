@@ -107,5 +107,6 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder where what was measured can be kept"
+            f"{folder}: cannot be made ({error.strerror}); "
+            "set XDG_CACHE_HOME to a folder where what was measured can be kept"
         ) from error

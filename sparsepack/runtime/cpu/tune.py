@@ -1,4 +1,4 @@
-"""Measure which tile configuration suits this machine, once, and remember it (SpQt, section 3.2: hardware profiling)."""
+"""Measure which layout suits this machine, once, and remember it (SpQt, section 3.2: hardware profiling)."""
 
 import statistics
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-// The vectors of zigzag.inc with AVX2: two chunks (64 rows) a vector.
+// The vectors of zigzag_gemv.inc and its like, with AVX2: two chunks (64 rows) a vector.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// The vectors of zigzag.inc with NEON: one chunk (32 rows) a vector.
+// The vectors of zigzag_gemv.inc and its like, with NEON: one chunk (32 rows) a vector.
 #pragma once
 #include <arm_neon.h>
 #include <stdint.h>
