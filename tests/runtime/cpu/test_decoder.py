@@ -1,5 +1,6 @@
 """The native decoder: the reference's logits to the last bits, the same bits every run, and threads that behave."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -16,7 +17,10 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime import reference
 from sparsepack.runtime.cpu import dispatch
+from sparsepack.runtime.cpu.decoder import NativeDecoder
+from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -162,6 +166,21 @@ def test_decode_next_is_step_and_sampler(sampling: Sampling) -> None:
             ids.append(id)
         runs.append(ids)
     assert runs[0] == runs[1]
+
+
+def test_another_attention_is_another_cache() -> None:
+    """Here one of windows that the model does not have."""
+    packed = model("llama")
+    windows = dataclasses.replace(packed.architecture, sliding_windows=(3,) * packed.architecture.layers)
+    expected = Engine(dataclasses.replace(packed, architecture=windows), backend="cpu").teacher_forced(IDS, 6)
+
+    def new_kv_cache(shape: AttentionShape) -> NativeKvCache:
+        layers = tuple(dataclasses.replace(layer, window=3) for layer in shape.layers)
+        return NativeKvCache(dataclasses.replace(shape, layers=layers))
+
+    decoder = NativeDecoder(packed, torch.device("cpu"), 64, None, new_kv_cache)
+    assert torch.equal(decoder.teacher_forced(torch.tensor(IDS), 6, True), expected)
+    assert not torch.equal(Engine(packed, backend="cpu").teacher_forced(IDS, 6), expected)
 
 
 def test_an_idle_engine_takes_no_time_of_the_processor() -> None:
