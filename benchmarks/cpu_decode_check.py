@@ -105,7 +105,7 @@ class Checks:
         return error
 
     def _expect_same_choices(self, engine: Engine, name: str, logits: torch.Tensor) -> None:
-        """What is timed is `choose`."""
+        """What is timed is `decode_next`."""
         sampler = Sampler(Sampling(temperature=0.0))
         engine.reset()
         engine.prefill(self.ids[:PROMPT])

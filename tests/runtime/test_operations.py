@@ -290,8 +290,8 @@ def test_a_site_with_an_offset_is_a_product_with_the_difference(backend: Backend
     matrix, x, offset = packed(300, 128), normal(128, seed=2), normal(128, seed=3)
     rule = SiteRule(torch.tensor(0.7), offset)
     loaded = backend.operations.load_zigzag(matrix, backend.device)
-    constant = backend.operations.zigzag_matmul(loaded, offset[None].to(backend.device))[0].cpu()
-    y = gemv(backend, matrix, x - offset, rule.limits) + constant
+    sparse_bias = backend.operations.zigzag_matmul(loaded, offset[None].to(backend.device))[0].cpu()
+    y = gemv(backend, matrix, x - offset, rule.limits) + sparse_bias
     expected = torch.where(active_channels(x, rule), x, offset).double() @ decode_matrix(matrix).double().T
     assert (y - expected).norm() <= 2 * backend.many.normwise * expected.norm()
 
