@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.cuda import batch as of_batches
+from sparsepack.runtime.cuda import decoder as of_one
 from sparsepack.runtime.cuda import device as gpu
 from sparsepack.runtime.cuda import operations
-from sparsepack.runtime.cuda.batch import CudaBatch
-from sparsepack.runtime.cuda.decoder import CudaDecoder
 from sparsepack.runtime.cuda.tune import measure
 from sparsepack.runtime.tuning import Shape
 
@@ -22,14 +22,14 @@ def usable(device: torch.device) -> None:
 
 def decoder(
     packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
-) -> CudaDecoder:
-    return CudaDecoder(packed, device, context, cache_type=cache_type)
+) -> of_one.CudaDecoder:
+    return of_one.CudaDecoder(packed, device, context, cache_type=cache_type)
 
 
 def batch_decoder(
     packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str
-) -> CudaBatch:
-    return CudaBatch(packed, device, context, sequences, cache_type=cache_type)
+) -> of_batches.CudaBatch:
+    return of_batches.CudaBatch(packed, device, context, sequences, cache_type=cache_type)
 
 
 def synchronise(device: torch.device) -> None:
