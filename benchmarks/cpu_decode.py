@@ -87,7 +87,7 @@ def decode_ours(engine: Engine, dense: bool, prompt: list[int], count: int) -> f
     id = sampler.choose(engine.prefill(prompt))
     start = time.perf_counter()
     for _ in range(count):
-        id = engine.choose(id, sampler)
+        id = engine.decode_next(id, sampler)
     return count / (time.perf_counter() - start)
 
 

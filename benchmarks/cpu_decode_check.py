@@ -105,11 +105,11 @@ class Checks:
         return error
 
     def _expect_same_choices(self, engine: Engine, name: str, logits: torch.Tensor) -> None:
-        """What is timed is `choose`."""
+        """What is timed is `decode_next`."""
         sampler = Sampler(Sampling(temperature=0.0))
         engine.reset()
         engine.prefill(self.ids[:PROMPT])
-        chosen = [engine.choose(id, sampler) for id in self.ids[PROMPT:]]
+        chosen = [engine.decode_next(id, sampler) for id in self.ids[PROMPT:]]
         _expect(name, chosen == logits[1:].argmax(-1).tolist(), "does not choose the likeliest token")
 
     def _pieces(self) -> list[list[int]]:

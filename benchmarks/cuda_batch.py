@@ -43,7 +43,7 @@ def check(size: Size) -> float:
         together.prefill(number, text[:PREFILLED])
     steps = [together.step(ids) for ids in zip(*(text[PREFILLED:] for text in texts), strict=True)]
     found = torch.stack(steps, dim=1).double()
-    expected = torch.stack([oracle.forced(text, len(text))[PREFILLED:] for text in texts]).double()
+    expected = torch.stack([oracle.teacher_forced(text, len(text))[PREFILLED:] for text in texts]).double()
     difference = float((found - expected).norm() / expected.norm())
     if not difference <= LIMITS["dense"]:
         raise RuntimeError(f"logits differ by {difference:.3g}, expected {LIMITS['dense']}; not timed")

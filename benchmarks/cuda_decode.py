@@ -54,7 +54,7 @@ def check(size: Size) -> dict[str, float]:
     found = {}
     ours, oracle = (Engine(packed, "cuda", 64, backend=name) for name in ("cuda", "reference"))
     for mode, sparse_from in (("dense", len(ids)), ("sparse", 16)):
-        a, b = (engine.forced(ids, sparse_from).double() for engine in (ours, oracle))
+        a, b = (engine.teacher_forced(ids, sparse_from).double() for engine in (ours, oracle))
         found[f"{mode}, at once"] = _difference(a, b, mode)
     ours.reset()
     first = [ours.prefill(ids[:16]), *(ours.step(id) for id in ids[16:])]
@@ -78,11 +78,11 @@ def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(NEW):
-        id = engine.choose(id, sampler)
+        id = engine.decode_next(id, sampler)
     return (time.perf_counter() - start) / NEW
 
 
-def forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
+def teacher_forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
     """Of a token: given ones, whose logits stay on the GPU."""
     engine.dense = dense
     engine.reset()
@@ -115,7 +115,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
     activity = {}
     for round in range(-1, rounds):
         for kind, dense in runs:
-            taken = (decode_seconds if kind == "chosen" else forced_seconds)(engine, ids, dense)
+            taken = (decode_seconds if kind == "chosen" else teacher_forced_seconds)(engine, ids, dense)
             activity[_name(kind, dense)] = engine.activity()
             if round >= 0:
                 samples[_name(kind, dense)].append(taken)

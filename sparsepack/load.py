@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparsepack.artifacts.artifact import read_packed
-from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.backends import batch_backend
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, generate_together
@@ -78,10 +78,10 @@ def load_several(
     backend: str | None = None,
 ) -> ModelOfSeveral:
     """Open an artifact to continue so many texts together; see `runtime.batch.BatchEngine`. Raises as `load`."""
-    if backend not in (None, BatchEngine.backend):
-        raise UserError(f"only the {BatchEngine.backend} backend continues several prompts together; not {backend}")
+    batch_backend(sequences, device, backend)  # before a large file is read
     packed = read_packed(path)
-    return ModelOfSeveral(packed, BatchEngine(packed, device, context, sequences=sequences, dense=dense))
+    engine = BatchEngine(packed, device, context, sequences=sequences, dense=dense, backend=backend)
+    return ModelOfSeveral(packed, engine)
 
 
 def what_runs(engine: Engine | BatchEngine) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from sparsepack.artifacts.artifact import read_packed
-from sparsepack.runtime.cpu import tune as on_cpu
-from sparsepack.runtime.tuning import GATES
+from sparsepack.runtime.backends import tuning_backend
+from sparsepack.runtime.tuning import GATES, SHAPES
 
 
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
@@ -17,17 +17,13 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     What was found is kept below ~/.cache and returned, JSON-able. Raises `UserError` without kernels for the device,
     `OutputError` where it cannot be kept.
     """
+    backend = tuning_backend(device)
     sites = [
         (name, (site.matrix.rows, site.matrix.columns))
         for path in paths
         for layer in read_packed(path, verify=False).layers
         for name, site in layer.sites.items()
     ]
-    shapes = [shape for _, shape in sites] or list(on_cpu.SHAPES)
-    if device == "cpu":
-        return on_cpu.measure(shapes, threads or torch.get_num_threads())
-    from sparsepack.runtime.cuda import tune as on_cuda
-
-    return on_cuda.measure(
-        shapes, device, {shape for name, shape in sites if name == "mlp_in"} if sites else set(GATES)
-    )
+    shapes = [shape for _, shape in sites] or SHAPES
+    gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
+    return backend.open().tune(shapes, torch.device(device), threads, gates)

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from sparsepack.runtime.cpu.geometry import profiled as profiled_cpu
+from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
 from sparsepack.runtime.cuda.compiler import cache_folder
-from sparsepack.runtime.cuda.tile_config import profiled as profiled_cuda
+from sparsepack.runtime.cuda.tile_config import tuned as tuned_cuda
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `sparsepack profile` found for the user must change no test, and no test what it found."""
+    """What `sparsepack tune` found for the user must change no test, and no test what it found."""
     compiled = cache_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         if compiled.is_dir():  # GPU kernels, named by all that they depend on
             cache_folder().parent.mkdir(parents=True)
             cache_folder().symlink_to(compiled.absolute())
-        profiled_cpu.cache_clear()
-        profiled_cuda.cache_clear()
+        tuned_cpu.cache_clear()
+        tuned_cuda.cache_clear()
         yield
 
 

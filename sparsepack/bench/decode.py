@@ -11,24 +11,18 @@ import torch
 
 from sparsepack import __version__
 from sparsepack.bench import traffic
-from sparsepack.bench.machine import ARRAY_BYTES, gpu_info, read_bandwidth, synchronise
+from sparsepack.bench.machine import ARRAY_BYTES, read_bandwidth
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.progress import progress, say
+from sparsepack.runtime.backends import backend_named, batch_backend
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.operations_decoder import torch_threads
 
 SCHEMA = 1
-WHAT_RUNS = {
-    "reference": "plain torch on matrices decoded to float32, made to be right, not to be fast",
-    "cpu": "native kernels on the stored 4.5 bits a weight, multiplied in 16 bits within tiles of columns",
-    "cuda": "CUDA kernels on the stored 4.5 bits a weight, a token a CUDA graph; prefill in float16 on tensor cores",
-}
-"""By backend, for people."""
-
 CHECKED_TOKENS = 9
 LARGEST_DIFFERENCE = 0.02
 """Relative, of the logits, between two ways to the same output. Dense ones differ by rounding only; sparse ones by
@@ -80,7 +74,7 @@ def bench_decode(
         else:
             tokens = list(zip(*texts, strict=True))
             expected = _expected_of_batch(packed, settings, modes, texts[0])
-            engine = BatchEngine(packed, settings.device, longest, sequences=settings.batch)
+            engine = BatchEngine(packed, settings.device, longest, sequences=settings.batch, backend=settings.backend)
             say(f"runtime: {engine.description}", *engine.notes)
             check = {mode: _difference_of_batch(engine, mode, texts[0], expected[mode]) for mode in modes}
         samples, activities = _measured(engine, tests, tokens, settings.repetitions)
@@ -89,7 +83,7 @@ def bench_decode(
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
     return {
         "schema": SCHEMA,
-        "runtime": f"runtime: {engine.description}: {WHAT_RUNS[engine.backend]}",
+        "runtime": f"runtime: {engine.description}: {backend_named(engine.backend).says}",
         "tokens": f"random, seed {settings.seed}" if ids is None else "given",
         "check": check,
         "read_bandwidth": {
@@ -132,7 +126,7 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int]) -> float:
     engine.dense = mode == "dense"
     differences = []
     for length in range(min(CHECKED_TOKENS, engine.context)):
-        expected = engine.forced(tokens[: length + 1], length + engine.dense)[-1]
+        expected = engine.teacher_forced(tokens[: length + 1], length + engine.dense)[-1]
         engine.reset()
         if length:
             engine.prefill(tokens[:length])
@@ -146,11 +140,16 @@ def _expected_of_batch(
 ) -> dict[str, list[torch.Tensor]]:
     """Logits after prompts of several lengths and a step, by an engine for one text, which does not outlive this."""
     lengths = range(min(CHECKED_TOKENS, len(tokens)))
-    engine = Engine(packed, settings.device, len(lengths), backend="cuda")
+    engine = Engine(
+        packed,
+        settings.device,
+        len(lengths),
+        backend=batch_backend(settings.batch, settings.device, settings.backend).name,
+    )
     found: dict[str, list[torch.Tensor]] = {}
     for mode in modes:
         engine.dense = mode == "dense"
-        found[mode] = [engine.forced(tokens[: n + 1], n + engine.dense)[-1] for n in lengths]
+        found[mode] = [engine.teacher_forced(tokens[: n + 1], n + engine.dense)[-1] for n in lengths]
     return found
 
 
@@ -202,13 +201,13 @@ def _timed(engine: Engine | BatchEngine, test: _Test, tokens: Sequence[Any]) -> 
     """Nanoseconds of a test. tokens: of a batch, one for each sequence at a time."""
     engine.reset()
     engine.dense = test.mode == "dense"
-    synchronise(engine.device)
+    engine.synchronise()
     start = time.perf_counter_ns()
     if test.n_prompt and isinstance(engine, Engine):
         engine.prefill(tokens[: test.n_prompt])
     for id in tokens[: test.n_gen]:
         engine.step(id)
-    synchronise(engine.device)
+    engine.synchronise()
     return time.perf_counter_ns() - start
 
 
@@ -227,7 +226,7 @@ def _row(
     row: dict[str, Any] = {
         "sparsepack_version": __version__,
         "cpu_info": cpu_info(),
-        "gpu_info": gpu_info(engine.device),
+        "gpu_info": backend_named(engine.backend).open().describe(engine.device),
         "backends": engine.backend,
         "model_filename": filename,
         "model_type": f"{packed.architecture.model_type} zigzag-q4_k",

@@ -1,15 +1,12 @@
-"""The machine that a benchmark runs on: what it is, and what its memory delivers."""
+"""What the memory of the machine delivers that a benchmark runs on."""
 
 import time
 
 import torch
 
+from sparsepack.runtime.reference_backend import synchronise
+
 ARRAY_BYTES = 1 << 29
-
-
-def gpu_info(device: torch.device) -> str:
-    """The accelerator's name, empty on the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def read_bandwidth(device: torch.device | str = "cpu", nbytes: int = ARRAY_BYTES, repetitions: int = 5) -> float:
@@ -29,9 +26,3 @@ def _timed_read(array: torch.Tensor) -> float:
     array.max()
     synchronise(array.device)
     return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

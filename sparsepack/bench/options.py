@@ -14,7 +14,7 @@ class BenchSettings:
     threads         -- of the engine and of torch; None: torch's number
     seed            -- of the random token ids
     device, backend -- as the engine's
-    batch           -- sequences that are decoded together, on the cuda backend alone; prefill is left out then
+    batch           -- sequences that are decoded together, where a backend does that; prefill is left out then
 
     Raises `UserError` for a value out of range.
     """
@@ -29,17 +29,17 @@ class BenchSettings:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        from sparsepack.runtime.batch import MOST_SEQUENCES
+        from sparsepack.runtime.backends import batch_backend, most_sequences
 
         for name, least in (("n_prompt", 0), ("n_gen", 0), ("repetitions", 1), ("threads", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} {value}: expected at least {least}")
-        if not 1 <= self.batch <= MOST_SEQUENCES:
-            raise UserError(f"batch {self.batch}: expected 1 to {MOST_SEQUENCES}")
+        if not 1 <= self.batch <= most_sequences():
+            raise UserError(f"batch {self.batch}: expected 1 to {most_sequences()}")
         if self.batch > 1 and not self.n_gen:
             raise UserError(f"batch {self.batch}: nothing to decode; give n_gen tokens")
-        if self.batch > 1 and (not self.device.startswith("cuda") or self.backend not in (None, "cuda")):
-            raise UserError(f"batch {self.batch}: only the cuda backend decodes sequences together; use device cuda")
+        if self.batch > 1:
+            batch_backend(self.batch, self.device, self.backend)
         if not self.n_prompt and not self.n_gen:
             raise UserError("nothing to measure: n_prompt and n_gen are both 0; give one of them tokens")

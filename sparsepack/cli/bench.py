@@ -16,6 +16,7 @@ from sparsepack.cli.options import (
     seed_option,
     thread_count,
 )
+from sparsepack.runtime.backends import most_sequences
 
 
 @click.command()
@@ -28,7 +29,7 @@ from sparsepack.cli.options import (
 @from_options(
     BenchSettings,
     "--batch",
-    type=click.IntRange(1, 8),
+    type=click.IntRange(1, most_sequences()),
     help="Decode so many sequences together, skipping what is inactive in all of them; with --device cuda.",
 )
 @device_option

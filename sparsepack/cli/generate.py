@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, backend_option, device_option, from_options, seed_option, torch_threads
+from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import GenerateOptions
 
 
@@ -16,7 +17,7 @@ from sparsepack.runtime.options import GenerateOptions
     "prompts",
     multiple=True,
     required=True,
-    help="Text to continue. Repeats, up to 8 times with --device cuda: all are continued together.",
+    help=f"Text to continue. Repeats, up to {most_sequences()} times with --device cuda: all are continued together.",
 )
 @from_options(GenerateOptions, "-n", "--tokens", type=click.IntRange(0), help="Tokens to generate at most.")
 @from_options(GenerateOptions, "--temperature", help="0 takes the likeliest token.")

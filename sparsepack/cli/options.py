@@ -14,11 +14,11 @@ import click
 
 from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
 from sparsepack.errors import UserError
+from sparsepack.runtime.backends import BACKENDS
 from sparsepack.sparsity.options import ALLOCATIONS, AllocationOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
-BACKENDS = ("cpu", "cuda", "reference")
 RUNTIMES = ("transformers", *BACKENDS)
 
 
@@ -73,7 +73,7 @@ backend_option = click.option(
     default="auto",
     show_default=True,
     callback=lambda context, parameter, name: None if name == "auto" else name,
-    help="What runs it: native kernels (cpu, cuda) or plain torch (reference); auto: the device's, where it can run.",
+    help="What runs it: kernels made for a device, or plain torch (reference); auto: the device's, where they can run.",
 )
 compute = _options(
     device_option,

@@ -164,14 +164,14 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_GEOMETRY = ("span", "tile", "group", "warps", "stages", "splits")
+_TILE_CONFIG = ("span", "tile", "tile_bands", "warps", "stages", "splits")
 """What `tune` may choose, on CPUs and on GPUs."""
 
 
 def tuning_table(result: Mapping[str, Any]) -> str:
     """What `tune` measured."""
     shapes = result["shapes"]
-    parameters = [name for name in _GEOMETRY if shapes and name in shapes[0]]
+    parameters = [name for name in _TILE_CONFIG if shapes and name in shapes[0]]
     rows = [
         [
             f"{row['rows']} x {row['columns']}",

@@ -18,7 +18,7 @@ from sparsepack.runtime.engine import Engine
 
 
 class EngineScorer:
-    """As `eval.scorer.SparseScorer`, by an engine: sparse positions are decoded as `Engine.forced` does it."""
+    """As `eval.scorer.SparseScorer`, by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
 
     def __init__(self, packed: PackedModel, backend: str, device: str = "cpu") -> None:
         self.context = packed.architecture.context
@@ -33,7 +33,7 @@ class EngineScorer:
         real = torch.full((len(input_ids),), width) if lengths is None else lengths
         logits = torch.zeros(*input_ids.shape, self._packed.architecture.vocabulary, device=self.device)
         for row, (ids, length, start) in enumerate(zip(input_ids, real.tolist(), sparse_from.tolist(), strict=True)):
-            logits[row, :length] = self._forced(ids[:length].tolist(), min(start, length))
+            logits[row, :length] = self._teacher_forced(ids[:length].tolist(), min(start, length))
         return logits
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -44,9 +44,9 @@ class EngineScorer:
         """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
         return self.hidden(input_ids, lengths, sparse_from)
 
-    def _forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
+    def _teacher_forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
         engine = self._with_room(len(ids))
-        logits = engine.forced(ids, sparse_from)
+        logits = engine.teacher_forced(ids, sparse_from)
         decoded = len(ids) - sparse_from
         self._decoded += decoded
         for key, share in engine.activity().items():

@@ -16,8 +16,8 @@ class EvalRequest:
     against    -- source checkpoint for KL divergence and top-token agreement
     tasks, task_path, limit, num_fewshot -- lm-eval tasks
     batch      -- windows, and requests of a task, at a time (None: 1 window, 8 requests)
-    runtime    -- "transformers": the stock model with the subject's weights and policies; or a backend of the engine
-                  ("cpu", "cuda", "reference"), which runs a zigzag artifact as its users do
+    runtime    -- "transformers": the stock model with the subject's weights and rules; or a backend of the engine
+                  (`runtime.backends`), which runs a zigzag artifact as its users do
     protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
     """
 
@@ -49,7 +49,7 @@ class EvalRequest:
 
     def check(self) -> None:
         """Raise `UserError` for a request that measures nothing or makes no sense."""
-        from sparsepack.runtime.backends import BACKENDS
+        from sparsepack.runtime.backends import BACKENDS, backend_named
 
         runtimes = ("transformers", *BACKENDS)
         if not self.perplexity and not self.tasks:
@@ -58,15 +58,13 @@ class EvalRequest:
             raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
         if self.runtime not in runtimes:
             raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(runtimes)}")
-        if self.runtime == "cuda" and self.device.partition(":")[0] != "cuda":
-            raise UserError(f"runtime cuda: runs on an NVIDIA GPU, not on {self.device}; give --device cuda")
-        if self.runtime not in ("transformers", "cuda") and self.device != "cpu":
-            raise UserError(f"runtime {self.runtime}: runs on the CPU, not on {self.device}; leave out --device")
-        if self.runtime != "transformers" and (self.thresholds or self.dtype != "float32"):
-            raise UserError(
-                f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
-                "leave out --thresholds and --dtype"
-            )
+        if self.runtime != "transformers":
+            backend_named(self.runtime).check_device(self.device)
+            if self.thresholds or self.dtype != "float32":
+                raise UserError(
+                    f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
+                    "leave out --thresholds and --dtype"
+                )
         counts = (self.batch, self.windows, self.context and self.context - 1)
         if any(count is not None and count < 1 for count in counts):
             raise UserError(

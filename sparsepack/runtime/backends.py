@@ -1,52 +1,180 @@
-"""The seam between the engine and the backends: the operations that each backend brings, and where it brings them."""
+"""The table of backends: what can run a packed model, a row for each. Importing it costs nothing: the command line
+takes its choices from here. docs/backends.md says how to add one."""
 
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import torch
-from torch import Tensor
-
-from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.errors import UserError
 
-BACKENDS = MappingProxyType(
-    {
-        "reference": "sparsepack.runtime.reference",
-        "cpu": "sparsepack.runtime.cpu.operations",
-        "cuda": "sparsepack.runtime.cuda.operations",
-    }
-)
-"""Backend name -> the module whose functions are its operations."""
+if TYPE_CHECKING:
+    import torch
+
+    from sparsepack.models.packed import PackedModel
+    from sparsepack.runtime.decoder import BatchDecoder, Decoder
+    from sparsepack.runtime.operations import Operations
+    from sparsepack.runtime.tuning import Shape
 
 
-class Operations(Protocol):
-    """What a backend offers, each function as its namesake in `runtime/reference.py`.
+@dataclass(frozen=True)
+class Backend:
+    """One way to run a packed model.
 
-    A loaded matrix is the backend's own: it may repack the bytes, and only its own operations read it.
+    name        -- as `--backend` and `--runtime` take it
+    says        -- what runs, for people
+    hardware    -- what it runs on, for people
+    devices     -- torch's types of devices that it is made for, and taken for unless told otherwise; none: any device
+    module      -- what offers the functions of `BackendModule`
+    cache_types -- of keys and values, of "f32", "f16" and "bf16": the first unless told otherwise
+    sequences   -- texts that it decodes together at most
+    tunes       -- whether `sparsepack tune` can measure what suits the machine
     """
 
-    def load_zigzag(self, matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
-        """Prepare a zigzag matrix for `zigzag_gemv` and `zigzag_matmul`."""
+    name: str
+    says: str
+    hardware: str
+    devices: tuple[str, ...]
+    module: str
+    cache_types: tuple[str, ...]
+    sequences: int = 1
+    tunes: bool = False
 
-    def load_rows(self, matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
-        """Prepare a matrix stored by rows for `matmul`."""
+    def open(self) -> BackendModule:
+        """The module that does the work."""
+        return cast(BackendModule, import_module(self.module))
 
-    def collect(self, x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-        """The active columns of x, in ascending order, and their count."""
+    def check_device(self, device: torch.device | str) -> None:
+        """Raise `UserError` for a device of a type that it is not made for."""
+        if self.devices and str(device).partition(":")[0] not in self.devices:
+            raise UserError(
+                f"device {device}: the {self.name} backend runs on {self.hardware}; "
+                f"use device {self.devices[0]} or the reference backend"
+            )
 
-    def zigzag_gemv(self, matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
-        """W[:, active] x[active]."""
-
-    def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
-        """X W^T with every column."""
-
-    def matmul(self, weight: Any, x: Tensor) -> Tensor:
-        """X W^T of a matrix stored by rows."""
+    def checked_cache_type(self, asked: str | None) -> str:
+        """The type of keys and values to keep; raises `UserError` for one that it does not have."""
+        if asked is not None and asked not in self.cache_types:
+            raise UserError(f"cache type {asked!r}: the {self.name} backend has {', '.join(self.cache_types)}")
+        return asked or self.cache_types[0]
 
 
-def open_backend(name: str) -> Operations:
-    """The operations of a backend by name; raises `UserError` naming the known ones."""
+class BackendModule(Protocol):
+    """What a backend's module offers.
+
+    operations -- its products and caches
+    """
+
+    operations: Operations
+
+    def usable(self, device: torch.device) -> None:
+        """Raise `UserError` where it cannot run on a device, saying what is missing."""
+
+    def decoder(
+        self, packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
+    ) -> Decoder:
+        """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know."""
+
+    def batch_decoder(
+        self, packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str
+    ) -> BatchDecoder:
+        """What runs several texts together. Asked of backends alone whose row has more than one of `sequences`."""
+
+    def synchronise(self, device: torch.device) -> None:
+        """Wait until the device has done what it was given."""
+
+    def describe(self, device: torch.device) -> str:
+        """The accelerator's name; empty for the CPU."""
+
+    def tune(
+        self, shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+    ) -> dict[str, Any]:
+        """Measure what suits the machine for products of these shapes, keep it, and return it as JSON-able values.
+        Asked of backends alone whose row `tunes`.
+
+        gates -- of the shapes, those of gate and up
+        """
+
+
+BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            Backend(
+                "reference",
+                says="plain torch on matrices decoded to float32, made to be right, not to be fast",
+                hardware="any device of torch's",
+                devices=(),
+                module="sparsepack.runtime.reference_backend",
+                cache_types=("f32",),
+            ),
+            Backend(
+                "cpu",
+                says="native kernels on the stored 4.5 bits a weight, multiplied in 16 bits within tiles of columns",
+                hardware="the CPU",
+                devices=("cpu",),
+                module="sparsepack.runtime.cpu.backend",
+                cache_types=("f16",),
+                tunes=True,
+            ),
+            Backend(
+                "cuda",
+                says="CUDA kernels on the stored 4.5 bits a weight, a token a CUDA graph; prefill in float16 on tensor "
+                "cores",
+                hardware="NVIDIA GPUs",
+                devices=("cuda",),
+                module="sparsepack.runtime.cuda.backend",
+                cache_types=("bf16", "f16", "f32"),
+                sequences=8,
+                tunes=True,
+            ),
+        )
+    }
+)
+"""By name."""
+
+
+def backend_named(name: str) -> Backend:
+    """A backend's row; raises `UserError` naming the known ones."""
     if name not in BACKENDS:
         raise UserError(f"backend {name!r}: unknown; expected one of {', '.join(BACKENDS)}")
-    return cast(Operations, import_module(BACKENDS[name]))
+    return BACKENDS[name]
+
+
+def backend_for(device: torch.device | str) -> Backend:
+    """The backend that is made for a device, by the device's type; the reference where there is none."""
+    kind = str(device).partition(":")[0]
+    return next((row for row in BACKENDS.values() if kind in row.devices), BACKENDS["reference"])
+
+
+def batch_backend(sequences: int, device: torch.device | str, asked: str | None = None) -> Backend:
+    """The backend that decodes so many texts together on a device; raises `UserError` where none does."""
+    most = most_sequences()
+    if not 2 <= sequences <= most:
+        raise UserError(f"a batch of {sequences} sequences: expected 2 to {most}; one runs in an Engine")
+    row = backend_for(device) if asked is None else backend_named(asked)
+    if sequences > row.sequences:
+        batching = [other for other in BACKENDS.values() if other.sequences >= sequences]
+        raise UserError(
+            f"a batch of {sequences} by the {row.name} backend on device {device}: several sequences run together on "
+            f"{' and '.join(other.hardware for other in batching)} alone; "
+            f"use --device {' or '.join(other.devices[0] for other in batching)}, or run one after the other"
+        )
+    return row
+
+
+def most_sequences() -> int:
+    """Texts that any backend decodes together at most."""
+    return max(row.sequences for row in BACKENDS.values())
+
+
+def tuning_backend(device: torch.device | str) -> Backend:
+    """The backend that `sparsepack tune` measures on a device; raises `UserError` where there is nothing to measure."""
+    row = backend_for(device)
+    if not row.tunes:
+        others = " or ".join(other.devices[0] for other in BACKENDS.values() if other.tunes)
+        raise UserError(f"device {device}: the {row.name} backend has nothing to tune; use device {others}")
+    return row

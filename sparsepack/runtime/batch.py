@@ -7,23 +7,21 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.backends import batch_backend
 from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares
 from sparsepack.runtime.sampling import Sampler
 
-MOST_SEQUENCES = 8
-
 
 class BatchEngine:
-    """A packed model ready to run on an NVIDIA GPU, with the static KV caches of 2 to 8 sequences.
+    """A packed model ready to run, with the static KV caches of 2 to 8 sequences.
 
-    packed, context, dense, cache_type -- as the `Engine`'s; the context is that of every sequence
-    device    -- an NVIDIA GPU: there is no other backend for batches
+    packed, context, dense, backend, cache_type -- as the `Engine`'s; the context is that of every sequence
+    device    -- one whose backend decodes batches: an NVIDIA GPU
     sequences -- how many texts
 
     Raises `UserError` for another number of sequences, another device, and as `Engine` does.
     """
 
-    backend = "cuda"
     notes: tuple[str, ...] = ()
     threads = 1
 
@@ -35,24 +33,19 @@ class BatchEngine:
         *,
         sequences: int,
         dense: bool = False,
+        backend: str | None = None,
         cache_type: str | None = None,
     ) -> None:
-        if not 2 <= sequences <= MOST_SEQUENCES:
-            raise UserError(f"{sequences} sequences: expected 2 to {MOST_SEQUENCES}; one runs in an Engine")
         self.device = torch.device(device)
-        if self.device.type != "cuda":
-            raise UserError(
-                f"device {device}: several sequences run together on NVIDIA GPUs alone; use --device cuda, or run one "
-                "after the other"
-            )
+        row = batch_backend(sequences, device, backend)
+        self.backend = row.name
         self.packed = packed
         self.architecture = packed.architecture
         self.context = checked_context(context, packed.architecture.context)
         self.dense = dense
-        from sparsepack.runtime.cuda.batch import CudaBatch
-        from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE
-
-        self._decoder = CudaBatch(packed, self.device, self.context, sequences, cache_type or DEFAULT_CACHE_TYPE)
+        cache_type = row.checked_cache_type(cache_type)
+        self._module = row.open()
+        self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -68,6 +61,10 @@ class BatchEngine:
     def description(self) -> str:
         """What runs: `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
         return f"{self.backend}, {self._decoder.description}, {len(self.positions)} sequences"
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was given."""
+        self._module.synchronise(self.device)
 
     def reset(self) -> None:
         """Forget the texts and the activity counted so far."""
@@ -112,7 +109,7 @@ class BatchEngine:
         return self._decoder.step(ids, not self.dense)
 
     @torch.no_grad()
-    def choose(self, ids: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
+    def decode_next(self, ids: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
         """Append tokens as `step` does, and let each sequence's sampler choose the next. Raises `UserError` as `step`,
         `ArtifactError` as the samplers do."""
         if len(samplers) != len(self.positions):

@@ -1,10 +1,14 @@
 """The seam between the engine and whatever computes its tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from sparsepack.models.packed import PackedModel
+from sparsepack.runtime import reference
+from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
 from sparsepack.runtime.sampling import Sampler
 
 
@@ -50,3 +54,52 @@ class Decoder(Protocol):
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         """Append int64 [S], dense up to `sparse_from`, the others as steps. Returns all logits [S, vocabulary]."""
+
+
+class BatchDecoder(Protocol):
+    """As `Decoder`, of several texts, each with a cache of its own."""
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def cache_type(self) -> str: ...
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """How many tokens the cache holds of each sequence."""
+
+    @property
+    def stepped(self) -> int:
+        """How many steps since the reset."""
+
+    def active(self) -> Mapping[tuple[int, str], int]:
+        """Columns that were active in any sequence, per (layer, site), summed over those steps."""
+
+    def reset(self) -> None:
+        """Forget the texts and what was counted."""
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget what a sequence has beyond its first tokens."""
+
+    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
+        """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
+
+    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+        """Append a token to each sequence. Returns the logits after them: float32 [sequences, vocabulary]."""
+
+    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
+        """What each sampler chooses from the logits of `step`."""
+
+
+def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:
+    """What a model's cache is made for, on the device that attends."""
+    architecture = packed.architecture
+    norms = [[_there(layer.norms.get(name), device) for name in ("q_norm", "k_norm")] for layer in packed.layers]
+    inv_freq = torch.tensor(architecture.inv_freq, device=device)
+    cos, sin = reference.rotary_table(inv_freq, architecture.rotary_scale, context)
+    return attention_shape(architecture, [(q, k) for q, k in norms], cos, sin, sequences)
+
+
+def _there(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device)

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
-from sparsepack.runtime.backends import BACKENDS, open_backend
-from sparsepack.runtime.decoder import Decoder
-from sparsepack.runtime.operations_decoder import OperationsDecoder
+from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.sampling import Sampler
 
 DEFAULT_CONTEXT = 4096
@@ -22,10 +20,10 @@ class Engine:
     device   -- where everything but the embedding lies
     context  -- positions the cache has room for; at most what the model was made for, 4096 of them unless given
     dense    -- never skip: the baseline; may be changed between calls
-    backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: "cpu" on the CPU and "cuda" on NVIDIA GPUs
-                where what they need is there, "reference" otherwise
+    backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where
+                what it needs is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
-    cache_type -- of keys and values, on the cuda backend alone: "bf16" (unless given), "f16", or "f32" for comparisons
+    cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
     size of a zigzag matrix); the cpu and cuda backends hold them at their stored size (`runtime/cpu/decoder.py`,
@@ -51,11 +49,14 @@ class Engine:
             raise UserError(f"threads {threads}: expected at least 1")
         self.packed = packed
         self.architecture = packed.architecture
-        self.device = _usable(device)
+        self.device = torch.device(device)
         self.context = checked_context(context, packed.architecture.context)
         self.dense = dense
         self.backend, self.notes = _chosen(backend, self.device)
-        self._decoder = _decoder(self.backend, packed, self.device, self.context, threads, cache_type)
+        row = backend_named(self.backend)
+        cache_type = row.checked_cache_type(cache_type)
+        self._module = row.open()
+        self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type)
 
     @property
     def position(self) -> int:
@@ -76,6 +77,10 @@ class Engine:
     def description(self) -> str:
         """What runs: `cpu, avx512, 2 threads`."""
         return f"{self.backend}, {self._decoder.description}"
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was given."""
+        self._module.synchronise(self.device)
 
     def reset(self) -> None:
         """Forget the text and the activity counted so far."""
@@ -108,15 +113,15 @@ class Engine:
         return self._decoder.step(id, not self.dense)
 
     @torch.no_grad()
-    def choose(self, id: int, sampler: Sampler) -> int:
+    def decode_next(self, id: int, sampler: Sampler) -> int:
         """Append one token as `step` does, and choose the next: `sampler.choose` of the logits, without the detour
         through torch where the backend can. Raises `UserError` as `step`, `ArtifactError` as the sampler does."""
         self._check(1, id, id)
         return self._decoder.decode_next(id, not self.dense, sampler)
 
     @torch.no_grad()
-    def forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
-        """Logits after every token of a text, teacher-forced from an empty cache: float32 [S, vocabulary].
+    def teacher_forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
+        """Logits after every token of a text, given to an empty cache: float32 [S, vocabulary].
 
         Positions before `sparse_from` run dense, the others as `step` would run them, many at once. Forgets the
         text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do.
@@ -168,51 +173,13 @@ def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: 
 def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ...]]:
     """The backend to run, and why where it is not the best for the device."""
     if asked is not None:
-        if asked not in BACKENDS:
-            open_backend(asked)  # raises, with the names that there are
-        return asked, ()
-    if device.type not in ("cpu", "cuda"):
-        return "reference", ()
+        return backend_named(asked).name, ()
+    best = backend_for(device)
     try:
-        if device.type == "cuda":
-            from sparsepack.runtime.cuda.device import usable
-
-            usable(device)
-        else:
-            from sparsepack.runtime.cpu.dispatch import native
-
-            native()
+        best.open().usable(device)
     except UserError as error:
         return "reference", (f"note: the reference backend runs: {error}",)
-    return device.type, ()
-
-
-def _decoder(
-    backend: str,
-    packed: PackedModel,
-    device: torch.device,
-    context: int,
-    threads: int | None,
-    cache_type: str | None,
-) -> Decoder:
-    if backend == "cuda":
-        from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE, CudaDecoder
-
-        return CudaDecoder(packed, device, context, cache_type or DEFAULT_CACHE_TYPE)
-    if cache_type is not None:
-        raise UserError(f"cache type {cache_type}: the {backend} backend has one of its own; leave it out")
-    if backend == "cpu":
-        from sparsepack.runtime.cpu.decoder import NativeDecoder
-
-        return NativeDecoder(packed, device, context, threads)
-    return OperationsDecoder(packed, open_backend(backend), device, context, threads)
-
-
-def _usable(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {device}: torch finds no CUDA device on this machine; use cpu")
-    return device
+    return best.name, ()
 
 
 def checked_context(asked: int | None, made_for: int) -> int:

@@ -79,7 +79,7 @@ def generate_together(
             break
         for n in set(range(len(prompts))) - going:
             engine.truncate(n, 0)
-        chosen = engine.choose(chosen, samplers)
+        chosen = engine.decode_next(chosen, samplers)
     return [piece + text.finish() for piece, text in zip(made, texts, strict=True)]
 
 
@@ -130,7 +130,7 @@ def _stream(
         if made and engine.position == engine.context:
             reason = "context"
             break
-        id = engine.choose(id, sampler) if made else sampler.choose(engine.prefill(ids))
+        id = engine.decode_next(id, sampler) if made else sampler.choose(engine.prefill(ids))
         if id in engine.architecture.eos:
             reason = "eos"
             break

@@ -1,6 +1,6 @@
-"""A decoder out of the operations of a backend (`runtime/backends.py`), chained by torch; on any device."""
+"""A decoder out of the operations of a backend (`runtime/operations.py`), chained by torch; on any device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +12,9 @@ from torch import Tensor
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 from sparsepack.runtime import reference
-from sparsepack.runtime.backends import Operations
+from sparsepack.runtime.decoder import attention_of
+from sparsepack.runtime.kv_cache import AttentionShape, KvCache
+from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.sampling import Sampler
 
 CHUNK = 512
@@ -30,47 +32,49 @@ class _Mode(Enum):
 
 @dataclass(frozen=True)
 class _Site:
-    """A loaded site. `constant` is what its sparse product lacks: bias + W offset, None where both are absent."""
+    """A loaded site. `sparse_bias` is what its sparse product lacks: bias + W offset, None where both are absent."""
 
     matrix: Any
     bias: Tensor | None
     rule: SiteRule | None
-    constant: Tensor | None
-    parts: tuple[int, ...]
+    sparse_bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class _Layer:
     sites: dict[str, _Site]
     norms: dict[str, Tensor]
-    window: int
 
 
 class OperationsDecoder:
     """See `runtime.decoder.Decoder`.
 
-    All arithmetic outside of the operations is float32. The cache takes 8 bytes * layers * kv_heads * head_dim a
-    position, and the embedding stays in the mapped file, rows decoded as they are looked up.
+    All arithmetic outside of the operations is float32. The embedding stays in the mapped file, rows decoded as they
+    are looked up.
 
-    threads -- that torch runs on during calls; None: as many as it has
+    threads      -- that torch runs on during calls; None: as many as it has
+    cache_type   -- as `operations.new_kv_cache` takes it
+    new_kv_cache -- what attends, instead of that
     """
 
-    cache_type = "f32"
-
     def __init__(
-        self, packed: PackedModel, operations: Operations, device: torch.device, context: int, threads: int | None
+        self,
+        packed: PackedModel,
+        operations: Operations,
+        device: torch.device,
+        context: int,
+        threads: int | None,
+        cache_type: str | None = None,
+        new_kv_cache: Callable[[AttentionShape, torch.device, str | None], KvCache] | None = None,
     ) -> None:
         self._packed, self._architecture, self._device = packed, packed.architecture, device
         self._operations = operations
         self._threads = threads
-        windows = self._architecture.sliding_windows
-        self._layers = [_loaded(layer, w, operations, device) for layer, w in zip(packed.layers, windows, strict=True)]
+        self._layers = [_loaded(layer, operations, device) for layer in packed.layers]
         self._output_norm = packed.output_norm.to(device)
         self._output = operations.load_rows(packed.output, device)
-        inv_freq = torch.tensor(self._architecture.inv_freq, device=device)
-        self._cos, self._sin = reference.rotary_table(inv_freq, self._architecture.rotary_scale, context)
-        shape = (2, self._architecture.layers, self._architecture.kv_heads, context, self._architecture.head_dim)
-        self._cache = torch.zeros(shape, device=device)
+        new_kv_cache = new_kv_cache or operations.new_kv_cache
+        self._cache = new_kv_cache(attention_of(packed, context, device), device, cache_type)
         self.reset()
 
     @property
@@ -82,8 +86,12 @@ class OperationsDecoder:
         return f"{self.threads} threads" if self._device.type == "cpu" else str(self._device)
 
     @property
+    def cache_type(self) -> str:
+        return self._cache.type
+
+    @property
     def position(self) -> int:
-        return self._position
+        return self._cache.lengths[0]
 
     @property
     def stepped(self) -> int:
@@ -93,7 +101,7 @@ class OperationsDecoder:
         return {key: int(count) for key, count in self._active.items()}
 
     def reset(self) -> None:
-        self._position = 0
+        self._cache.reset()
         self._stepped = 0
         self._active = {
             (number, name): torch.zeros((), dtype=torch.int64, device=self._device)
@@ -130,33 +138,14 @@ class OperationsDecoder:
         for number, layer in enumerate(self._layers):
             x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode)
             x = x + self._mlp(number, reference.rms_norm(x, layer.norms["mlp_norm"], eps), mode)
-        self._position += len(tokens)
+        self._cache.advance(len(tokens))
         if mode is not _Mode.PREFILL:
             self._stepped += len(tokens)
         return reference.rms_norm(x, self._output_norm, eps)
 
     def _attention(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
-        layer, first, last = self._layers[number], self._position, self._position + len(x)
-        q, k, v = torch.split(self._product(number, "attn_in", x, mode), list(layer.sites["attn_in"].parts), dim=-1)
-        keys, values = self._cache[:, number]  # [kv_heads, context, head_dim]
-        keys[:, first:last] = self._turned(k, layer.norms.get("k_norm"))
-        values[:, first:last] = self._heads(v)
-        oldest = max(0, first + 1 - layer.window) if layer.window else 0
-        seen = reference.visible(first, len(x), oldest, layer.window, self._device)
-        q = self._turned(q, layer.norms.get("q_norm"))
-        mixed = reference.attention(q, keys[:, oldest:last], values[:, oldest:last], seen)
-        return self._product(number, "attn_out", mixed, mode)
-
-    def _turned(self, rows: Tensor, norm: Tensor | None) -> Tensor:
-        """Queries or keys of the positions at hand, normed where the model does that, and rotated: [heads, S, D]."""
-        x = self._heads(rows)
-        if norm is not None:
-            x = reference.rms_norm(x, norm, self._architecture.norm_eps)
-        here = slice(self._position, self._position + x.shape[1])
-        return reference.rotate(x, self._cos[here], self._sin[here])
-
-    def _heads(self, rows: Tensor) -> Tensor:
-        return rows.view(len(rows), -1, self._architecture.head_dim).transpose(0, 1)  # [heads, S, head_dim]
+        queries = self._cache.append(number, self._product(number, "attn_in", x, mode))
+        return self._product(number, "attn_out", self._cache.attend(number, queries), mode)
 
     def _mlp(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
         gate, up = self._product(number, "mlp_in", x, mode).chunk(2, dim=-1)
@@ -180,7 +169,7 @@ class OperationsDecoder:
             count = active.sum()
             y = self._operations.zigzag_matmul(site.matrix, torch.where(active, d, 0))
         self._active[number, name] += count
-        return _plus(y, site.constant)
+        return _plus(y, site.sparse_bias)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._operations.matmul(self._output, hidden)
@@ -197,19 +186,19 @@ def torch_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _loaded(layer: PackedLayer, window: int, operations: Operations, device: torch.device) -> _Layer:
+def _loaded(layer: PackedLayer, operations: Operations, device: torch.device) -> _Layer:
     sites = {name: _loaded_site(site, operations, device) for name, site in layer.sites.items()}
-    return _Layer(sites, {name: norm.to(device) for name, norm in layer.norms.items()}, window)
+    return _Layer(sites, {name: norm.to(device) for name, norm in layer.norms.items()})
 
 
 def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> _Site:
     matrix = operations.load_zigzag(site.matrix, device)
     bias = None if site.bias is None else site.bias.to(device)
     rule = None if site.rule is None else site.rule.to(device)
-    constant = bias
+    sparse_bias = bias
     if rule is not None and rule.offset is not None:
-        constant = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
-    return _Site(matrix, bias, rule, constant, site.parts)
+        sparse_bias = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
+    return _Site(matrix, bias, rule, sparse_bias)
 
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:

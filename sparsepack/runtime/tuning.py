@@ -1,4 +1,4 @@
-"""What `sparsepack profile` finds out about a machine, shape by shape, and where that is kept (SpQt, section 3.2:
+"""What `sparsepack tune` finds out about a machine, shape by shape, and where that is kept (SpQt, section 3.2:
 hardware profiling)."""
 
 import hashlib
@@ -33,22 +33,22 @@ ACTIVE = 0.5
 BYTES_PER_WEIGHT = 9 / 16
 
 
-def profile_path(kind: str, *machine: Any) -> Path:
-    """Where the profile of a kind of machine is kept: below $XDG_CACHE_HOME, or ~/.cache."""
+def tuned_path(kind: str, *machine: Any) -> Path:
+    """Where what was measured on a kind of machine is kept: below $XDG_CACHE_HOME, or ~/.cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
     return base / "sparsepack" / f"{kind}-{key}.json"
 
 
-def read_rows(path: Path, schema: int, geometry: Callable[[Mapping[str, Any]], object]) -> dict[Shape, dict[str, Any]]:
+def read_rows(path: Path, schema: int, config: Callable[[Mapping[str, Any]], object]) -> dict[Shape, dict[str, Any]]:
     """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing.
 
-    geometry -- makes of a row what it says; raises `ValueError`, `KeyError` or `TypeError` where that is impossible
+    config -- makes of a row what it says; raises `ValueError`, `KeyError` or `TypeError` where that is impossible
     """
     try:
         content = json.loads(path.read_text())
         rows = content["shapes"] if content["schema"] == schema else []
-        return {(int(row["rows"]), int(row["columns"])): row for row in rows if geometry(row)}
+        return {(int(row["rows"]), int(row["columns"])): row for row in rows if config(row)}
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
 
@@ -62,12 +62,12 @@ def measure_shapes(
 ) -> dict[str, Any]:
     """Measure every shape once, keep what was found beside what is `known`, and return it as JSON-able values.
 
-    Raises `OutputError` where the profile cannot be kept, before anything is measured.
+    Raises `OutputError` where that is impossible, before anything is measured.
     """
     wanted = list(dict.fromkeys(shapes))
     rows = dict(known)
     _make_folder(path.parent)
-    with progress("profile", len(wanted)) as advance:
+    with progress("tune", len(wanted)) as advance:
         for shape in wanted:
             rows[shape] = best(shape)
             advance()
@@ -75,13 +75,13 @@ def measure_shapes(
     return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
 
 
-def row_of(shape: Shape, geometry: Mapping[str, int], nanoseconds: Iterable[float], best: float) -> dict[str, Any]:
-    """What is kept of a shape: the geometry that took the least time, of all that were measured."""
+def row_of(shape: Shape, config: Mapping[str, int], nanoseconds: Iterable[float], best: float) -> dict[str, Any]:
+    """What is kept of a shape: the configuration that took the least time, of all that were measured."""
     rows, columns = shape
     return {
         "rows": rows,
         "columns": columns,
-        **geometry,
+        **config,
         "microseconds": best / 1e3,
         "slowest_microseconds": max(nanoseconds) / 1e3,
         "bytes_per_second": rows * columns * BYTES_PER_WEIGHT * ACTIVE / best * 1e9,
@@ -107,5 +107,6 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
-            f"{folder}: cannot be made ({error.strerror}); set XDG_CACHE_HOME to a folder where a profile can be kept"
+            f"{folder}: cannot be made ({error.strerror}); "
+            "set XDG_CACHE_HOME to a folder where what was measured can be kept"
         ) from error

@@ -110,6 +110,23 @@ def test_output_is_checked_before_anything_is_timed(monkeypatch: pytest.MonkeyPa
         bench_decode(sparse_model(), SETTINGS)
 
 
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_the_clock_starts_and_stops_when_the_device_has_done_its_work(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fake device of torch's that no backend is made for: the reference's way of waiting."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append(f"waited for {device}"))
+    monkeypatch.setattr(decode.time, "perf_counter_ns", lambda: len(done.append("clock") or done))
+    engine = Engine(sparse_model(), backend="reference")
+    engine.device = torch.device(device)
+    monkeypatch.setattr(engine, "step", lambda id: done.append("step"))
+    nanoseconds = decode._timed(engine, decode._Test("tg2", "dense", 0, 2), TEXT)
+    waited = [] if device == "cpu" else [f"waited for {device}"]
+    assert done == [*waited, "clock", "step", "step", *waited, "clock"]
+    assert nanoseconds == 3 + len(waited)
+
+
 def test_an_artifact_without_thresholds_has_no_sparse_rows_and_says_so() -> None:
     found = bench_decode(random_model("llama"), SETTINGS)
     assert [row["mode"] for row in found["tests"]] == ["dense", "dense"]

@@ -85,8 +85,8 @@ def test_only_zigzag_artifacts_run_in_an_engine(request_):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"runtime": "cuda"}, "runs on an NVIDIA GPU, not on cpu; give --device cuda"),
-        ({"runtime": "cpu", "device": "cuda"}, "runs on the CPU, not on cuda; leave out --device"),
+        ({"runtime": "cuda"}, "device cpu: the cuda backend runs on NVIDIA GPUs; use device cuda or"),
+        ({"runtime": "cpu", "device": "cuda"}, "device cuda: the cpu backend runs on the CPU; use device cpu or"),
         ({"runtime": "cuda", "device": "cuda:1", "dtype": "float16"}, "leave out --thresholds and --dtype"),
     ],
     ids=str,

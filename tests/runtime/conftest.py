@@ -6,6 +6,8 @@ import pytest
 import torch
 from native_build import use_other_build
 
+from sparsepack.runtime.cpu import dispatch
+
 use_other_build()
 
 
@@ -16,3 +18,4 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    dispatch._operations.cache_clear()  # or nanobind may call them leaked, where pytest keeps a module to the very end

@@ -39,8 +39,10 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 def test_dense_logits_are_the_stock_models(backend: str, variant: str) -> None:
     packed, stock = models(variant)
     expected, _ = stock_logits(stock, packed, IDS, len(IDS))
-    assert largest_difference(engine_of(packed, backend).forced(IDS, len(IDS)), expected) < TOLERANCE[backend]
-    assert largest_difference(engine_of(packed, backend, dense=True).forced(IDS, 4), expected) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, len(IDS)), expected) < TOLERANCE[backend]
+    assert (
+        largest_difference(engine_of(packed, backend, dense=True).teacher_forced(IDS, 4), expected) < TOLERANCE[backend]
+    )
 
 
 @every_backend
@@ -52,7 +54,7 @@ def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(
     packed, stock = models(variant)
     expected, _ = stock_logits(stock, packed, IDS, start)
     dense, _ = stock_logits(stock, packed, IDS, len(IDS))
-    assert largest_difference(engine_of(packed, backend).forced(IDS, start), expected) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, start), expected) < TOLERANCE[backend]
     assert largest_difference(expected[start:], dense[start:]) > 2, "the rules change nothing"
 
 
@@ -61,7 +63,7 @@ def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(
 def test_prefill_and_steps_give_the_logits_of_the_whole_text_at_once(backend: str, variant: str) -> None:
     packed, _ = models(variant)
     engine = engine_of(packed, backend)
-    expected = engine.forced(IDS, 6)
+    expected = engine.teacher_forced(IDS, 6)
     engine.reset()
     found = [engine.prefill(IDS[:6]), *(engine.step(id) for id in IDS[6:])]
     assert largest_difference(torch.stack(found), expected[5:]) < TOLERANCE[backend]
@@ -88,17 +90,17 @@ def test_steps_of_a_dense_engine_skip_nothing(backend: str) -> None:
 @pytest.mark.parametrize("variant", ["llama", "mistral, sliding window", "qwen3, tied"])
 def test_long_texts_pass_in_chunks(backend: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = models(variant)
-    whole = engine_of(packed, backend).forced(IDS, 6)
+    whole = engine_of(packed, backend).teacher_forced(IDS, 6)
     for module in (operations_decoder, native_decoder, cuda_sequences):
         monkeypatch.setattr(module, "CHUNK", 4)
-    assert largest_difference(engine_of(packed, backend).forced(IDS, 6), whole) < TOLERANCE[backend]
+    assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, 6), whole) < TOLERANCE[backend]
 
 
 @every_backend
 def test_a_prompt_may_come_in_pieces(backend: str) -> None:
     packed, _ = models("mistral, sliding window")
     engine = engine_of(packed, backend)
-    expected = engine.forced(IDS, len(IDS))[-1]
+    expected = engine.teacher_forced(IDS, len(IDS))[-1]
     engine.reset()
     engine.prefill(IDS[:7])
     assert largest_difference(engine.prefill(IDS[7:]), expected) < TOLERANCE[backend]
@@ -119,7 +121,7 @@ def test_activity_is_the_share_of_channels_that_the_rules_call_active(
         for id in IDS[6:]:
             engine.step(id)
     else:
-        engine.forced(IDS, 6)
+        engine.teacher_forced(IDS, 6)
     expected = {}
     for (layer, site), x in inputs.items():
         rule = packed.layers[layer].sites[site].rule
@@ -173,8 +175,8 @@ def test_thresholds_of_zero_skip_only_zeros(backend: str) -> None:
         for layer in packed.layers
     )
     engine = engine_of(dataclasses.replace(packed, layers=layers), backend)
-    dense = engine.forced(IDS, len(IDS))
-    assert largest_difference(engine.forced(IDS, 0), dense) < TOLERANCE[backend]
+    dense = engine.teacher_forced(IDS, len(IDS))
+    assert largest_difference(engine.teacher_forced(IDS, 0), dense) < TOLERANCE[backend]
     assert engine.activity()[0, "mlp_mid"] < 0.9
     assert engine.activity()[0, "attn_in"] == 1.0
 
@@ -195,8 +197,8 @@ def test_a_full_context_is_an_error_and_changes_nothing(backend: str) -> None:
 @every_backend
 def test_the_last_position_of_the_context_is_usable(backend: str) -> None:
     packed, _ = models("llama")
-    small = engine_of(packed, backend, context=len(IDS)).forced(IDS, 6)
-    assert largest_difference(small, engine_of(packed, backend).forced(IDS, 6)) < TOLERANCE[backend]
+    small = engine_of(packed, backend, context=len(IDS)).teacher_forced(IDS, 6)
+    assert largest_difference(small, engine_of(packed, backend).teacher_forced(IDS, 6)) < TOLERANCE[backend]
 
 
 @every_backend
@@ -240,7 +242,7 @@ def test_the_reference_on_cuda_gives_the_stock_models_logits(variant: str) -> No
     packed, stock = models(variant)
     expected, _ = stock_logits(stock, packed, IDS, 6)
     engine = Engine(packed, device="cuda", backend="reference")
-    assert largest_difference(engine.forced(IDS, 6), expected) < TOLERANCE["reference"]
+    assert largest_difference(engine.teacher_forced(IDS, 6), expected) < TOLERANCE["reference"]
     activity = engine.activity()
     engine.reset()
     found = [engine.prefill(IDS[:6]), *(engine.step(id) for id in IDS[6:])]

@@ -77,7 +77,7 @@ class Script:
         self.fed.append(id)
         return self.say()
 
-    def choose(self, id: int, sampler: Sampler) -> int:
+    def decode_next(self, id: int, sampler: Sampler) -> int:
         return sampler.choose(self.step(id))
 
     def say(self) -> torch.Tensor:

@@ -15,8 +15,9 @@ from sparsepack.codecs import q4_k, zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
 from sparsepack.models.rule import SiteRule, active_channels
 from sparsepack.runtime import reference
-from sparsepack.runtime.backends import Operations, open_backend
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import FORCED
+from sparsepack.runtime.operations import Operations
 
 ODD_SHAPES = [(1, 1), (1, 300), (255, 1), (256, 256), (257, 33), (512, 64), (700, 513), (768, 31), (1025, 40)]
 STACKED_SHAPES = [(960, 576), (3072, 192), (1280, 97), (4352, 130), (1024, 2048)]  # grouped queries, gate and up
@@ -61,17 +62,17 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         pytest.skip("no CUDA device")
     exact = Bounds(1e-6, 1e-5)
     if name == "reference":
-        yield Backend(open_backend(name), variant, exact, exact)
+        yield Backend(backend_named(name).open().operations, variant, exact, exact)
         return
     if name == "cuda":
         # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
-        yield Backend(open_backend(name), variant, exact, Bounds(1e-3, 1e-3))
+        yield Backend(backend_named(name).open().operations, variant, exact, Bounds(1e-3, 1e-3))
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORCED, variant)
         # Sums of float32 in plain C++, of products of 16-bit integers elsewhere.
         bounds = Bounds(1e-6 if variant == "scalar" else 1e-4, 1e-4)
-        yield Backend(open_backend(name), "cpu", bounds, bounds)
+        yield Backend(backend_named(name).open().operations, "cpu", bounds, bounds)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -289,8 +290,8 @@ def test_a_site_with_an_offset_is_a_product_with_the_difference(backend: Backend
     matrix, x, offset = packed(300, 128), normal(128, seed=2), normal(128, seed=3)
     rule = SiteRule(torch.tensor(0.7), offset)
     loaded = backend.operations.load_zigzag(matrix, backend.device)
-    constant = backend.operations.zigzag_matmul(loaded, offset[None].to(backend.device))[0].cpu()
-    y = gemv(backend, matrix, x - offset, rule.limits) + constant
+    sparse_bias = backend.operations.zigzag_matmul(loaded, offset[None].to(backend.device))[0].cpu()
+    y = gemv(backend, matrix, x - offset, rule.limits) + sparse_bias
     expected = torch.where(active_channels(x, rule), x, offset).double() @ decode_matrix(matrix).double().T
     assert (y - expected).norm() <= 2 * backend.many.normwise * expected.norm()
 

@@ -48,9 +48,9 @@ def test_logits_are_the_stock_models(backend: str, packed: PackedModel) -> None:
     model, ids = build_model(stock_config(packed), dequantised(packed)), tokens(packed)
     engine = engine_of(packed, backend, context=64)
     dense, _ = stock_logits(model, packed, ids, len(ids))
-    assert (engine.forced(ids, len(ids)).cpu() - dense).abs().max() < NEAR[backend]
+    assert (engine.teacher_forced(ids, len(ids)).cpu() - dense).abs().max() < NEAR[backend]
     sparse, _ = stock_logits(model, packed, ids, START)
-    found = engine.forced(ids, START).cpu()
+    found = engine.teacher_forced(ids, START).cpu()
     # On the other backends rounding is coarser than the gap between a threshold and the nearest of thousands of inputs;
     # what one column changes grows from block to block, but stays well below what leaving out half of them does.
     bound = 0.1 if backend == "reference" else 0.6 * (sparse - dense)[START:].norm()
@@ -62,7 +62,7 @@ def test_logits_are_the_stock_models(backend: str, packed: PackedModel) -> None:
 @every_backend
 def test_steps_agree_with_the_whole_text(backend: str, packed: PackedModel) -> None:
     engine, ids = engine_of(packed, backend, context=64), tokens(packed)
-    expected = engine.forced(ids, START)[START - 1 :]
+    expected = engine.teacher_forced(ids, START)[START - 1 :]
     engine.reset()
     found = torch.stack([engine.prefill(ids[:START]), *(engine.step(id) for id in ids[START:])])
     assert (found - expected).abs().max() < NEAR[backend]

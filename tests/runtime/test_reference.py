@@ -25,14 +25,14 @@ def test_rms_norm() -> None:
     assert (reference.rms_norm(x, weight, 1e-5) - expected).abs().max() < 1e-5
 
 
-def test_rotary_turns_pairs_of_halves() -> None:
+def test_rotary_rotates_pairs_of_halves() -> None:
     inv_freq, x = torch.tensor([1.0, 0.25, 0.01]), normal(2, 4, 6)  # [heads, S, head_dim]
     cos, sin = reference.rotary_table(inv_freq, 1.5, 10)
     found = reference.rotate(x, cos[3:7], sin[3:7])
     positions = torch.arange(3, 7).double()
     pairs = torch.complex(x[..., :3].double(), x[..., 3:].double())
-    turned = 1.5 * pairs * torch.polar(torch.ones(4, 3).double(), positions[:, None] * inv_freq.double())
-    assert (found - torch.cat([turned.real, turned.imag], -1)).abs().max() < 1e-5
+    rotated = 1.5 * pairs * torch.polar(torch.ones(4, 3).double(), positions[:, None] * inv_freq.double())
+    assert (found - torch.cat([rotated.real, rotated.imag], -1)).abs().max() < 1e-5
 
 
 def test_a_query_sees_its_own_and_earlier_positions_within_its_window() -> None:

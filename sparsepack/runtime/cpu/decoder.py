@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel, PackedSite
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
+from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_rows, load_zigzag
-from sparsepack.runtime.reference import rotary_table
+from sparsepack.runtime.decoder import attention_of
+from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.sampling import Sampler, not_finite
 
 CHUNK = 512
@@ -27,25 +31,31 @@ class NativeDecoder:
 
     Matrices keep the size that they have in the file. Sums are float32, with multipliers of 16 bits within a tile of
     columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same text gives
-    the same bits every run at the same number of threads, until `sparsepack profile` finds other geometries.
+    the same bits every run at the same number of threads, until `sparsepack tune` finds other layouts.
 
-    threads -- None: as many as torch has, one for each core unless told otherwise
+    threads      -- None: as many as torch has, one for each core unless told otherwise
+    new_kv_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
 
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
 
-    cache_type = "f16"
-
-    def __init__(self, packed: PackedModel, device: torch.device, context: int, threads: int | None) -> None:
-        if device.type != "cpu":
-            raise UserError(
-                f"device {device}: the cpu backend runs on the CPU; use device cpu or the reference backend"
-            )
+    def __init__(
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        threads: int | None,
+        new_kv_cache: Callable[[AttentionShape], NativeKvCache] = NativeKvCache,
+    ) -> None:
+        backend_named("cpu").check_device(device)
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
         self._vocabulary = packed.architecture.vocabulary
+        self._cache = new_kv_cache(attention_of(packed, context, device))
         try:
-            self.native = native().Decoder(_built(packed, context, self.threads), self.instruction_set, self.threads)
+            self.native = native().Decoder(
+                _built(packed, self._cache, self.threads), self.instruction_set, self.threads
+            )
         except RuntimeError as error:
             if os.strerror(errno.EAGAIN) not in str(error):
                 raise
@@ -56,8 +66,12 @@ class NativeDecoder:
         return f"{self.instruction_set}, {self.threads} threads"
 
     @property
+    def cache_type(self) -> str:
+        return self._cache.type
+
+    @property
     def position(self) -> int:
-        return int(self.native.position)
+        return self._cache.lengths[0]
 
     @property
     def stepped(self) -> int:
@@ -84,7 +98,7 @@ class NativeDecoder:
         how = sampler.sampling
         draw = sampler.draw() if how.temperature else 0.0
         top_p = 1.0 if how.top_p is None else how.top_p
-        chosen, best = self.native.step_choose(id, sparse, how.temperature, how.top_k or 0, top_p, draw)
+        chosen, best = self.native.decode_next(id, sparse, how.temperature, how.top_k or 0, top_p, draw)
         if chosen < 0:
             raise not_finite(best)
         return int(chosen)
@@ -98,31 +112,26 @@ class NativeDecoder:
         return logits
 
 
-def _built(packed: PackedModel, context: int, threads: int) -> Any:
+def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
     """The model as native/bind_decoder.cpp takes it."""
     a = packed.architecture
     builder = native().DecoderBuilder(
         hidden=a.hidden,
         intermediate=a.intermediate,
-        heads=a.heads,
-        kv_heads=a.kv_heads,
-        head_dim=a.head_dim,
         vocabulary=a.vocabulary,
-        context=context,
         chunk=CHUNK,
         eps=a.norm_eps,
         activation=_ACTIVATIONS[a.activation],
     )
-    for layer, window in zip(packed.layers, a.sliding_windows, strict=True):
-        norms = [layer.norms.get(name) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")]
-        builder.add_layer(window, *map(_vector, norms))
+    for layer in packed.layers:
+        builder.add_layer(_vector(layer.norms["attn_norm"]), _vector(layer.norms["mlp_norm"]))
         for number, name in enumerate(SITES):
             _add_site(builder, number, layer.sites[name], threads)
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )
     builder.set_output(load_rows(packed.output), _vector(packed.output_norm))
-    builder.set_rotary(*rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context))
+    builder.set_cache(cache.native[0])
     return builder
 
 

@@ -1,8 +1,11 @@
 """The compiled module, and which of its instruction sets runs."""
 
 import os
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from sparsepack.errors import UserError
 
@@ -40,3 +43,13 @@ def instruction_set() -> str:
     if forced not in known:
         raise UserError(f"{FORCED}={forced}: not available on this machine; expected one of {', '.join(known)}")
     return forced
+
+
+def operations() -> Any:
+    """The native operations of that instruction set, on as many threads as torch has now."""
+    return _operations(instruction_set(), torch.get_num_threads())
+
+
+@lru_cache(maxsize=4)
+def _operations(instruction_set: str, threads: int) -> Any:
+    return native().Operations(instruction_set, threads)

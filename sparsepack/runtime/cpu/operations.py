@@ -5,16 +5,17 @@ a mapped file back, so that a model is held once. Threads are torch's (`torch.se
 same bits every run with as many threads.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.errors import UserError
-from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.runtime.cpu.geometry import geometry
+from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.cpu.dispatch import operations
+from sparsepack.runtime.cpu.kv_cache import NativeKvCache
+from sparsepack.runtime.cpu.tile_config import tile_config
+from sparsepack.runtime.kv_cache import AttentionShape
 
 ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
 """As layout.h numbers them."""
@@ -28,17 +29,17 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
     """
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
-    _check_device(device)
-    shape = geometry((matrix.rows, matrix.columns), threads or torch.get_num_threads())
-    return _operations().load_zigzag(matrix.blocks.contiguous(), matrix.rows, shape.span, shape.tile)
+    backend_named("cpu").check_device(device)
+    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
+    return operations().load_zigzag(matrix.blocks.contiguous(), matrix.rows, config.span, config.tile)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     """Copy a matrix stored by rows (the output matrix) for the kernels. Takes the matrix's stored size."""
     if matrix.type == ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
-    _check_device(device)
-    return _operations().load_rows(matrix.blocks.contiguous(), matrix.columns, ROW_TYPES[matrix.type])
+    backend_named("cpu").check_device(device)
+    return operations().load_rows(matrix.blocks.contiguous(), matrix.columns, ROW_TYPES[matrix.type])
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,40 +47,34 @@ def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float().contiguous()
     indices = torch.empty(x.numel() + _SPARE_INDICES, dtype=torch.int32)
     limits = threshold.float().reshape(-1).contiguous()
-    count = _operations().collect(x, None, limits, 0, torch.empty_like(x), indices)
+    count = operations().collect(x, None, limits, 0, torch.empty_like(x), indices)
     return indices[: x.numel()], torch.tensor(count, dtype=torch.int32)
 
 
 def zigzag_gemv(matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """y = W[:, active] x[active]; see `reference.zigzag_gemv`. Same bits every run with as many threads."""
     y = torch.empty(matrix.rows)
-    _operations().zigzag_gemv(matrix, x.contiguous(), indices.contiguous(), int(count), y)
+    operations().zigzag_gemv(matrix, x.contiguous(), indices.contiguous(), int(count), y)
     return y
 
 
 def zigzag_matmul(matrix: Any, x: Tensor) -> Tensor:
     """Y = X W^T with every column: float32 [S, columns] -> float32 [S, rows]."""
     y = torch.empty(x.shape[0], matrix.rows)
-    _operations().zigzag_matmul(matrix, x.contiguous(), y)
+    operations().zigzag_matmul(matrix, x.contiguous(), y)
     return y
 
 
 def matmul(weight: Any, x: Tensor) -> Tensor:
     """Y = X W^T for a matrix loaded by `load_rows`: float32 [S, columns] -> float32 [S, rows]."""
     y = torch.empty(x.shape[0], weight.rows)
-    _operations().rows_matmul(weight, x.contiguous(), y)
+    operations().rows_matmul(weight, x.contiguous(), y)
     return y
 
 
-def _operations() -> Any:
-    return _of(instruction_set(), torch.get_num_threads())
-
-
-@lru_cache(maxsize=4)
-def _of(instruction_set: str, threads: int) -> Any:
-    return native().Operations(instruction_set, threads)
-
-
-def _check_device(device: torch.device | str) -> None:
-    if torch.device(device).type != "cpu":
-        raise UserError(f"device {device}: the cpu backend runs on the CPU; use device cpu or the reference backend")
+def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None) -> NativeKvCache:
+    """An empty cache of float16 keys and values; see `reference.new_kv_cache`. Raises `UserError` for another type."""
+    row = backend_named("cpu")
+    row.check_device(device)
+    row.checked_cache_type(type)
+    return NativeKvCache(shape)

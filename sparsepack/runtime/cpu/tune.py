@@ -1,4 +1,4 @@
-"""Measure which geometry suits this machine, once, and remember it (SpQt, section 3.2: hardware profiling)."""
+"""Measure which layout suits this machine, once, and remember it (SpQt, section 3.2: hardware profiling)."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,21 +7,18 @@ from typing import Any
 import torch
 
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.runtime.cpu.geometry import QUAD_ROWS, SCHEMA, Geometry, profile_path, profiled, read_profile
 from sparsepack.runtime.cpu.machine import cpu_info
+from sparsepack.runtime.cpu.tile_config import QUAD_ROWS, SCHEMA, TileConfig, read_tuned, tuned, tuned_path
 from sparsepack.runtime.tuning import (
     ACTIVE,
     COPIES,
     ROTATION,
-    SHAPES,
     Shape,
     copies_of,
     measure_shapes,
     random_blocks,
     row_of,
 )
-
-__all__ = ["SHAPES", "measure"]
 
 SPANS = (1, 2, 4, 8, 16)
 TILES = (24, 48, 64, 96)
@@ -30,37 +27,37 @@ ROUNDS = 3
 
 
 def measure(shapes: Iterable[Shape], threads: int) -> dict[str, Any]:
-    """Time every geometry on every shape, keep the best, and return what was found as JSON-able values.
+    """Time every configuration on every shape, keep the best, and return what was found as JSON-able values.
 
     Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
-    was measured before for other shapes stays. Raises `UserError` without kernels, `OutputError` where the profile
-    cannot be kept.
+    was measured before for other shapes stays. Raises `UserError` without kernels, `OutputError` where that cannot be
+    kept.
     """
     name = instruction_set()
-    path = profile_path(name, threads)
+    path = tuned_path(name, threads)
     head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads}
-    found = measure_shapes(shapes, path, head, read_profile(path), lambda shape: _best(shape, threads))
-    profiled.cache_clear()
+    found = measure_shapes(shapes, path, head, read_tuned(path), lambda shape: _best(shape, threads))
+    tuned.cache_clear()
     return found
 
 
 def _best(shape: Shape, threads: int) -> dict[str, Any]:
-    """The geometry with the least median time. Geometries take turns: what disturbs the machine disturbs them all."""
+    """The configuration with the least median time. They take turns: what disturbs the machine disturbs them all."""
     rows, columns = shape
     x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
     threshold = x.abs().flatten().quantile(1 - ACTIVE).reshape(1)
     blocks = random_blocks(shape)
     copies = copies_of(blocks, ROTATION, COPIES)
-    samples: dict[Geometry, list[int]] = {}
+    samples: dict[TileConfig, list[int]] = {}
     for span in (s for s in SPANS if s == 1 or s <= -(-rows // QUAD_ROWS)):
         operations = native().Operations(instruction_set(), threads)
         matrices = [operations.load_zigzag(blocks, rows, span, TILES[0]) for _ in range(copies)]
         for _ in range(ROUNDS):
             for tile in TILES:
                 taken = _times(matrices, tile, x, threshold, threads)
-                samples.setdefault(Geometry(span, tile), []).extend(taken)
-    times = {geometry: statistics.median(taken) for geometry, taken in samples.items()}
-    best = min(times, key=lambda geometry: times[geometry])
+                samples.setdefault(TileConfig(span, tile), []).extend(taken)
+    times = {config: statistics.median(taken) for config, taken in samples.items()}
+    best = min(times, key=lambda config: times[config])
     return row_of(shape, {"span": best.span, "tile": best.tile}, times.values(), times[best])
 
 

@@ -12,7 +12,7 @@ from sparsepack.runtime.cuda.kernel import blocks_at_once, kernel, launch, multi
 from sparsepack.runtime.cuda.shared_memory import deepest_pipeline
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
-CACHE_TYPES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+KV_MACROS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """Type of cached keys and values -> the kernel's macro KV."""
 
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -48,7 +48,7 @@ class Variant:
         values = {
             "HEAD_DIM": self.head_dim,
             "GQA_RATIO": self.gqa_ratio,
-            "KV": CACHE_TYPES[self.dtype],
+            "KV": KV_MACROS[self.dtype],
             "WARPS": self.warps,
             "STAGES": self.stages,
         }
@@ -93,7 +93,7 @@ class AttentionParameters:
         heads, kv_heads = shape.heads, shape.kv_heads
         if kv_heads < 1 or heads % kv_heads or not kv_heads <= heads <= MOST_GQA_RATIO * kv_heads:
             raise ValueError(f"heads: {heads} with {kv_heads} key heads, expected 1 to {MOST_GQA_RATIO} times as many")
-        if keys.dim() != 4 or keys.dtype not in CACHE_TYPES:
+        if keys.dim() != 4 or keys.dtype not in KV_MACROS:
             raise ValueError(
                 f"keys: {_described(keys)}, expected bfloat16, float16 or float32 [B, kv_heads, context, D]"
             )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda import zigzag
-from sparsepack.runtime.cuda.attention import CACHE_TYPES, AttentionParameters
+from sparsepack.runtime.cuda.attention import KV_MACROS, AttentionParameters
 from sparsepack.runtime.cuda.kernel import Kernel, kernel, launch
 from sparsepack.runtime.cuda.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, dequantise
@@ -135,7 +135,7 @@ def split_heads(parameters: AttentionParameters, qkv: Product, first: int, seque
     kv_heads, context, head_dim = keys.shape
     q = torch.empty(len(qkv.sums), shape.heads, head_dim, dtype=keys.dtype, device=keys.device)
     if len(q):
-        defines = ("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={CACHE_TYPES[keys.dtype]}")
+        defines = ("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[keys.dtype]}")
         launch(
             kernel("prefill", "split_heads", defines, keys.device.index or 0),
             (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),

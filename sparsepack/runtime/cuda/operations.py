@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import PackedMatrix
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cuda import elementwise, rows, zigzag
 from sparsepack.runtime.cuda.dense import multiply, new_scratch, to_scaled_fp16
 from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.rows import RowsMatrix
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
+from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 
 
 def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cuda") -> ZigzagMatrix:
@@ -55,3 +57,12 @@ def matmul(weight: RowsMatrix, x: Tensor) -> Tensor:
     """Y = X W^T for a matrix loaded by `load_rows`: float32 [S, columns] -> float32 [S, rows]."""
     with torch.cuda.device(x.device):
         return rows.matmul(weight, x)
+
+
+def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cuda", type: str | None = None) -> KvCache:
+    """An empty cache; see `reference.new_kv_cache`. Raises `UserError` for a type that it does not have."""
+    from sparsepack.runtime.cuda.kv_cache import DenseKvCache
+
+    device = usable(device)
+    with torch.cuda.device(device):
+        return DenseKvCache(shape, type=backend_named("cuda").checked_cache_type(type), device=device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.runtime import tuning as profiles
+from sparsepack.runtime import tuning
 from sparsepack.runtime.cuda.kernel import multiprocessors
 from sparsepack.runtime.cuda.shared_memory import deepest_pipeline, shared_limit
 from sparsepack.runtime.tuning import Shape
@@ -139,24 +139,24 @@ def _most_splits(columns: int, tile_bands: int) -> int:
 
 def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> TileConfig | None:
     """What was measured to suit a matrix on this kind of GPU; None where nothing was, or nothing that serves a gate."""
-    found = profiled(torch.cuda.get_device_name(device)).get(shape)
+    found = tuned(torch.cuda.get_device_name(device)).get(shape)
     return None if found is None or (gate and found.tile_bands % 2) else found
 
 
-def profile_path(gpu: str) -> Path:
+def tuned_path(gpu: str) -> Path:
     """Where the profile of a kind of GPU is kept, by its name."""
-    return profiles.profile_path("cuda", gpu)
+    return tuning.tuned_path("cuda", gpu)
 
 
-def read_profile(path: Path) -> dict[Shape, dict[str, Any]]:
+def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
     """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
-    return profiles.read_rows(path, SCHEMA, tile_config_of)
+    return tuning.read_rows(path, SCHEMA, tile_config_of)
 
 
 @cache
-def profiled(gpu: str) -> Mapping[Shape, TileConfig]:
+def tuned(gpu: str) -> Mapping[Shape, TileConfig]:
     """The configurations measured on a kind of GPU; empty where `sparsepack profile` never ran there."""
-    return {shape: tile_config_of(row) for shape, row in read_profile(profile_path(gpu)).items()}
+    return {shape: tile_config_of(row) for shape, row in read_tuned(tuned_path(gpu)).items()}
 
 
 def tile_config_of(row: Mapping[str, Any]) -> TileConfig:

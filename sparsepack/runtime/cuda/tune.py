@@ -19,9 +19,9 @@ from sparsepack.runtime.cuda.tile_config import (
     TileConfig,
     default_tile_config,
     filling_splits,
-    profile_path,
-    profiled,
-    read_profile,
+    read_tuned,
+    tuned,
+    tuned_path,
 )
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
 from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
@@ -54,13 +54,11 @@ def measure(
     """
     device = usable(device)
     gpu = torch.cuda.get_device_name(device)
-    path = profile_path(gpu)
+    path = tuned_path(gpu)
     with torch.cuda.device(device):
         head = {"schema": SCHEMA, "gpu_info": gpu}
-        found = measure_shapes(
-            shapes, path, head, read_profile(path), lambda shape: _best(shape, device, shape in gates)
-        )
-    profiled.cache_clear()
+        found = measure_shapes(shapes, path, head, read_tuned(path), lambda shape: _best(shape, device, shape in gates))
+    tuned.cache_clear()
     return found
 
 

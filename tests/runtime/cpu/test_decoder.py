@@ -1,5 +1,6 @@
 """The native decoder: the reference's logits to the last bits, the same bits every run, and threads that behave."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.packed import PackedModel
-from sparsepack.runtime import engine as engine_module
 from sparsepack.runtime import reference
 from sparsepack.runtime.cpu import dispatch
+from sparsepack.runtime.cpu.decoder import NativeDecoder
+from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
@@ -39,18 +43,9 @@ def large() -> PackedModel:
     return with_rules(packed, stock_model(packed), IDS, [0])
 
 
-def with_half_cache(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """The reference engine, its keys and values rounded to half precision."""
-    attention = reference.attention
-
-    def of_halves(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        return attention(q, keys.float(), values.float(), seen)
-
-    monkeypatch.setattr(reference, "attention", of_halves)
-    engine = Engine(packed, backend="reference")
-    decoder: Any = engine._decoder
-    decoder._cache = decoder._cache.half()
-    return engine
+def with_half_cache(packed: PackedModel) -> OperationsDecoder:
+    """The reference, its keys and values rounded to half precision."""
+    return OperationsDecoder(packed, reference, torch.device("cpu"), 64, None, "f16")
 
 
 @pytest.mark.parametrize("start", [*STARTS, len(IDS)])
@@ -59,9 +54,9 @@ def test_with_float32_kernels_only_the_half_precise_cache_differs_from_the_refer
     variant: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(dispatch.FORCED, "scalar")
-    expected = with_half_cache(model(variant), monkeypatch).forced(IDS, start)
+    expected = with_half_cache(model(variant)).teacher_forced(torch.tensor(IDS), start, True)
     for threads in (1, 2):
-        found = Engine(model(variant), backend="cpu", threads=threads).forced(IDS, start)
+        found = Engine(model(variant), backend="cpu", threads=threads).teacher_forced(IDS, start)
         # A key or value that lies between two halves may be rounded either way: 3.4e-4 measured.
         assert (found - expected).abs().max() < 2e-3
 
@@ -78,14 +73,14 @@ def test_every_run_gives_the_same_bits(threads: int) -> None:
 
 
 def test_other_numbers_of_threads_differ_by_rounding_only() -> None:
-    logits = [Engine(large(), dense=True, backend="cpu", threads=n).forced(IDS, 5) for n in (1, 2, 3, 7)]
+    logits = [Engine(large(), dense=True, backend="cpu", threads=n).teacher_forced(IDS, 5) for n in (1, 2, 3, 7)]
     for other in logits[1:]:
         assert (other - logits[0]).abs().max() < 0.05
 
 
-def test_steps_are_what_forced_does() -> None:
+def test_steps_are_what_teacher_forcing_does() -> None:
     engine = Engine(large(), backend="cpu", threads=2)
-    expected = engine.forced(IDS, 5)
+    expected = engine.teacher_forced(IDS, 5)
     activity = engine.activity()
     engine.reset()
     found = torch.stack([engine.prefill(IDS[:5]), *(engine.step(id) for id in IDS[5:])])
@@ -112,7 +107,7 @@ SAMPLINGS = [
 def choose_natively(engine: Engine, logits: Tensor, how: Sampling, draw: float) -> int:
     decoder: Any = engine._decoder
     top_p = 1.0 if how.top_p is None else how.top_p
-    return int(decoder.native.choose(logits, how.temperature, how.top_k or 0, top_p, draw)[0])
+    return int(decoder.native.decode_next(logits, how.temperature, how.top_k or 0, top_p, draw)[0])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -156,21 +151,36 @@ def test_damaged_weights_are_an_error_of_the_artifact() -> None:
     packed = random_model("llama")
     packed.output_norm.fill_(float("nan"))
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        Engine(packed, backend="cpu").choose(3, Sampler(Sampling()))
+        Engine(packed, backend="cpu").decode_next(3, Sampler(Sampling()))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4)], ids=str)
-def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
+def test_decode_next_is_step_and_sampler(sampling: Sampling) -> None:
     engine = Engine(model("qwen3, tied"), backend="cpu", threads=2)
     runs = []
     for native in (True, False):
         engine.reset()
         sampler, id, ids = Sampler(sampling), 5, []
         for _ in range(30):
-            id = engine.choose(id, sampler) if native else sampler.choose(engine.step(id))
+            id = engine.decode_next(id, sampler) if native else sampler.choose(engine.step(id))
             ids.append(id)
         runs.append(ids)
     assert runs[0] == runs[1]
+
+
+def test_another_attention_is_another_cache() -> None:
+    """Here one of windows that the model does not have."""
+    packed = model("llama")
+    windows = dataclasses.replace(packed.architecture, sliding_windows=(3,) * packed.architecture.layers)
+    expected = Engine(dataclasses.replace(packed, architecture=windows), backend="cpu").teacher_forced(IDS, 6)
+
+    def new_kv_cache(shape: AttentionShape) -> NativeKvCache:
+        layers = tuple(dataclasses.replace(layer, window=3) for layer in shape.layers)
+        return NativeKvCache(dataclasses.replace(shape, layers=layers))
+
+    decoder = NativeDecoder(packed, torch.device("cpu"), 64, None, new_kv_cache)
+    assert torch.equal(decoder.teacher_forced(torch.tensor(IDS), 6, True), expected)
+    assert not torch.equal(Engine(packed, backend="cpu").teacher_forced(IDS, 6), expected)
 
 
 def test_an_idle_engine_takes_no_time_of_the_processor() -> None:
@@ -183,12 +193,12 @@ def test_an_idle_engine_takes_no_time_of_the_processor() -> None:
 
 
 def test_engines_of_several_python_threads_do_not_disturb_each_other() -> None:
-    expected = Engine(model("llama"), backend="cpu", threads=2).forced(IDS, 6)
+    expected = Engine(model("llama"), backend="cpu", threads=2).teacher_forced(IDS, 6)
     found: list[Tensor] = []
 
     def run() -> None:
         engine = Engine(model("llama"), backend="cpu", threads=2)
-        found.extend(engine.forced(IDS, 6) for _ in range(5))
+        found.extend(engine.teacher_forced(IDS, 6) for _ in range(5))
 
     runners = [threading.Thread(target=run) for _ in range(3)]
     for runner in runners:
@@ -231,7 +241,8 @@ def test_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: 
     engine = Engine(model("llama"))
     assert engine.backend == "reference"
     assert engine.notes == ("note: the reference backend runs: the CPU kernels were not built",)
-    assert engine_module._chosen("cpu", torch.device("cpu")) == ("cpu", ())
+    with pytest.raises(UserError, match="the CPU kernels were not built"):
+        Engine(model("llama"), backend="cpu")
 
 
 def test_the_cpu_backend_runs_on_the_cpu_only() -> None:

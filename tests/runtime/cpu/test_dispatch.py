@@ -11,7 +11,7 @@ from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import UserError
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set, instruction_sets
-from sparsepack.runtime.cpu.geometry import geometry
+from sparsepack.runtime.cpu.tile_config import tile_config
 
 
 @pytest.mark.parametrize("name", instruction_set_params())
@@ -64,4 +64,4 @@ def test_the_cpu_backend_runs_on_the_cpu_only() -> None:
 @pytest.mark.parametrize(("rows", "span"), [(1, 1), (1024, 1), (1025, 2), (4096, 4), (20000, 4)])
 @pytest.mark.parametrize("_", instruction_set_params()[:1])
 def test_a_span_has_no_more_quads_than_a_matrix_that_was_never_measured(rows: int, span: int, _: str) -> None:
-    assert geometry((rows, 64), threads=1).span == span
+    assert tile_config((rows, 64), threads=1).span == span

@@ -69,7 +69,7 @@ def test_rows_come_back_byte_for_byte(instruction_set: str, type: int, rows: int
 
 @pytest.mark.parametrize("tile", [8, 24, 64, 256])
 @pytest.mark.parametrize("span", [1, 2, 3, 16])
-def test_products_are_the_same_in_every_geometry(instruction_set: str, span: int, tile: int) -> None:
+def test_products_are_the_same_in_every_tile_config(instruction_set: str, span: int, tile: int) -> None:
     rows, columns = 3400, 150
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(2))

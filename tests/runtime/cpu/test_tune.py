@@ -1,5 +1,6 @@
-"""What `sparsepack profile` finds, keeps and changes; never how fast anything is."""
+"""What `sparsepack tune` finds, keeps and changes; never how fast anything is."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from native_build import instruction_set_params
 
 from sparsepack.cli import main
 from sparsepack.errors import OutputError
-from sparsepack.runtime.cpu import tune as profile
+from sparsepack.runtime.cpu import tune as tuning
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set
-from sparsepack.runtime.cpu.geometry import SCHEMA, Geometry, geometry, profile_path, profiled, read_profile
+from sparsepack.runtime.cpu.machine import cpu_info
+from sparsepack.runtime.cpu.tile_config import SCHEMA, TileConfig, read_tuned, tile_config, tuned, tuned_path
 from sparsepack.runtime.cpu.tune import measure
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
 SHAPE, OTHER = (1100, 24), (300, 16)
-NEVER_MEASURED = Geometry(span=2, tile=64)
+NEVER_MEASURED = TileConfig(span=2, tile=64)
 """What `SHAPE` gets then."""
 ROW = {"rows": SHAPE[0], "columns": SHAPE[1], "span": 1, "tile": 24}
 
@@ -26,27 +28,27 @@ ROW = {"rows": SHAPE[0], "columns": SHAPE[1], "span": 1, "tile": 24}
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes milliseconds."""
     for name, value in {"SPANS": (1, 2), "TILES": (24, 48), "ROTATION": 1 << 16, "CALLS": 2, "ROUNDS": 1}.items():
-        monkeypatch.setattr(profile, name, value)
+        monkeypatch.setattr(tuning, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    profiled.cache_clear()
+    tuned.cache_clear()
     return tmp_path / "cache"
 
 
 def keep(content: Any, threads: int = 1) -> None:
-    """Put content where this machine's profile is kept: text, or what becomes JSON."""
-    path = profile_path(instruction_set(), threads)
+    """Put content where what was measured on this machine is kept: text, or what becomes JSON."""
+    path = tuned_path(instruction_set(), threads)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    profiled.cache_clear()
+    tuned.cache_clear()
 
 
 def kept_shapes(threads: int = 1) -> list[tuple[int, int]]:
-    return list(read_profile(profile_path(instruction_set(), threads)))
+    return list(read_tuned(tuned_path(instruction_set(), threads)))
 
 
-def test_a_profile_is_kept_whole_below_the_cache_folder(cache: Path) -> None:
+def test_what_was_measured_is_kept_whole_below_the_cache_folder(cache: Path) -> None:
     result = measure([SHAPE, OTHER, SHAPE], threads=1)
-    path = profile_path(instruction_set(), 1)
+    path = tuned_path(instruction_set(), 1)
     assert result.pop("path") == str(path)
     assert [file for file in cache.rglob("*") if file.is_file()] == [path]
     assert json.loads(path.read_text()) == result
@@ -59,7 +61,7 @@ def test_a_profile_is_kept_whole_below_the_cache_folder(cache: Path) -> None:
         assert row["bytes_per_second"] > 0
 
 
-def test_other_shapes_stay_in_the_profile() -> None:
+def test_other_shapes_stay_in_the_file() -> None:
     measure([SHAPE], threads=1)
     result = measure([OTHER], threads=1)
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [OTHER]
@@ -69,30 +71,39 @@ def test_other_shapes_stay_in_the_profile() -> None:
 
 
 def test_what_was_found_is_used_from_then_on() -> None:
-    assert geometry(SHAPE, 1) == NEVER_MEASURED
+    assert tile_config(SHAPE, 1) == NEVER_MEASURED
     row = measure([SHAPE], threads=1)["shapes"][0]
-    assert geometry(SHAPE, 1) == Geometry(row["span"], row["tile"]) != NEVER_MEASURED
+    assert tile_config(SHAPE, 1) == TileConfig(row["span"], row["tile"]) != NEVER_MEASURED
+
+
+def test_what_profile_measured_is_still_read(cache: Path) -> None:
+    """Where and how version 0.1.0 kept it."""
+    machine = hashlib.sha256(f"{cpu_info()}|{instruction_set()}|1".encode()).hexdigest()[:12]
+    path = cache / "sparsepack" / f"cpu-{machine}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": 1, "shapes": [{"rows": 1100, "columns": 24, "span": 1, "tile": 24}]}')
+    assert tile_config(SHAPE, 1) == TileConfig(span=1, tile=24)
 
 
 def test_a_matrix_of_one_weight_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "COPIES", 3)
+    monkeypatch.setattr(tuning, "COPIES", 3)
     assert measure([(1, 1)], threads=1)["shapes"][0]["span"] == 1
 
 
-def test_another_number_of_threads_has_a_profile_of_its_own() -> None:
+def test_another_number_of_threads_has_a_file_of_its_own() -> None:
     measure([SHAPE], threads=2)
     assert kept_shapes(threads=2) == [SHAPE]
     assert kept_shapes(threads=1) == []
-    assert geometry(SHAPE, 1) == NEVER_MEASURED
-    assert geometry(SHAPE, 2) != NEVER_MEASURED
+    assert tile_config(SHAPE, 1) == NEVER_MEASURED
+    assert tile_config(SHAPE, 2) != NEVER_MEASURED
 
 
-def test_another_instruction_set_has_a_profile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_instruction_set_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     keep({"schema": SCHEMA, "shapes": [ROW]})
     best = instruction_set()
-    assert geometry(SHAPE, 1) == Geometry(1, 24)
+    assert tile_config(SHAPE, 1) == TileConfig(1, 24)
     monkeypatch.setenv(FORCED, "scalar")
-    assert (geometry(SHAPE, 1) == NEVER_MEASURED) == (best != "scalar")
+    assert (tile_config(SHAPE, 1) == NEVER_MEASURED) == (best != "scalar")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +125,11 @@ def test_another_instruction_set_has_a_profile_of_its_own(monkeypatch: pytest.Mo
     ],
     ids=str,
 )
-def test_a_profile_that_is_damaged_of_another_schema_or_impossible_is_ignored_and_replaced(content: Any) -> None:
+def test_a_file_that_is_damaged_of_another_schema_or_impossible_is_ignored_and_replaced(content: Any) -> None:
     keep({"schema": SCHEMA, "shapes": [ROW]})
-    assert geometry(SHAPE, 1) == Geometry(1, 24)
+    assert tile_config(SHAPE, 1) == TileConfig(1, 24)
     keep(content)
-    assert geometry(SHAPE, 1) == NEVER_MEASURED
+    assert tile_config(SHAPE, 1) == NEVER_MEASURED
     measure([OTHER], threads=1)
     assert kept_shapes() == [OTHER]
 
@@ -127,16 +138,16 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(profile, "_best", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(tuning, "_best", lambda *_: pytest.fail("measured"))
     with pytest.raises(OutputError, match=r"cache/sparsepack: cannot be made .*; set XDG_CACHE_HOME"):
         measure([SHAPE], threads=1)
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "SHAPES", (SHAPE, OTHER))
+    monkeypatch.setattr("sparsepack.runtime.tuning.SHAPES", (SHAPE, OTHER))
     table = CliRunner().invoke(main, ["tune", "--threads", "1"])
     assert table.exit_code == 0, table.output
-    path = str(profile_path(instruction_set(), 1))
+    path = str(tuned_path(instruction_set(), 1))
     for expected in ("1100 x 24", "300 x 16", "GB/s", f"{instruction_set()}, 1 threads", f"kept in {path}"):
         assert expected in table.stdout
     measured = CliRunner().invoke(main, ["tune", "--threads", "1", "--json", "-"])
@@ -144,6 +155,12 @@ def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> 
     result = json.loads(measured.stdout)
     assert result["path"] == path
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
+
+
+def test_the_command_s_old_name_is_hidden_and_does_the_same() -> None:
+    assert "profile" not in CliRunner().invoke(main, ["--help"]).stdout
+    old, new = (CliRunner().invoke(main, [name, "--help"]).stdout for name in ("profile", "tune"))
+    assert old.replace("profile", "tune") == new
 
 
 def test_the_command_measures_the_matrices_of_artifacts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import attention, shared_memory
 from sparsepack.runtime.cuda.attention import (
-    CACHE_TYPES,
+    KV_MACROS,
     SPLITS,
     STAGES,
     AttentionParameters,
@@ -346,7 +346,7 @@ def test_arguments_that_do_not_fit_are_named(changed: dict[str, Any], message: s
 def test_every_variant_fits_the_smallest_shared_memory_with_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """99 KiB, as GPUs of compute capability 8.6 and 8.9 have."""
     monkeypatch.setattr(shared_memory, "shared_limit", lambda device: 99 << 10)
-    for dtype in CACHE_TYPES:
+    for dtype in KV_MACROS:
         for head_dim in (2, 64, 96, 128, 130, 256):
             for ratio in range(1, 17):
                 layer, table = LayerAttention(), torch.zeros(1, head_dim // 2)

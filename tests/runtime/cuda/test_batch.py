@@ -207,7 +207,7 @@ def test_choose_is_step_and_samplers() -> None:
             if n == 10:
                 ids = [8, 9, 10]  # not what was chosen last
             if chosen:
-                ids = engine.choose(ids, samplers)
+                ids = engine.decode_next(ids, samplers)
             else:
                 ids = [sampler.choose(row) for sampler, row in zip(samplers, engine.step(ids), strict=True)]
             rows.append(ids)
@@ -268,7 +268,7 @@ def test_damaged_weights_are_an_error_of_the_artifact() -> None:
     packed = random_model("llama")
     packed.output_norm.fill_(float("nan"))
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        batch_of(packed, 2).choose([3, 4], [Sampler(Sampling())] * 2)
+        batch_of(packed, 2).decode_next([3, 4], [Sampler(Sampling())] * 2)
 
 
 def test_too_many_for_a_small_gpu_is_an_error(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

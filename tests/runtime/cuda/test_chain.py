@@ -59,7 +59,7 @@ every_variant = pytest.mark.parametrize("variant", [*VARIANTS, INTERLEAVED])
 def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     packed = model(variant)
     engine, reference = decoder(packed), Engine(packed, backend="reference")
-    assert largest(steps(engine, IDS), reference.forced(IDS.tolist(), 0)) < 1e-3
+    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     counts = {
         key: share * engine.stepped * packed.layers[key[0]].sites[key[1]].matrix.columns
         for key, share in reference.activity().items()
@@ -67,7 +67,7 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     assert engine.active() == pytest.approx(counts)
     engine.reset()
     reference.dense = True
-    assert largest(steps(engine, IDS, sparse=False), reference.forced(IDS.tolist(), 0)) < 1e-3
+    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     shares = {key: count / engine.stepped for key, count in engine.active().items()}
     assert shares == {(n, s): site.matrix.columns for n, x in enumerate(packed.layers) for s, site in x.sites.items()}
 
@@ -80,7 +80,7 @@ def test_prefill_computes_what_the_reference_computes(
     monkeypatch.setattr(sequences, "CHUNK", chunk)
     packed = model(variant)
     engine = decoder(packed, context=len(IDS))
-    expected = Engine(packed, backend="reference").forced(IDS.tolist(), 6)
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
     assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
     assert (engine.position, engine.stepped) == (13, 7)
     engine.reset()
@@ -114,7 +114,7 @@ def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: p
 def test_steps_before_after_and_between_prefills() -> None:
     packed = model("mistral, sliding window")
     engine = decoder(packed)
-    expected = Engine(packed, dense=True, backend="reference").forced(IDS.tolist(), 13)
+    expected = Engine(packed, dense=True, backend="reference").teacher_forced(IDS.tolist(), 13)
     found = [*steps(engine, IDS[:3], sparse=False), engine.prefill(IDS[3:7])]
     found += [*steps(engine, IDS[7:9], sparse=False), engine.prefill(IDS[9:12]), *steps(engine, IDS[12:], sparse=False)]
     assert largest(torch.stack(found), expected[[0, 1, 2, 6, 7, 8, 11, 12]]) < ROUNDED

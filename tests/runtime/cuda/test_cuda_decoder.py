@@ -94,9 +94,9 @@ def test_engines_on_streams_of_their_own_take_turns() -> None:
     assert all(torch.equal(logits, expected[n]) for n in range(2) for logits in found[n])
 
 
-def test_steps_are_what_forced_does() -> None:
+def test_steps_are_what_teacher_forcing_does() -> None:
     engine = Engine(model(), "cuda")
-    expected = engine.forced(IDS, 5)
+    expected = engine.teacher_forced(IDS, 5)
     activity = engine.activity()
     found = run(engine)
     assert torch.equal(found[1:], expected[5:])
@@ -124,10 +124,10 @@ def test_making_a_graph_changes_nothing() -> None:
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_prefill_in_chunks_is_prefill(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model()
-    whole = {type: Engine(packed, "cuda", cache_type=type).forced(IDS, 40) for type in ("f32", "f16", "bf16")}
+    whole = {type: Engine(packed, "cuda", cache_type=type).teacher_forced(IDS, 40) for type in ("f32", "f16", "bf16")}
     monkeypatch.setattr(sequences, "CHUNK", chunk)
     for type, expected in whole.items():
-        found = Engine(packed, "cuda", cache_type=type).forced(IDS, 40)
+        found = Engine(packed, "cuda", cache_type=type).teacher_forced(IDS, 40)
         assert (found - expected).norm() < {"f32": 2e-3, "f16": 5e-3, "bf16": 3e-2}[type] * expected.norm()
 
 
@@ -141,10 +141,10 @@ def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: p
 @pytest.mark.parametrize(("cache_type", "bound"), [("f32", 0.02), ("f16", 0.03), ("bf16", 0.08)])
 def test_caches_of_every_type_come_close_to_the_reference(cache_type: str, bound: float, books: PackedModel) -> None:
     """Of logits up to 15; 0.009, 0.008 and 0.03 calculated with kernels in plain torch."""
-    expected = Engine(books, context=64, backend="reference").forced(IDS, 20)
+    expected = Engine(books, context=64, backend="reference").teacher_forced(IDS, 20)
     engine = Engine(books, "cuda", 64, cache_type=cache_type)
     assert engine.cache_type == cache_type
-    assert (engine.forced(IDS, 20).cpu() - expected).abs().max() < bound
+    assert (engine.teacher_forced(IDS, 20).cpu() - expected).abs().max() < bound
     engine.reset()
     found = torch.stack([engine.step(id) for id in IDS])
     assert (found.cpu() - expected).abs().max() < bound
@@ -163,7 +163,7 @@ def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
         for n in range(40):
             if n == 20:
                 id = 7  # not what was chosen last
-            id = engine.choose(id, sampler) if chosen else sampler.choose(engine.step(id))
+            id = engine.decode_next(id, sampler) if chosen else sampler.choose(engine.step(id))
             ids.append(id)
         runs.append((ids, engine.activity()))
     assert runs[0] == runs[1]
@@ -177,7 +177,7 @@ def test_many_ways_of_sampling_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
         engine.reset()
         expected = samplers[0].choose(engine.step(IDS[n]))
         engine.reset()
-        assert engine.choose(IDS[n], samplers[1]) == expected
+        assert engine.decode_next(IDS[n], samplers[1]) == expected
 
 
 def test_damaged_weights_are_an_error_of_the_artifact() -> None:
@@ -186,7 +186,7 @@ def test_damaged_weights_are_an_error_of_the_artifact() -> None:
     engine = Engine(packed, "cuda")
     for sampling in (Sampling(), Sampling(1.0)):
         with pytest.raises(ArtifactError, match="largest logit is nan"):
-            engine.choose(3, Sampler(sampling))
+            engine.decode_next(3, Sampler(sampling))
 
 
 def test_a_model_takes_its_stored_size_and_the_cache() -> None:

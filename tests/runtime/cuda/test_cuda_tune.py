@@ -1,4 +1,4 @@
-"""What `sparsepack profile --device cuda` finds, keeps and changes; never how fast anything is."""
+"""What `sparsepack tune --device cuda` finds, keeps and changes; never how fast anything is."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from sparsepack.runtime.cuda.tile_config import (
     SCHEMA,
     TileConfig,
     measured_tile_config,
-    profile_path,
-    profiled,
-    read_profile,
+    read_tuned,
     tile_config_of,
+    tuned,
+    tuned_path,
 )
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -34,9 +34,9 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    profiled.cache_clear()
+    tuned.cache_clear()
     yield tmp_path / "cache"
-    profiled.cache_clear()
+    tuned.cache_clear()
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def row(shape: tuple[int, int] = SHAPE, of: TileConfig = ANY, **changes: Any) ->
 
 
 def keep(content: Any) -> None:
-    path = profile_path(GPU)
+    path = tuned_path(GPU)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    profiled.cache_clear()
+    tuned.cache_clear()
 
 
 @pytest.mark.usefixtures("_named")
@@ -96,7 +96,7 @@ def test_gate_and_up_take_no_odd_number_of_bands() -> None:
 def test_a_profile_that_is_damaged_or_impossible_is_ignored(content: Any) -> None:
     keep(content)
     assert measured_tile_config(SHAPE, DEVICE) is None
-    assert read_profile(profile_path(GPU)) == {}
+    assert read_tuned(tuned_path(GPU)) == {}
 
 
 @pytest.mark.usefixtures("_named")
@@ -176,8 +176,8 @@ def test_a_profile_is_kept_and_used(_: None, cache: Path) -> None:
 
     name = torch.cuda.get_device_name()
     result = profile.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
-    assert result.pop("path") == str(profile_path(name))
-    assert json.loads(profile_path(name).read_text()) == result
+    assert result.pop("path") == str(tuned_path(name))
+    assert json.loads(tuned_path(name).read_text()) == result
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
     assert result["shapes"][1]["tile_bands"] == 2
     matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), ZIGZAG, *SHAPE)

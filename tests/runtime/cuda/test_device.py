@@ -84,5 +84,5 @@ def test_the_cuda_backend_runs_on_gpus_only() -> None:
 
 
 def test_other_backends_have_one_type_of_cache() -> None:
-    with pytest.raises(UserError, match="cache type f16: the reference backend has one of its own"):
+    with pytest.raises(UserError, match=r"cache type .f16.: the reference backend has f32"):
         Engine(random_model("llama"), backend="reference", cache_type="f16")

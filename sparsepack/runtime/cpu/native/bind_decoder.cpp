@@ -36,9 +36,8 @@ class Builder {
 public:
     explicit Builder(const Shape& shape) { model_.shape = shape; }
 
-    void add_layer(int32_t window, Vector attn_norm, Vector mlp_norm, std::optional<Vector> q_norm,
-                   std::optional<Vector> k_norm) {
-        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm), copied(q_norm), copied(k_norm), window});
+    void add_layer(Vector attn_norm, Vector mlp_norm) {
+        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm)});
     }
 
     // Site `number` (decoder.h) of the last layer.
@@ -63,10 +62,7 @@ public:
         model_.owners.push_back(std::move(matrix));
     }
 
-    void set_rotary(Array<const float, 2> cos, Array<const float, 2> sin) {
-        model_.cos.assign(cos.data(), cos.data() + cos.size());
-        model_.sin.assign(sin.data(), sin.data() + sin.size());
-    }
+    void set_cache(std::shared_ptr<KvCache> cache) { model_.cache = std::move(cache); }
 
     std::unique_ptr<Decoder> build(const std::string& instruction_set, int threads) {
         if (threads < 1) throw std::invalid_argument("threads: expected at least 1");
@@ -89,7 +85,6 @@ public:
         Lock lock(mutex_);
         decoder_->reset();
     }
-    int64_t position() { return decoder_->position(); }
     int64_t stepped() { return decoder_->stepped(); }
     std::vector<int64_t> active() {
         Lock lock(mutex_);
@@ -108,7 +103,7 @@ public:
         decoder_->prefill(ids.data(), int64_t(ids.size()), all, logits.data());
     }
 
-    std::pair<int64_t, float> step_choose(int64_t id, bool sparse, double temperature, int64_t top_k, double top_p,
+    std::pair<int64_t, float> decode_next(int64_t id, bool sparse, double temperature, int64_t top_k, double top_p,
                                           double draw) {
         Lock lock(mutex_);
         decoder_->step(id, sparse, logits_.data());
@@ -145,29 +140,25 @@ void bind_decoder(nb::module_& m) {
     nb::class_<Builder>(m, "DecoderBuilder")
         .def(
             "__init__",
-            [](Builder* self, int32_t hidden, int32_t intermediate, int32_t heads, int32_t kv_heads, int32_t head_dim,
-               int64_t vocabulary, int32_t context, int32_t chunk, float eps, int32_t activation) {
-                new (self) Builder({hidden, intermediate, heads, kv_heads, head_dim, vocabulary, context, chunk, eps,
-                                    activation});
+            [](Builder* self, int32_t hidden, int32_t intermediate, int64_t vocabulary, int32_t chunk, float eps,
+               int32_t activation) {
+                new (self) Builder({hidden, intermediate, vocabulary, chunk, eps, activation});
             },
-            nb::kw_only(), "hidden"_a, "intermediate"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "vocabulary"_a,
-            "context"_a, "chunk"_a, "eps"_a, "activation"_a)
-        .def("add_layer", &Builder::add_layer, "window"_a, "attn_norm"_a, "mlp_norm"_a, "q_norm"_a.none(),
-             "k_norm"_a.none())
+            nb::kw_only(), "hidden"_a, "intermediate"_a, "vocabulary"_a, "chunk"_a, "eps"_a, "activation"_a)
+        .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a)
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
-        .def("set_rotary", &Builder::set_rotary, "cos"_a, "sin"_a);
+        .def("set_cache", &Builder::set_cache, "cache"_a);
     nb::class_<Session>(m, "Decoder")
         .def(nb::init<Builder&, const std::string&, int>(), "builder"_a, "instruction_set"_a, "threads"_a)
         .def("reset", &Session::reset, Released())
-        .def_prop_ro("position", &Session::position)
         .def_prop_ro("stepped", &Session::stepped)
         .def("active", &Session::active)
         .def("step", &Session::step, "id"_a, "sparse"_a, "logits"_a, Released())
         .def("prefill", &Session::prefill, "ids"_a, "all"_a, "logits"_a, Released())
-        .def("step_choose", &Session::step_choose, "id"_a, "sparse"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a,
+        .def("decode_next", &Session::decode_next, "id"_a, "sparse"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a,
              Released())
         .def("choose", &Session::choose, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a, Released());
 }

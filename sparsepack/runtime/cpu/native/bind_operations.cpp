@@ -1,6 +1,8 @@
 // The operations of runtime/cpu/operations.py on arrays that Python allocated and checked for kind; sizes are checked
 // here, so that no call can read or write beyond an array.
+#include "buffer.h"
 #include "dispatch.h"
+#include "kv_cache.h"
 #include "products.h"
 #include "repack.h"
 
@@ -103,7 +105,37 @@ public:
     }
     void rows_matmul(const RowsMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
 
+    // The queries in qkv are normed and rotated in place, as `attend` takes them.
+    void append(KvCache& cache, int layer, Array<float, 2> qkv) {
+        expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
+        std::lock_guard<std::mutex> lock(mutex_);
+        int64_t count = int64_t(qkv.shape(0)), threads = pool_.threads();
+        pool_.run([&](int thread) {
+            cache.append_rows(layer, qkv.data(), int32_t(count * thread / threads),
+                              int32_t(count * (thread + 1) / threads));
+        });
+    }
+
+    void attend(const KvCache& cache, int layer, Array<const float, 2> qkv, Array<float, 2> y) {
+        expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
+        expect(y.shape(0) == qkv.shape(0) && (int64_t)y.shape(1) == cache.shape().q_rows(),
+               "y: expected [positions, heads * head_dim]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        scratch_.resize(pool_.threads());
+        pool_.run([&](int thread) {
+            Buffer<float>& own = scratch_[thread];
+            own.grow(cache.scratch(KvCache::BLOCK));
+            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), own.data());
+        });
+    }
+
 private:
+    static void expect_positions(const KvCache& cache, int layer, size_t positions, size_t rows) {
+        expect(layer >= 0 && layer < cache.layers(), "layer: the cache has no such");
+        expect((int64_t)rows == cache.shape().qkv_rows(), "qkv: expected [positions, (heads + 2 kv_heads) * head_dim]");
+        expect(cache.length() + (int64_t)positions <= cache.shape().context, "positions: more than there is room for");
+    }
+
     template <class Matrix>
     void product(const Matrix& m, const Array<const float, 2>& x, const Array<float, 2>& y) {
         expect((int64_t)x.shape(1) == m.columns, "x: expected [positions, columns]");
@@ -116,6 +148,7 @@ private:
     Pool pool_;
     std::mutex mutex_;
     std::vector<float> parts_;
+    std::vector<Buffer<float>> scratch_;
 };
 
 }  // namespace
@@ -151,7 +184,9 @@ void bind_operations(nb::module_& m) {
              Released())
         .def("zigzag_gemv", &Operations::zigzag_gemv, "matrix"_a, "x"_a, "indices"_a, "count"_a, "y"_a, Released())
         .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
-        .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released());
+        .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
+        .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
+        .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, Released());
 }
 
 }  // namespace sparsepack

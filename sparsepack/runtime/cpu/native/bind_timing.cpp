@@ -1,4 +1,4 @@
-// Times of kernels without Python between the calls, for `sparsepack profile` and the benchmarks.
+// Times of kernels without Python between the calls, for `sparsepack tune` and the benchmarks.
 #include "dispatch.h"
 #include "products.h"
 #include "repack.h"

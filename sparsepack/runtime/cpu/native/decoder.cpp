@@ -21,37 +21,30 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
     expect(site.offset.empty() || limits, name + ": offset without threshold");
 }
 
-void check_layer(const Layer& layer, const Shape& s, const std::string& name) {
-    int64_t q = int64_t(s.heads) * s.head_dim, kv = int64_t(s.kv_heads) * s.head_dim;
-    check_site(layer.sites[ATTN_IN], q + 2 * kv, s.hidden, name + " attn_in");
-    check_site(layer.sites[ATTN_OUT], s.hidden, q, name + " attn_out");
+void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
+    check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
+    check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
     check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
     check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
         expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
-    for (const auto* norm : {&layer.q_norm, &layer.k_norm})
-        expect(norm->empty() || norm->size() == size_t(s.head_dim), name + ": norm of another length");
-    expect(layer.window >= 0, name + ": negative window");
 }
 
 void check_model(const Model& m) {
     const Shape& s = m.shape;
-    for (int64_t value : {int64_t(s.hidden), int64_t(s.intermediate), int64_t(s.heads), int64_t(s.kv_heads),
-                          int64_t(s.head_dim), s.vocabulary, int64_t(s.context), int64_t(s.chunk)})
+    for (int64_t value : {int64_t(s.hidden), int64_t(s.intermediate), s.vocabulary, int64_t(s.chunk)})
         expect(value > 0, "sizes: expected positive numbers");
-    expect(s.heads % s.kv_heads == 0, "heads: expected a multiple of kv_heads");
-    expect(s.head_dim % 2 == 0, "head_dim: expected an even number");
+    expect(m.cache && m.cache->layers() == int(m.layers.size()), "cache: none, or one of other layers");
     expect(s.activation >= SILU && s.activation <= GELU_TANH, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
     expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");
-    size_t angles = size_t(s.context) * size_t(s.head_dim / 2);
-    expect(m.cos.size() == angles && m.sin.size() == angles, "cos, sin: expected [context][head_dim / 2]");
-    for (size_t i = 0; i < m.layers.size(); ++i) check_layer(m.layers[i], s, "block " + std::to_string(i));
+    for (size_t i = 0; i < m.layers.size(); ++i)
+        check_layer(m.layers[i], s, m.cache->shape(), "block " + std::to_string(i));
 }
 
 // bias + W offset
-std::vector<float> constant(const Site& site, const Kernels& kernels) {
+std::vector<float> sparse_bias(const Site& site, const Kernels& kernels) {
     if (site.offset.empty()) return site.bias;
     const Zigzag& m = *site.matrix;
     std::vector<float> y(m.rows);
@@ -64,25 +57,28 @@ std::vector<float> constant(const Site& site, const Kernels& kernels) {
 }  // namespace
 
 Decoder::Decoder(Model model, const Kernels& kernels, int threads)
-    : model_((check_model(model), std::move(model))), s_(model_.shape), k_(kernels), pool_(threads) {
-    int64_t columns = std::max({s_.hidden, s_.intermediate, q_rows()}), padded[2] = {0, 0};
+    : model_((check_model(model), std::move(model))),
+      s_(model_.shape),
+      cache_(*model_.cache),
+      a_(cache_.shape()),
+      k_(kernels),
+      pool_(threads) {
+    int64_t columns = std::max({s_.hidden, s_.intermediate, a_.q_rows()}), padded[2] = {0, 0};
     for (Layer& layer : model_.layers) {
         for (int number = 0; number < SITES; ++number) {
             Site& site = layer.sites[number];
-            site.constant = constant(site, k_);
+            site.sparse_bias = sparse_bias(site, k_);
             const Zigzag& m = *site.matrix;
             int64_t room = int64_t(cuts(m, int32_t(m.columns))) * m.bands * BAND_ROWS;
             padded[number & 1] = std::max(padded[number & 1], room);
         }
     }
     active_.assign(model_.layers.size() * SITES, 0);
-    plane_ = int64_t(s_.context) * s_.head_dim;
-    cache_ = Memory(model_.layers.size() * 2 * s_.kv_heads * plane_ * sizeof(uint16_t));
     all_ = Buffer<int32_t>(columns);
     for (int32_t i = 0; i < columns; ++i) all_.data()[i] = i;
     for (int i = 0; i < 2; ++i) parts_[i] = Buffer<float>(padded[i]);
     sum_ = Buffer<float>(s_.hidden);
-    mixed_ = Buffer<float>(q_rows());
+    attn_output_ = Buffer<float>(a_.q_rows());
     middle_ = Buffer<float>(s_.intermediate);
     listed_ = Buffer<int32_t>(s_.intermediate + 16 * threads);
     counts_ = Buffer<int32_t>(16 * threads);
@@ -92,20 +88,21 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.normed = Buffer<float>(s_.hidden);
         own.d = Buffer<float>(columns);
         own.indices = Buffer<int32_t>(columns + 16);
-        own.heads = Buffer<float>(int64_t(group() + 2) * s_.head_dim);
-        own.scores = Buffer<float>(int64_t(group()) * s_.context);
+        own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);
+        own.attention = Buffer<float>(cache_.scratch(1));
     }
 }
 
 void Decoder::reset() {
-    position_ = stepped_ = 0;
+    cache_.reset();
+    stepped_ = 0;
     active_.assign(active_.size(), 0);
 }
 
 void Decoder::check(const int64_t* ids, int64_t count) const {
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= s_.vocabulary) throw std::out_of_range("unknown token id");
-    if (position_ + count > s_.context) throw std::out_of_range("more tokens than the context has room for");
+    if (cache_.length() + count > a_.context) throw std::out_of_range("more tokens than the context has room for");
 }
 
 }  // namespace sparsepack

@@ -12,7 +12,7 @@
 #pragma once
 #include "buffer.h"
 #include "kernels.h"
-#include "memory.h"
+#include "kv_cache.h"
 #include "pool.h"
 
 #include <memory>
@@ -24,26 +24,24 @@ namespace sparsepack {
 enum { ATTN_IN = 0, ATTN_OUT = 1, MLP_IN = 2, MLP_MID = 3, SITES = 4 };
 
 struct Shape {
-    int32_t hidden, intermediate, heads, kv_heads, head_dim;
+    int32_t hidden, intermediate;
     int64_t vocabulary;
-    int32_t context;
     int32_t chunk;  // positions that prefill takes at once
     float eps;
     int32_t activation;  // kernels.h, Activation
 };
 
-// A site. Bias and constant have one value per row or are empty; threshold has one value, one per column, or none: such
+// A site. Bias and sparse_bias have one value per row or are empty; threshold has one value, one per column, or none: such
 // a site is always dense. An offset has one value per column or none.
 struct Site {
     const Zigzag* matrix;
     std::vector<float> bias, threshold, offset;
-    std::vector<float> constant;  // bias + W offset; made by the decoder
+    std::vector<float> sparse_bias;  // what its sparse product lacks: bias + W offset; made by the decoder
 };
 
 struct Layer {
     Site sites[SITES];
-    std::vector<float> attn_norm, mlp_norm, q_norm, k_norm;  // the latter two may be empty
-    int32_t window;                                          // 0: no limit
+    std::vector<float> attn_norm, mlp_norm;
 };
 
 struct Model {
@@ -52,7 +50,7 @@ struct Model {
     Rows embedding;                        // as decoder_embedding.h reads it
     Rows output;                           // as the kernels read it
     std::vector<float> output_norm;        // [hidden]
-    std::vector<float> cos, sin;           // [context][head_dim / 2]
+    std::shared_ptr<KvCache> cache;        // empty; the decoder's from now on
     std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
 };
 
@@ -63,7 +61,6 @@ public:
 
     const Model& model() const noexcept { return model_; }
     Pool& pool() noexcept { return pool_; }
-    int64_t position() const noexcept { return position_; }
     int64_t stepped() const noexcept { return stepped_; }
     // Active columns per (layer, site), summed over the stepped positions.
     const std::vector<int64_t>& active() const noexcept { return active_; }
@@ -79,7 +76,7 @@ public:
 private:
     // What a thread has of its own.
     struct Scratch {
-        Buffer<float> x, normed, d, heads, scores;
+        Buffer<float> x, normed, d, heads, attention;
         Buffer<int32_t> indices;
     };
     // The input of a product: the active columns of x.
@@ -88,14 +85,11 @@ private:
         const float* x;
         const int32_t* indices;
         int32_t count;
-        const std::vector<float>* constant;  // what the sum of the products lacks
-        float* parts;                        // where they go
+        const std::vector<float>* bias;  // what the sum of the products lacks
+        float* parts;                    // where they go
     };
 
     void check(const int64_t* ids, int64_t count) const;
-    int32_t q_rows() const { return s_.heads * s_.head_dim; }
-    int32_t kv_rows() const { return s_.kv_heads * s_.head_dim; }
-    int32_t group() const { return s_.heads / s_.kv_heads; }
 
     // decoder_products.cpp
     int32_t cuts(const Zigzag& matrix, int32_t count) const;
@@ -115,42 +109,28 @@ private:
     // decoder_prefill.cpp
     void chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
-    void place(int layer, int32_t first, int32_t last);
-    void attend_block(int layer, int32_t first, int32_t last, int32_t kv_head, int thread);
+    void append_rows(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
     void add_rows(const Site& site, int32_t first, int32_t last);
     void norm_rows(const std::vector<float>& weight, int32_t first, int32_t last);
 
-    // Both
-    AttentionUnit attention_unit(const Layer& layer, const uint16_t* keys, const uint16_t* values) const;
-    // Norms and turns the query or key at x, a head of a position.
-    void turn(float* x, const std::vector<float>& norm, int64_t position) const;
-
-    // [context][head_dim]
-    uint16_t* keys(int layer, int kv_head) {
-        return reinterpret_cast<uint16_t*>(cache_.data()) + (int64_t(layer) * 2 * s_.kv_heads + kv_head) * plane_;
-    }
-    uint16_t* values(int layer, int kv_head) { return keys(layer, kv_head) + s_.kv_heads * plane_; }
-    const float* cos(int64_t position) const { return model_.cos.data() + position * (s_.head_dim / 2); }
-    const float* sin(int64_t position) const { return model_.sin.data() + position * (s_.head_dim / 2); }
-
     Model model_;
     const Shape& s_;
+    KvCache& cache_;
+    const AttentionShape& a_;
     const Kernels& k_;
     Pool pool_;
-    int64_t plane_;  // values of one kv head's keys: context * head_dim
-    int64_t position_ = 0, stepped_ = 0;
+    int64_t stepped_ = 0;
     std::vector<int64_t> active_;
-    Memory cache_;            // fp16 [layer][keys, values][kv_head][context][head_dim]
     Buffer<int32_t> all_;     // 0, 1, 2, ...
     Buffer<float> parts_[2];  // of neighbouring sites in turns: one may still be read while the next is written
     Buffer<float> sum_;       // of parts, where they are too many for every thread to add all
-    Buffer<float> mixed_;     // attention's output
+    Buffer<float> attn_output_;
     Buffer<float> middle_;    // gate * up
     Buffer<int32_t> listed_;  // its active columns, each thread's range at a place of its own
     Buffer<int32_t> counts_;  // of those, one cache line per thread
     std::vector<Scratch> scratch_;
-    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_mixed_;  // prefill: [chunk][...]
+    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // prefill: [chunk][...]
 };
 
 }  // namespace sparsepack

@@ -1,6 +1,5 @@
 // Many tokens at once, dense. Products are shared out by quads and positions, all else by positions.
 #include <algorithm>
-#include <cmath>
 
 #include "decoder.h"
 #include "decoder_embedding.h"
@@ -11,8 +10,6 @@ namespace {
 constexpr int32_t UNITS_PER_THREAD = 3;
 // Each group of positions decodes the weights anew.
 constexpr int32_t LEAST_GROUP = 64;
-// Positions of one attention unit: they share what is read of the cache.
-constexpr int32_t ATTENTION_BLOCK = 16;
 
 }  // namespace
 
@@ -21,14 +18,14 @@ void Decoder::prefill(const int64_t* ids, int64_t count, bool all, float* logits
     int64_t most = std::min<int64_t>(s_.chunk, std::max<int64_t>(count, 1));
     wide_x_.grow(most * s_.hidden);
     wide_normed_.grow(most * s_.hidden);
-    wide_rows_.grow(most * std::max({q_rows() + 2 * kv_rows(), 2 * s_.intermediate, s_.hidden}));
-    wide_mixed_.grow(most * std::max(q_rows(), s_.intermediate));
-    for (Scratch& own : scratch_) own.scores.grow(int64_t(group()) * ATTENTION_BLOCK * s_.context);
+    wide_rows_.grow(most * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
+    wide_inner_.grow(most * std::max(a_.q_rows(), s_.intermediate));
+    for (Scratch& own : scratch_) own.attention.grow(cache_.scratch(KvCache::BLOCK));
     for (int64_t first = 0; first < count; first += s_.chunk) {
         int32_t size = int32_t(std::min<int64_t>(s_.chunk, count - first));
         float* y = all ? logits + first * s_.vocabulary : first + size == count ? logits : nullptr;
         pool_.run([&](int thread) { chunk(ids + first, size, y, all, thread); });
-        position_ += size;
+        cache_.advance(size);
     }
 }
 
@@ -36,7 +33,6 @@ void Decoder::prefill(const int64_t* ids, int64_t count, bool all, float* logits
 void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread) {
     int32_t first = int32_t(int64_t(count) * thread / pool_.threads());
     int32_t last = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
-    int32_t blocks = (count + ATTENTION_BLOCK - 1) / ATTENTION_BLOCK;
     for (int32_t p = first; p < last; ++p) embed(model_.embedding, ids[p], wide_x_.data() + int64_t(p) * s_.hidden);
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
@@ -45,15 +41,12 @@ void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, 
         pool_.barrier();
         matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
         pool_.barrier();
-        place(number, first, last);
+        append_rows(number, first, last);
         pool_.barrier();
-        pool_.share(blocks * s_.kv_heads, [&](int unit, int) {
-            int32_t block = blocks - 1 - unit / s_.kv_heads;  // the last see most: first
-            int32_t from = block * ATTENTION_BLOCK, to = std::min(count, from + ATTENTION_BLOCK);
-            attend_block(number, from, to, unit % s_.kv_heads, thread);
-        });
+        cache_.attend_rows(pool_, number, wide_rows_.data(), count, wide_inner_.data(),
+                           scratch_[thread].attention.data());
         pool_.barrier();
-        matmul(layer.sites[ATTN_OUT], wide_mixed_.data(), count);
+        matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
         pool_.barrier();
         add_rows(layer.sites[ATTN_OUT], first, last);
 
@@ -63,7 +56,7 @@ void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, 
         pool_.barrier();
         gate_rows(number, first, last);
         pool_.barrier();
-        matmul(layer.sites[MLP_MID], wide_mixed_.data(), count);
+        matmul(layer.sites[MLP_MID], wide_inner_.data(), count);
         pool_.barrier();
         add_rows(layer.sites[MLP_MID], first, last);
     }
@@ -88,53 +81,13 @@ void Decoder::matmul(const Site& site, const float* x, int32_t positions) {
     });
 }
 
-// From the products of attn_in at positions first ... last - 1: queries in their place, keys and values in the cache.
-void Decoder::place(int number, int32_t first, int32_t last) {
-    const Layer& layer = model_.layers[number];
-    const std::vector<float>& bias = layer.sites[ATTN_IN].bias;
-    int32_t width = s_.head_dim, rows = q_rows() + 2 * kv_rows();
-    for (int32_t p = first; p < last; ++p) {
-        int64_t position = position_ + p;
-        float *q = wide_rows_.data() + int64_t(p) * rows, *k = q + q_rows(), *v = k + kv_rows();
-        if (!bias.empty()) k_.sum(bias.data(), 0, 1, nullptr, rows, 1, q);
-        for (int32_t head = 0; head < s_.heads; ++head) turn(q + head * width, layer.q_norm, position);
-        for (int32_t head = 0; head < s_.kv_heads; ++head) {
-            turn(k + head * width, layer.k_norm, position);
-            k_.to_half(k + head * width, width, keys(number, head) + position * width);
-            k_.to_half(v + head * width, width, values(number, head) + position * width);
-        }
-    }
-}
-
-void Decoder::turn(float* x, const std::vector<float>& norm, int64_t position) const {
-    if (!norm.empty()) k_.rms_norm(x, norm.data(), s_.head_dim, s_.eps, x);
-    k_.rotate(x, cos(position), sin(position), s_.head_dim / 2);
-}
-
-// What an attention unit has in common with the others of its layer and key head.
-AttentionUnit Decoder::attention_unit(const Layer& layer, const uint16_t* keys, const uint16_t* values) const {
-    AttentionUnit unit{};
-    unit.keys = keys;
-    unit.values = values;
-    unit.q_stride = q_rows() + 2 * kv_rows();
-    unit.kv_stride = s_.head_dim;
-    unit.y_stride = q_rows();
-    unit.heads = group();
-    unit.head_dim = s_.head_dim;
-    unit.window = layer.window;
-    unit.scale = 1 / std::sqrt(float(s_.head_dim));
-    return unit;
-}
-
-void Decoder::attend_block(int number, int32_t first, int32_t last, int32_t kv_head, int thread) {
-    AttentionUnit unit = attention_unit(model_.layers[number], keys(number, kv_head), values(number, kv_head));
-    int64_t head = int64_t(kv_head) * group() * s_.head_dim;
-    unit.q = wide_rows_.data() + first * unit.q_stride + head;
-    unit.y = wide_mixed_.data() + first * unit.y_stride + head;
-    unit.scores = scratch_[thread].scores.data();
-    unit.position = int32_t(position_) + first;
-    unit.positions = last - first;
-    k_.attention(&unit);
+// From the products of attn_in at positions first ... last - 1 to queries, and to keys and values in the cache.
+void Decoder::append_rows(int number, int32_t first, int32_t last) {
+    const std::vector<float>& bias = model_.layers[number].sites[ATTN_IN].bias;
+    int32_t rows = a_.qkv_rows();
+    for (int32_t p = first; p < last && !bias.empty(); ++p)
+        k_.sum(bias.data(), 0, 1, nullptr, rows, 1, wide_rows_.data() + int64_t(p) * rows);
+    cache_.append_rows(number, wide_rows_.data(), first, last);
 }
 
 void Decoder::gate_rows(int number, int32_t first, int32_t last) {
@@ -143,7 +96,7 @@ void Decoder::gate_rows(int number, int32_t first, int32_t last) {
     for (int32_t p = first; p < last; ++p) {
         float *gate = wide_rows_.data() + int64_t(p) * 2 * n, *up = gate + n;
         if (!bias.empty()) k_.sum(bias.data(), 0, 1, nullptr, 2 * n, 1, gate);
-        k_.gate(s_.activation, gate, up, n, wide_mixed_.data() + int64_t(p) * n);
+        k_.gate(s_.activation, gate, up, n, wide_inner_.data() + int64_t(p) * n);
     }
 }
 

@@ -53,7 +53,7 @@ Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse,
     int32_t count = k_.collect(x, offset, at.threshold.data(), at.threshold.size() > 1, int32_t(at.matrix->columns), 0,
                                own.d.data(), own.indices.data());
     if (thread == 0) active_[layer * SITES + site] += count;
-    return {&at, own.d.data(), own.indices.data(), count, &at.constant, parts_[site & 1].data()};
+    return {&at, own.d.data(), own.indices.data(), count, &at.sparse_bias, parts_[site & 1].data()};
 }
 
 void Decoder::multiply(const Input& input) {
@@ -68,8 +68,8 @@ void Decoder::multiply(const Input& input) {
 // y[i] = row `first + i` of a finished product; adds to y if `add`.
 void Decoder::read(const Input& input, int64_t first, int64_t count, float* y, bool add) const {
     const Zigzag& m = *input.site->matrix;
-    const float* constant = input.constant->empty() ? nullptr : input.constant->data() + first;
-    k_.sum(input.parts + first, int64_t(m.bands) * BAND_ROWS, cuts(m, input.count), constant, int32_t(count), add, y);
+    const float* bias = input.bias->empty() ? nullptr : input.bias->data() + first;
+    k_.sum(input.parts + first, int64_t(m.bands) * BAND_ROWS, cuts(m, input.count), bias, int32_t(count), add, y);
 }
 
 // x[hidden] += a finished product; x is the thread's own.

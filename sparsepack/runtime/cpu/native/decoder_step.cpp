@@ -9,7 +9,7 @@ namespace sparsepack {
 void Decoder::step(int64_t id, bool sparse, float* logits) {
     check(&id, 1);
     pool_.run([&](int thread) { token(id, sparse, logits, thread); });
-    ++position_;
+    cache_.advance(1);
     ++stepped_;
 }
 
@@ -24,9 +24,9 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
-        pool_.share(s_.kv_heads, [&](int kv_head, int) { attend(input, number, kv_head, thread); });
+        pool_.share(a_.kv_heads, [&](int kv_head, int) { attend(input, number, kv_head, thread); });
         pool_.barrier();
-        input = select(number, ATTN_OUT, mixed_.data(), sparse, thread);
+        input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
         multiply(input);
         pool_.barrier();
         add_to(x, input, thread);
@@ -44,27 +44,17 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
     write_logits(normed, 1, logits);
 }
 
-// The query heads of one key head: from the product of attn_in to their part of `mixed_`.
-void Decoder::attend(const Input& input, int layer_number, int32_t kv_head, int thread) {
-    const Layer& layer = model_.layers[layer_number];
+// The query heads of one key head: from the product of attn_in to their part of `attn_output_`.
+void Decoder::attend(const Input& input, int layer, int32_t kv_head, int thread) {
     Scratch& own = scratch_[thread];
-    int32_t width = s_.head_dim, grouped = group() * width;
+    int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
     float *q = own.heads.data(), *k = q + grouped, *v = k + width;
     read(input, int64_t(kv_head) * grouped, grouped, q);
-    read(input, q_rows() + int64_t(kv_head) * width, width, k);
-    read(input, q_rows() + kv_rows() + int64_t(kv_head) * width, width, v);
-    for (int32_t head = 0; head < group(); ++head) turn(q + head * width, layer.q_norm, position_);
-    turn(k, layer.k_norm, position_);
-    uint16_t *keys = this->keys(layer_number, kv_head), *values = this->values(layer_number, kv_head);
-    k_.to_half(k, width, keys + position_ * width);
-    k_.to_half(v, width, values + position_ * width);
-    AttentionUnit unit = attention_unit(layer, keys, values);
-    unit.q = q;
-    unit.y = mixed_.data() + int64_t(kv_head) * grouped;
-    unit.scores = own.scores.data();
-    unit.position = int32_t(position_);
-    unit.positions = 1;
-    k_.attention(&unit);
+    read(input, a_.q_rows() + int64_t(kv_head) * width, width, k);
+    read(input, a_.q_rows() + a_.kv_rows() + int64_t(kv_head) * width, width, v);
+    cache_.append(layer, kv_head, cache_.length(), q, k, v);
+    float* y = attn_output_.data() + int64_t(kv_head) * grouped;
+    cache_.attend(layer, kv_head, cache_.length(), {q, y, grouped, grouped, 1, own.attention.data()});
 }
 
 // From the product of mlp_in to the input of mlp_mid. Each thread does a range of the columns and lists what is active in
@@ -101,7 +91,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
         total += active;
     }
     if (thread == 0) active_[layer * SITES + MLP_MID] += total;
-    return {&site, middle_.data(), indices, total, &site.constant, parts_[MLP_MID & 1].data()};
+    return {&site, middle_.data(), indices, total, &site.sparse_bias, parts_[MLP_MID & 1].data()};
 }
 
 }  // namespace sparsepack

@@ -198,10 +198,10 @@ void attention(const AttentionUnit* u) {
             }
             for (int32_t t = first; t < last; t++) sum += u->scores[t] = expf(u->scores[t] - largest);
             for (int32_t i = 0; i < u->head_dim; i++) {
-                float mixed = 0;
+                float attn_output = 0;
                 for (int32_t t = first; t < last; t++)
-                    mixed += u->scores[t] / sum * from_half(u->values[t * u->kv_stride + i]);
-                y[i] = mixed;
+                    attn_output += u->scores[t] / sum * from_half(u->values[t * u->kv_stride + i]);
+                y[i] = attn_output;
             }
         }
     }

@@ -1,0 +1,42 @@
+"""The CPU's backend; see `runtime.backends.BackendModule`."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.cpu.decoder import NativeDecoder
+from sparsepack.runtime.cpu.tune import measure
+from sparsepack.runtime.tuning import Shape
+
+__all__ = ["decoder", "describe", "operations", "synchronise", "tune", "usable"]
+
+
+def usable(device: torch.device) -> None:
+    backend_named("cpu").check_device(device)
+    dispatch.native()
+
+
+def decoder(
+    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
+) -> NativeDecoder:
+    return NativeDecoder(packed, device, context, threads)
+
+
+def synchronise(device: torch.device) -> None:
+    """Nothing is ever under way when a call has returned."""
+
+
+def describe(device: torch.device) -> str:
+    return ""
+
+
+def tune(
+    shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+) -> dict[str, Any]:
+    """See `cpu.tune.measure`. What follows a product does not matter here."""
+    usable(device)
+    return measure(shapes, threads or torch.get_num_threads())

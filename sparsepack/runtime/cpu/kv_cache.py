@@ -1,0 +1,71 @@
+"""Keys and values on the CPU as float16, and attention to all of them, by native kernels (`native/kv_cache.h`)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
+from sparsepack.runtime.kv_cache import AttentionShape
+
+
+class NativeKvCache:
+    """See `runtime.kv_cache.KvCache`. Sequence after sequence: fp16 [layer][keys, values][kv_head][context][head_dim].
+
+    Queries are the rows of `append`, normed and rotated in their place. Threads are torch's.
+
+    native -- of each sequence, what a `cpu.decoder.NativeDecoder` takes
+
+    Raises `UserError` where the kernels were not built.
+    """
+
+    type = "f16"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._heads = shape.heads * shape.head_dim
+        layers = [(layer.window, _vector(layer.q_norm), _vector(layer.k_norm)) for layer in shape.layers]
+        self.native: list[Any] = [
+            native().DenseKvCache(
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                eps=shape.eps,
+                cos=shape.cos.contiguous(),
+                sin=shape.sin.contiguous(),
+                layers=layers,
+                instruction_set=instruction_set(),
+            )
+            for _ in range(shape.sequences)
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(cache.length) for cache in self.native]
+
+    def append(self, layer: int, qkv: Tensor, sequence: int = 0) -> Tensor:
+        rows = qkv.float().clone(memory_format=torch.contiguous_format)
+        operations().append(self.native[sequence], layer, rows)
+        return rows
+
+    def attend(self, layer: int, queries: Tensor, sequence: int = 0) -> Tensor:
+        y = torch.empty(len(queries), self._heads)
+        operations().attend(self.native[sequence], layer, queries, y)
+        return y
+
+    def step(self, layer: int, qkv: Tensor) -> Tensor:
+        rows = enumerate(torch.split(qkv, 1))
+        return torch.cat([self.attend(layer, self.append(layer, row, n), n) for n, row in rows])
+
+    def advance(self, positions: int, sequence: int = 0) -> None:
+        self.native[sequence].advance(positions)
+
+    def truncate(self, length: int, sequence: int = 0) -> None:
+        self.native[sequence].truncate(length)
+
+    def reset(self) -> None:
+        for cache in self.native:
+            cache.reset()
+
+
+def _vector(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().float().contiguous()

@@ -1,0 +1,87 @@
+"""The table of backends: what a row says is so, and reading it costs nothing."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from backends import device_of
+
+from sparsepack.errors import UserError
+from sparsepack.runtime import backends, reference
+from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, backend_named, batch_backend, tuning_backend
+
+every_row = pytest.mark.parametrize("row", BACKENDS.values(), ids=BACKENDS)
+OPERATIONS = ("load_zigzag", "load_rows", "collect", "zigzag_gemv", "zigzag_matmul", "matmul", "new_kv_cache")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["eval", "--help"], ["bench", "--help"]])
+def test_help_names_the_backends_without_importing_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom sparsepack.cli import main\n"
+        f"try: main({arguments})\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+@every_row
+def test_a_module_offers_what_its_row_says(row: Backend) -> None:
+    module = row.open()
+    for name in ("usable", "decoder", "synchronise", "describe"):
+        assert callable(getattr(module, name))
+    assert hasattr(module, "batch_decoder") == (row.sequences > 1)
+    assert hasattr(module, "tune") == row.tunes
+    assert all(callable(getattr(module.operations, name)) for name in OPERATIONS)
+
+
+def test_a_device_has_the_backend_that_is_made_for_it() -> None:
+    found = {device: backend_for(device).name for device in ("cpu", "cuda", "cuda:1", "mps")}
+    assert found == {"cpu": "cpu", "cuda": "cuda", "cuda:1": "cuda", "mps": "reference"}
+    assert backend_for(torch.device("cuda", 3)).name == "cuda"
+
+
+@every_row
+def test_a_backend_refuses_devices_that_it_is_not_made_for(row: Backend) -> None:
+    row.check_device(device_of(row))
+    if not row.devices:
+        row.check_device("mps")
+        return
+    with pytest.raises(UserError, match=f"device mps: the {row.name} backend runs on .*; use device {row.devices[0]}"):
+        row.check_device(torch.device("mps"))
+
+
+@every_row
+def test_a_cache_type_that_a_backend_does_not_have_is_an_error(row: Backend) -> None:
+    assert row.checked_cache_type(None) == row.cache_types[0]
+    assert all(row.checked_cache_type(type) == type for type in row.cache_types)
+    with pytest.raises(UserError, match=f"cache type 'f8': the {row.name} backend has {row.cache_types[0]}"):
+        row.checked_cache_type("f8")
+
+
+def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
+    assert batch_backend(8, "cuda").name == "cuda"
+    with pytest.raises(UserError, match="device mps: several sequences run together on NVIDIA GPUs alone; use"):
+        batch_backend(2, "mps")
+    with pytest.raises(UserError, match="a batch of 9 sequences: expected 2 to 8"):
+        batch_backend(9, "cuda")
+    assert tuning_backend("cpu").name == "cpu"
+    with pytest.raises(UserError, match="device mps: the reference backend has nothing to tune; use device cpu"):
+        tuning_backend("mps")
+
+
+def test_an_unknown_backend_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match="backend 'tpu': unknown; expected one of reference, cpu, cuda"):
+        backend_named("tpu")
+
+
+def test_the_reference_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    module = backends.backend_for("mps").open()
+    module.synchronise(torch.device("cpu"))
+    assert waited == []
+    module.synchronise(torch.device("mps"))
+    assert waited == [torch.device("mps")]
+    assert module.operations is reference
+    assert module.describe(torch.device("cpu")) == ""
