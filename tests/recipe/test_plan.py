@@ -3,12 +3,13 @@
 import pytest
 from models_for_tests import make_model
 from recipes_for_tests import write_recipe
-from sparsepack.recipe.actions import pack_request
 
-from sparsepack.pack import pack
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.pack import pack, plan_of
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
-from sparsepack.recipe.plan import planned_artifact
+from sparsepack.recipe.stage import Job
+from sparsepack.recipe.stages.pack import Pack, request_of
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_path, capsys):
@@ -73,8 +74,7 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
         "gates": None,
     }
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
-    from sparsepack.models.checkpoint import open_checkpoint
-
-    prediction = planned_artifact(recipe, open_checkpoint(model))
-    made = pack(pack_request(recipe, tmp_path)).path.stat().st_size
-    assert prediction.total_bytes == made
+    job = Job(recipe, open_checkpoint(model), tmp_path)
+    request = request_of(job, Pack.of(recipe))
+    predicted = plan_of(job.checkpoint, request, None)
+    assert predicted.total_bytes == pack(request).path.stat().st_size

@@ -33,8 +33,7 @@ def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedMode
     dense = read_packed(path)
     stock = build_model(stock_config(dense), dequantised(dense))
     chosen = with_rules(dense, stock, tokens(dense), [START])
-    rules = {(i, name): site.rule for i, layer in enumerate(chosen.layers) for name, site in layer.sites.items()}
-    write_zigzag(checkpoint, rules, path, overwrite=True)
+    write_zigzag(checkpoint, chosen.rules, path, overwrite=True)
     return read_packed(path)
 
 

@@ -68,7 +68,8 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
         )
 
 
-def _request(job: Job, asked: Pack) -> PackRequest:
+def request_of(job: Job, asked: Pack) -> PackRequest:
+    """The section as what `pack` takes."""
     recipe = job.recipe
     return PackRequest(
         model=recipe.model,
@@ -85,7 +86,7 @@ def _run(job: Job, asked: Pack) -> None:
     from sparsepack.artifacts.inspect import describe
     from sparsepack.pack import pack
 
-    for note in pack(_request(job, asked)).notes:
+    for note in pack(request_of(job, asked)).notes:
         say(f"pack: {note}")
     # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
     description = {name: value for name, value in describe(artifact_of(job)).items() if name != "path"}
@@ -97,7 +98,7 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
 
     if asked is None:
         return {"artifact": None}
-    planned = plan_of(job.checkpoint, _request(job, asked), placeholder(job))
+    planned = plan_of(job.checkpoint, request_of(job, asked), placeholder(job))
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1
