@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsepack.recipe.console import with_error
+from sparsepack.eval.standard_error import with_error
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sparsepack.eval.protocols import WindowScorer, scored_from
+from sparsepack.eval.standard_error import exp_mean, mean
 from sparsepack.progress import progress
 
 CHUNK = 256
@@ -86,39 +87,23 @@ def _picked(log_q: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def summarise(scores: WindowScores, scored_bytes: int) -> dict[str, Any]:
-    """The figures of a run: each with its standard error over windows.
+    """The figures of a run: each with its standard error over windows; perplexity is exp of the mean NLL.
 
-    perplexity is exp of the mean NLL, its error exp(mean) * error of the mean. `scored_bytes` is the UTF-8 length of
-    the scored targets.
+    `scored_bytes` is the UTF-8 length of the scored targets.
     """
-    nll, count = scores.nll / scores.targets, len(scores.nll)
-    perplexity = math.exp(float(nll.mean()))
+    nll = scores.nll / scores.targets
     result: dict[str, Any] = {
-        "windows": count,
-        "targets": scores.targets * count,
-        "perplexity": {"value": perplexity, "stderr": _scaled(perplexity, _stderr(nll))},
+        "windows": len(nll),
+        "targets": scores.targets * len(nll),
+        "perplexity": exp_mean(nll),
         "bits_per_byte": float(scores.nll.sum()) / math.log(2) / scored_bytes,
     }
     if scores.kl is not None and scores.same_top is not None and scores.reference_nll is not None:
-        reference = math.exp(float((scores.reference_nll / scores.targets).mean()))
-        ratios = nll - scores.reference_nll / scores.targets  # paired: the windows' difficulty cancels
-        ratio = math.exp(float(ratios.mean()))
+        reference = scores.reference_nll / scores.targets
         result |= {
-            "kl_divergence": _mean(scores.kl / scores.targets),
-            "top_token_agreement": _mean(scores.same_top / scores.targets),
-            "source_perplexity": reference,
-            "perplexity_ratio": {"value": ratio, "stderr": _scaled(ratio, _stderr(ratios))},
+            "kl_divergence": mean(scores.kl / scores.targets),
+            "top_token_agreement": mean(scores.same_top / scores.targets),
+            "source_perplexity": exp_mean(reference)["value"],
+            "perplexity_ratio": exp_mean(nll - reference),  # paired: the windows' difficulty cancels
         }
     return result
-
-
-def _mean(values: torch.Tensor) -> dict[str, float | None]:
-    return {"value": float(values.mean()), "stderr": _stderr(values)}
-
-
-def _stderr(values: torch.Tensor) -> float | None:
-    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None
-
-
-def _scaled(factor: float, error: float | None) -> float | None:
-    return None if error is None else factor * error

@@ -1,7 +1,7 @@
 """The results of a run on stdout, as rich draws them: they are read on a terminal, where a failed gate is red."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -28,9 +28,3 @@ def print_lines(lines: Iterable[RenderableType]) -> None:
     console = results()
     for line in lines:
         console.print(line, soft_wrap=isinstance(line, str))
-
-
-def with_error(value: Mapping[str, float | None], digits: int) -> str:
-    """A value with its standard error, which is left out where one window gives none."""
-    error = value.get("stderr")
-    return f"{value['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

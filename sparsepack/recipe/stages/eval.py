@@ -13,8 +13,9 @@ from rich.table import Table
 from sparsepack.errors import RecipeError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.protocols import PROTOCOLS
+from sparsepack.eval.standard_error import with_error
 from sparsepack.files.atomic import write_json
-from sparsepack.recipe.console import table, with_error
+from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Count, Length, Limit, Names, Natural, Recipe, Section, listed, one_of
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json

@@ -156,7 +156,7 @@ def test_a_tensor_that_cannot_be_encoded_is_named_and_nothing_left(tmp_path: Pat
 def test_ctrl_c_leaves_nothing(tmp_path: Path, at_once: int) -> None:
     def interrupted() -> torch.Tensor:
         time.sleep(0.2)  # let it find the writer waiting
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # it waits, as a terminal's finds it
         time.sleep(0.1)
         return torch.zeros(16, dtype=torch.uint8)
 

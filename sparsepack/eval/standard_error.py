@@ -1,0 +1,27 @@
+"""A figure over windows with its standard error: computed, and as people read it."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def mean(values: "Tensor") -> dict[str, float | None]:
+    """The mean of one value per window, and its error; None of a single window."""
+    error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else None
+    return {"value": float(values.mean()), "stderr": error}
+
+
+def exp_mean(values: "Tensor") -> dict[str, float | None]:
+    """exp of the mean, and its error: exp(mean) * error of the mean."""
+    of = mean(values)
+    value = math.exp(float(values.mean()))
+    return {"value": value, "stderr": None if of["stderr"] is None else value * of["stderr"]}
+
+
+def with_error(figure: Mapping[str, float | None], digits: int) -> str:
+    """`15.430 ± 0.210`; without the error where a single window gives none."""
+    error = figure.get("stderr")
+    return f"{figure['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
