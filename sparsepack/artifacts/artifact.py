@@ -101,7 +101,7 @@ class Artifact(ABC):
                 raise ArtifactError(f"{self.path}: {name} has not the shape in the manifest; pack it again")
 
     def holds_weights(self, name: str) -> bool:
-        """Whether a tensor holds weights of the model, and not a policy or what follows from the configuration."""
+        """Whether a tensor holds weights of the model, not a site's rule or what follows from the configuration."""
         return True
 
     def padding_problems(self) -> Iterator[str]:

@@ -49,7 +49,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _weights(artifact: Artifact, name: str) -> int:
-    """How many of the model's weights a tensor holds: none in a policy."""
+    """How many of the model's weights a tensor holds: none in the rule of a site."""
     return math.prod(artifact.logical_shape(name)) if artifact.holds_weights(name) else 0
 
 

@@ -40,7 +40,7 @@ class PlannedTensor:
     type    -- one of `codecs.types.BLOCKS`
     produce -- makes its bytes, uint8 of any shape on any device, when its turn comes
     logical -- shape without padding; None: as stored
-    weights -- whether it holds weights of the model, and not a policy or what follows from the configuration
+    weights -- whether it holds weights of the model, not a site's rule or what follows from the configuration
     """
 
     name: str

@@ -174,7 +174,7 @@ def test_collect_compares_in_float32(backend: Backend, dtype: torch.dtype) -> No
     assert indices[: int(count)].tolist() == [1]
 
 
-def test_collect_agrees_with_the_policy(backend: Backend) -> None:
+def test_collect_agrees_with_the_rule(backend: Backend) -> None:
     x, rule = normal(512), SiteRule(normal(512, seed=1).abs())
     indices, count = backend.operations.collect(x.to(backend.device), rule.limits.to(backend.device))
     assert indices[: int(count)].tolist() == active_channels(x, rule).nonzero()[:, 0].tolist()

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsepack import __version__
 from sparsepack.artifacts.artifact import Program
 from sparsepack.artifacts.gguf.container import GgufArtifact
-from sparsepack.artifacts.gguf.zigzag_layout import POLICY, not_yet_run, reserved
+from sparsepack.artifacts.gguf.zigzag_layout import RULE_VECTORS, not_yet_run, reserved
 from sparsepack.artifacts.gguf.zigzag_reader import read_model
 from sparsepack.artifacts.stock import StockModel, stock_of
 from sparsepack.codecs import zigzag
@@ -41,7 +41,7 @@ class ZigzagArtifact(GgufArtifact):
         read_model(self.file, self.manifest)
 
     def holds_weights(self, name: str) -> bool:
-        return not name.endswith(POLICY) and not reserved(name, self.manifest)
+        return not name.endswith(RULE_VECTORS) and not reserved(name, self.manifest)
 
     def decoded(self, name: str) -> Tensor:
         info = self.tensors[name]

@@ -10,7 +10,7 @@ from sparsepack.models.families import FAMILIES
 
 TOKENIZER, NUMBERS = "sparsepack.tokenizer", "sparsepack.architecture"
 
-POLICY = (".threshold", ".offset")
+RULE_VECTORS = (".threshold", ".offset")
 """How the names of tensors end that hold a site's rule."""
 
 _RESERVED = re.compile(r"blk\.\d+\.(attention\.[a-z0-9_.]+|mlp\.order)")

@@ -1,7 +1,7 @@
 """How a product with a zigzag matrix is laid over the GPU: the parameters that `kernels/zigzag_gemv.cu` leaves open,
 and the shared memory that follows from them.
 
-`sparsepack profile --device cuda` measures them once per kind of GPU (`tune.py`); what it found is kept below ~/.cache.
+`sparsepack tune --device cuda` measures them once per kind of GPU (`tune.py`); what it found is kept below ~/.cache.
 Where nothing was measured, `default_tile_config` chooses.
 """
 
@@ -144,7 +144,7 @@ def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False)
 
 
 def tuned_path(gpu: str) -> Path:
-    """Where the profile of a kind of GPU is kept, by its name."""
+    """Where what was measured on a kind of GPU is kept, by its name."""
     return tuning.tuned_path("cuda", gpu)
 
 
@@ -155,12 +155,12 @@ def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
 
 @cache
 def tuned(gpu: str) -> Mapping[Shape, TileConfig]:
-    """The configurations measured on a kind of GPU; empty where `sparsepack profile` never ran there."""
+    """The configurations measured on a kind of GPU; empty where `sparsepack tune` never ran there."""
     return {shape: tile_config_of(row) for shape, row in read_tuned(tuned_path(gpu)).items()}
 
 
 def tile_config_of(row: Mapping[str, Any]) -> TileConfig:
-    """A configuration from a row of a profile, in which `tile_bands` was `group` once.
+    """A configuration from a row of such a file, in which `tile_bands` was `group` once.
 
     Raises `ValueError`, `KeyError` or `TypeError` where it is impossible.
     """

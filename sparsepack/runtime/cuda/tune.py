@@ -50,7 +50,7 @@ def measure(
 
     gates -- of the shapes, those of gate and up, which are measured as the decoder runs them
 
-    Raises `UserError` where the cuda backend cannot run, `OutputError` where the profile cannot be kept.
+    Raises `UserError` where the cuda backend cannot run, `OutputError` where the result cannot be kept.
     """
     device = usable(device)
     gpu = torch.cuda.get_device_name(device)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from sparsepack.cli import main
 from sparsepack.codecs import zigzag as codec
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime.cuda import tune as profile
+from sparsepack.runtime.cuda import tune
 from sparsepack.runtime.cuda.tile_config import (
     SCHEMA,
     TileConfig,
@@ -93,14 +93,14 @@ def test_gate_and_up_take_no_odd_number_of_bands() -> None:
     ],
     ids=str,
 )
-def test_a_profile_that_is_damaged_or_impossible_is_ignored(content: Any) -> None:
+def test_a_tuning_that_is_damaged_or_impossible_is_ignored(content: Any) -> None:
     keep(content)
     assert measured_tile_config(SHAPE, DEVICE) is None
     assert read_tuned(tuned_path(GPU)) == {}
 
 
 @pytest.mark.usefixtures("_named")
-def test_a_profile_of_before_tiles_had_their_name_is_still_read() -> None:
+def test_a_tuning_of_before_tiles_had_their_name_is_still_read() -> None:
     old = row(of=replace(ANY, tile_bands=4))
     old["group"] = old.pop("tile_bands")
     keep({"schema": SCHEMA, "shapes": [old]})
@@ -110,7 +110,7 @@ def test_a_profile_of_before_tiles_had_their_name_is_still_read() -> None:
 class Imagined:
     """In place of trials: a time for every configuration, and some that no GPU runs."""
 
-    best = replace(ANY, **{name: values[1] for name, values in profile.CHOICES.items()})
+    best = replace(ANY, **{name: values[1] for name, values in tune.CHOICES.items()})
 
     def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool) -> None:
         self.bands = -(-shape[0] // 256)
@@ -129,10 +129,10 @@ class Imagined:
 
 
 def test_the_search_finds_what_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_Trial", Imagined)
-    monkeypatch.setattr(profile, "default_tile_config", lambda *_: ANY)
-    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, tile_bands: 16 // tile_bands)
-    found = profile._best(SHAPE, DEVICE, gate=False)
+    monkeypatch.setattr(tune, "_Trial", Imagined)
+    monkeypatch.setattr(tune, "default_tile_config", lambda *_: ANY)
+    monkeypatch.setattr(tune, "filling_splits", lambda bands, columns, device, tile_bands: 16 // tile_bands)
+    found = tune._best(SHAPE, DEVICE, gate=False)
     assert tile_config_of(found) == Imagined.best
     assert found["microseconds"] == 1
     assert found["slowest_microseconds"] > 1
@@ -146,16 +146,16 @@ def test_another_number_of_bands_is_tried_with_splits_that_fill_the_gpu(monkeypa
         def check(self) -> None:
             trials.append(self)
 
-    monkeypatch.setattr(profile, "_Trial", Kept)
-    monkeypatch.setattr(profile, "default_tile_config", lambda *_: ANY)
-    monkeypatch.setattr(profile, "filling_splits", lambda bands, columns, device, tile_bands: 32 // tile_bands)
-    profile._best(SHAPE, DEVICE, gate=False)
+    monkeypatch.setattr(tune, "_Trial", Kept)
+    monkeypatch.setattr(tune, "default_tile_config", lambda *_: ANY)
+    monkeypatch.setattr(tune, "filling_splits", lambda bands, columns, device, tile_bands: 32 // tile_bands)
+    tune._best(SHAPE, DEVICE, gate=False)
     tried = {(config.tile_bands, config.splits) for config in trials[0].tried[:10]}
     assert tried == {(ANY.tile_bands, ANY.splits), (1, 32), (2, 16), (4, 8)}
 
 
 def test_every_field_is_chosen() -> None:
-    assert set(profile.CHOICES) == set(asdict(ANY)) == {name for names in profile.TOGETHER for name in names}
+    assert set(tune.CHOICES) == set(asdict(ANY)) == {name for names in tune.TOGETHER for name in names}
 
 
 # on a GPU
@@ -166,16 +166,16 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little work that most of the time is spent compiling."""
     few = {"tile_bands": (1, 2), "splits": (1, 2), "warps": (8,), "stages": (0, 16)}
     for name, value in {"CHOICES": few, "TURNS": 1, "ROTATION": 1 << 16, "REPLAYS": 2}.items():
-        monkeypatch.setattr(profile, name, value)
+        monkeypatch.setattr(tune, name, value)
 
 
 @pytest.mark.parametrize("_", [pytest.param(None, marks=gpu)])
 @pytest.mark.usefixtures("_quick")
-def test_a_profile_is_kept_and_used(_: None, cache: Path) -> None:
+def test_a_tuning_is_kept_and_used(_: None, cache: Path) -> None:
     from sparsepack.runtime.cuda import operations
 
     name = torch.cuda.get_device_name()
-    result = profile.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
+    result = tune.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
     assert result.pop("path") == str(tuned_path(name))
     assert json.loads(tuned_path(name).read_text()) == result
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
