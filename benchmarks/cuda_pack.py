@@ -27,9 +27,9 @@ import torch
 from synthetic import Size, random, save_config
 
 from sparsepack.artifacts import transfer
-from sparsepack.artifacts.artifact import read_packed
 from sparsepack.artifacts.gguf import writer
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
+from sparsepack.artifacts.open import read_packed
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import decode_rows, encode_rows
 from sparsepack.files.hashing import sha256_file

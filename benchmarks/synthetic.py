@@ -17,7 +17,7 @@ from typing import Any
 import click
 import torch
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.artifacts.stock import dequantised, stock_config
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks

@@ -10,7 +10,7 @@ def inspect(path: Path) -> dict[str, Any]:
     `kind` says which it is: "calibration" (its manifest), "thresholds" (the table without its vectors), or the format
     of an artifact (`artifacts.inspect.describe`). Raises `UserError` subclasses for what is damaged or not ours.
     """
-    from sparsepack.artifacts.artifact import is_artifact
+    from sparsepack.artifacts.open import is_artifact
 
     if path.is_dir() and not is_artifact(path):
         from sparsepack.calibrate import folder

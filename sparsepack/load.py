@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.backends import batch_backend
 from sparsepack.runtime.batch import BatchEngine

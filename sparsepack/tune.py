@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.runtime.backends import tuning_backend
 from sparsepack.runtime.tuning import GATES, SHAPES
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models_for_tests import TEXT, make_model
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparsepack.artifacts.artifact import Artifact, open_artifact
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.open import open_artifact
 
 _BLOCKS = ("blk.", "model.layers.")
 _SHOWN = ("schema", "sparsepack", "model", "calibration", "recipe", "versions")

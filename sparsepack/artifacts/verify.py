@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.artifact import Artifact, open_artifact
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.open import open_artifact
 from sparsepack.errors import ArtifactError
 from sparsepack.models.checkpoint import Checkpoint
 

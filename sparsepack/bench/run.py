@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.files.text import read_text

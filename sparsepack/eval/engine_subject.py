@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.artifact import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.formats import those_with
+from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.artifact import Artifact, is_artifact, open_artifact
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.open import is_artifact, open_artifact
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint

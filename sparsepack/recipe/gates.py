@@ -4,10 +4,9 @@ Which gates there are and what they look at is each stage's own matter.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from sparsepack.recipe.section import Limit
 
@@ -34,18 +33,6 @@ class Value:
 def readable(value: float) -> str:
     """A measured value or a limit as text: sizes in full, all else to six digits."""
     return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
-
-
-def judge(gates: Any, results: Mapping[str, Any]) -> list[Verdict]:
-    """Every stage's verdicts on `results`, the report; None for no gates.
-
-    A verification that failed is a verdict whether or not a gate asks for it. Raises `RecipeError` for a gate on a
-    task's metric that does not exist.
-    """
-    from sparsepack.recipe.schema import Gates
-    from sparsepack.recipe.stages import STAGES
-
-    return [verdict for stage in STAGES for verdict in stage.judge(gates or Gates(), results)]
 
 
 def judged(name: str, limit: Limit | None, values: Iterable[Value]) -> Iterator[Verdict]:

@@ -1,11 +1,14 @@
 """`run`: read a recipe, run its stages, show what came of it, judge its gates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.schema import Gates
+from sparsepack.recipe.stages import STAGES
 
 DEFAULT_WORK = Path("work")
 
@@ -36,7 +39,6 @@ def run_recipe(
     from sparsepack.files.atomic import write_json
     from sparsepack.recipe import plan, report
     from sparsepack.recipe.consistency import open_job
-    from sparsepack.recipe.gates import judge
     from sparsepack.recipe.runner import open_work, pending, run_stages, stages_of
 
     job = open_job(recipe, work if work is not None else DEFAULT_WORK / recipe.name)
@@ -55,3 +57,12 @@ def run_recipe(
     if verdicts:
         report.show_verdicts(verdicts)
     return RecipeOutcome(made, passed)
+
+
+def judge(gates: Any, results: Mapping[str, Any]) -> list[Verdict]:
+    """Every stage's verdicts on `results`, the report; None for no gates.
+
+    A verification that failed is a verdict whether or not a gate asks for it. Raises `RecipeError` for a gate on a
+    task's metric that does not exist.
+    """
+    return [verdict for stage in STAGES for verdict in stage.judge(gates or Gates(), results)]

@@ -6,7 +6,8 @@ hard in the forward pass; in the backward pass a threshold feels a sigmoid of |x
 The answer is, per site, a sparsity and channel weights c_j = 1 / t_j, and optionally offsets: what an inactive channel
 stands at instead of zero, which at run time is one vector folded into a bias.
 
-Unpublished. benchmarks/RESULTS.md has it beside the block-wise allocations; benchmarks/notes/accuracy.md says how its settings were chosen.
+Unpublished. benchmarks/RESULTS.md has it beside the block-wise allocations, benchmarks/notes/accuracy.md how its
+settings were chosen.
 """
 
 import time

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from models_for_tests import TEXT
 
-from sparsepack.artifacts.artifact import open_artifact
+from sparsepack.artifacts.open import open_artifact
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.whole import build_model
 

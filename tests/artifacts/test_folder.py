@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 from models_for_tests import TEXT
 
-from sparsepack.artifacts.artifact import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.folder.layout import MANIFEST, WEIGHTS, sealed, unsealed
 from sparsepack.artifacts.formats import FORMATS, Format
 from sparsepack.artifacts.inspect import describe
+from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.cli import main
 from sparsepack.errors import ArtifactError, CheckpointError, OutputError, PackingError, UserError

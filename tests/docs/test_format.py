@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from artifacts_for_tests import write_zigzag
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.codecs.matrices import decode_matrix
 from sparsepack.models.checkpoint import open_checkpoint
 

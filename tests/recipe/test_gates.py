@@ -6,8 +6,8 @@ import pytest
 
 from sparsepack.errors import RecipeError
 from sparsepack.recipe import run_recipe
-from sparsepack.recipe.gates import judge
 from sparsepack.recipe.load import SHIPPED
+from sparsepack.recipe.run import judge
 from sparsepack.recipe.schema import Gates
 
 

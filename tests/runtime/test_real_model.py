@@ -9,7 +9,7 @@ from backends import engine_of, every_backend
 from packed_models import stock_logits, with_rules
 from tokenizers import Tokenizer
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.artifacts.stock import dequantised, stock_config
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel

@@ -61,7 +61,7 @@ def _what_runs() -> str:
 
 
 def _run(job: Job, asked: Bench) -> None:
-    from sparsepack.artifacts.artifact import read_packed
+    from sparsepack.artifacts.open import read_packed
     from sparsepack.bench.decode import bench_decode
     from sparsepack.models.windows import tokenise
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_for_tests import make_model
 
-from sparsepack.artifacts.artifact import open_artifact, read_packed
 from sparsepack.artifacts.gguf.integrity import BYTES_AT, HASH_AT, check_header
+from sparsepack.artifacts.open import open_artifact, read_packed
 from sparsepack.artifacts.verify import verify
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import read_gguf

@@ -10,9 +10,9 @@ from artifacts_for_tests import write_plain
 from models_for_tests import END, SMALL, TEXT, make_model
 from plain_model import both_logits, disagreement, load_llama
 
-from sparsepack.artifacts.artifact import open_artifact
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.artifacts.gguf.writer import GgufPlan
+from sparsepack.artifacts.open import open_artifact
 from sparsepack.artifacts.plan import PlanRequest
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf

@@ -15,9 +15,9 @@ from codec_cases import relative_error
 from models_for_tests import END, tokenizer
 from small_rules import rules
 
-from sparsepack.artifacts.artifact import open_artifact, read_packed
 from sparsepack.artifacts.gguf.values import MANIFEST as KEY
 from sparsepack.artifacts.inspect import describe
+from sparsepack.artifacts.open import open_artifact, read_packed
 from sparsepack.artifacts.stock import dequantised, stock_config
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import q4_k

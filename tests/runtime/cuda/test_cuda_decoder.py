@@ -12,7 +12,7 @@ from artifacts_for_tests import write_zigzag
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
-from sparsepack.artifacts.artifact import read_packed
+from sparsepack.artifacts.open import read_packed
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel

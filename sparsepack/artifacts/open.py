@@ -1,0 +1,46 @@
+"""Opening what `pack` wrote, a file or a folder: the one way to it for whoever inspects, verifies or runs it."""
+
+from pathlib import Path
+from typing import Any
+
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.folder.container import open_folder
+from sparsepack.artifacts.folder.layout import MANIFEST
+from sparsepack.artifacts.formats import FORMATS
+from sparsepack.artifacts.gguf.container import is_ours, open_gguf
+from sparsepack.errors import ArtifactError
+from sparsepack.models.packed import PackedModel
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Open what `pack` wrote, a file or a folder; raises `ArtifactError` where it is not that, damaged or too new."""
+    path = Path(path)
+    container: Any
+    if path.is_dir():
+        container, manifest = open_folder(path)
+    else:
+        container, manifest = open_gguf(path)
+    format = FORMATS[manifest["kind"]]
+    if format.folder != path.is_dir():
+        raise ArtifactError(f"{path}: its manifest says {format.name}, which is a {format.container}; pack it again")
+    return format.opened(container, manifest)
+
+
+def read_packed(path: Path, verify: bool = True) -> PackedModel:
+    """Open an artifact as what an engine runs. Matrices stay in the mapped file.
+
+    The header is always checked against its hash; the tensors too unless `verify` is False.
+    Raises `ArtifactError` where it is damaged, of a format that no engine runs, newer than this program, or
+    inconsistent.
+    """
+    artifact = open_artifact(path)
+    if artifact.format.runs and verify:
+        artifact.check_bytes()
+    return artifact.packed()
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether `pack` wrote a file or a folder, by its names and keys alone."""
+    if path.is_dir():
+        return (path / MANIFEST).is_file()
+    return path.is_file() and path.suffix == ".gguf" and is_ours(path)
