@@ -6,12 +6,11 @@ Cheap to import: the command line and the recipes' schema take their choices fro
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsepack.errors import PackingError
 
 if TYPE_CHECKING:
-    from sparsepack.artifacts.artifact import Artifact
     from sparsepack.artifacts.plan import Plan, PlanRequest
     from sparsepack.models.checkpoint import Checkpoint
 
@@ -62,11 +61,6 @@ class Format:
         """
         made: Plan = importlib.import_module(self.module).plan(self, checkpoint, request)
         return made
-
-    def opened(self, container: Any, manifest: Mapping[str, Any]) -> "Artifact":
-        """The artifact in a container whose manifest names this format."""
-        artifact: Artifact = importlib.import_module(self.module).opened(container, manifest)
-        return artifact
 
 
 _ZIGZAG = "sparsepack.artifacts.gguf.zigzag"

@@ -1,5 +1,6 @@
 """Opening what `pack` wrote, a file or a folder: the one way to it for whoever inspects, verifies or runs it."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def open_artifact(path: Path) -> Artifact:
     format = FORMATS[manifest["kind"]]
     if format.folder != path.is_dir():
         raise ArtifactError(f"{path}: its manifest says {format.name}, which is a {format.container}; pack it again")
-    return format.opened(container, manifest)
+    artifact: Artifact = import_module(format.module).opened(container, manifest)
+    return artifact
 
 
 def read_packed(path: Path, verify: bool = True) -> PackedModel:
