@@ -22,8 +22,8 @@ from torch import Tensor
 from sparsepack.codecs.superblock import (
     BLOCK,
     FP16_MAX,
-    check_blocks,
     check_columns,
+    decode_blocks,
     for_each_chunk,
     fp16,
     fp16_bytes,
@@ -77,15 +77,7 @@ def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Raises PackingError where `blocks` is not uint8 or not whole superblocks.
     """
-    check_blocks(blocks, BLOCK_BYTES, "Q6_K")
-    flat = blocks.reshape(-1, BLOCK_BYTES)
-    weights = torch.empty(flat.shape[0], BLOCK, dtype=dtype, device=blocks.device)
-
-    def work(part: slice) -> None:
-        weights[part] = _decode(flat[part])
-
-    for_each_chunk(flat.shape[0], blocks.device, work)
-    return weights.view(*blocks.shape[:-1], blocks.shape[-1] // BLOCK_BYTES * BLOCK)
+    return decode_blocks(blocks, dtype, BLOCK_BYTES, "Q6_K", _decode)
 
 
 def _decode(blocks: Tensor) -> Tensor:

@@ -68,8 +68,15 @@ def largest(weights: Tensor) -> float:
     return magnitude
 
 
-def check_blocks(blocks: Tensor, block_bytes: int, name: str) -> None:
-    """Raise PackingError unless `blocks` is uint8 and its last dimension holds whole superblocks."""
+def decode_blocks(
+    blocks: Tensor, dtype: torch.dtype, block_bytes: int, name: str, decode: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Dequantise in chunks: uint8 [..., n * block_bytes] -> `dtype` [..., n * 256].
+
+    decode -- uint8 [n, block_bytes] -> float32 [n, 256]
+
+    Raises PackingError where `blocks` is not uint8 or not whole superblocks.
+    """
     if blocks.dtype != torch.uint8:
         raise PackingError(f"{name} superblocks: {blocks.dtype}, expected torch.uint8; view them as bytes")
     if blocks.dim() == 0 or blocks.shape[-1] % block_bytes:
@@ -77,6 +84,14 @@ def check_blocks(blocks: Tensor, block_bytes: int, name: str) -> None:
             f"{name} superblocks {list(blocks.shape)}: the last dimension must be a multiple of {block_bytes} bytes; "
             "the tensor is of another format or cut off"
         )
+    flat = blocks.reshape(-1, block_bytes)
+    weights = torch.empty(flat.shape[0], BLOCK, dtype=dtype, device=blocks.device)
+
+    def work(part: slice) -> None:
+        weights[part] = decode(flat[part])
+
+    for_each_chunk(flat.shape[0], blocks.device, work)
+    return weights.view(*blocks.shape[:-1], blocks.shape[-1] // block_bytes * BLOCK)
 
 
 def check_columns(weights: Tensor, name: str) -> None:
