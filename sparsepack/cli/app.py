@@ -11,11 +11,14 @@ import click
 from sparsepack import __version__
 from sparsepack.cli.bench import bench
 from sparsepack.cli.calibrate import calibrate
+from sparsepack.cli.card import card
 from sparsepack.cli.errors import Verbs
 from sparsepack.cli.evaluate import evaluate
 from sparsepack.cli.generate import generate
 from sparsepack.cli.inspect import inspect
 from sparsepack.cli.pack import pack
+from sparsepack.cli.push import push
+from sparsepack.cli.report import report
 from sparsepack.cli.run import run
 from sparsepack.cli.thresholds import thresholds
 from sparsepack.cli.tune import tune
@@ -38,7 +41,7 @@ def main() -> None:
     """
 
 
-for verb in (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, run):
+for verb in (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, run, report, card, push):
     main.add_command(verb)
 
 _profile = copy.copy(tune)  # its name until 0.1

@@ -1,0 +1,34 @@
+"""`sparsepack card`."""
+
+from pathlib import Path
+
+import click
+
+from sparsepack.cli.options import PATH, overwrite_flag
+
+measured = click.option(
+    "--results",
+    type=PATH,
+    multiple=True,
+    help="What was measured: report.json of a recipe, or what eval and bench wrote with --json. Repeats.",
+)
+
+
+@click.command()
+@click.argument("artifact", type=PATH)
+@measured
+@click.option("--name", help="Its heading (default: the source model's name).")
+@click.option("-o", "--output", type=PATH, help="README.md beside the artifact, say (default: standard output).")
+@overwrite_flag
+def card(artifact: Path, results: tuple[Path, ...], name: str | None, output: Path | None, overwrite: bool) -> None:
+    """Write the model card of an ARTIFACT: what was done, how accurate and fast it is, how to load it."""
+    from sparsepack.files.atomic import check_output, write_bytes
+    from sparsepack.publish.card import model_card
+
+    if output is not None:
+        check_output(output, overwrite)
+    made = model_card(artifact, results, name)
+    if output is None:
+        click.echo(made, nl=False)
+    else:
+        write_bytes(output, made.encode())

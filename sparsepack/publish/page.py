@@ -1,0 +1,115 @@
+"""The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import UndefinedError
+from markupsafe import Markup
+
+from sparsepack import __version__
+from sparsepack.errors import UserError
+from sparsepack.eval.standard_error import with_error
+from sparsepack.publish import charts
+from sparsepack.publish.results import REPORT, read_json
+from sparsepack.publish.templates import render
+
+_FILE = "report.json"
+
+
+def report_page(work: Path) -> str:
+    """The page for the work folder of a recipe, from the `report.json` in it.
+
+    Raises `UserError` where no run ended there, or it was another sparsepack's.
+    """
+    path = work / _FILE
+    if not path.is_file():
+        raise UserError(f"{work}: no {_FILE} in it; expected the work folder of a recipe whose run has ended")
+    report = read_json(path)
+    if report.get("kind") != REPORT:
+        raise UserError(f"{path}: not the report of a run; expected the one that `sparsepack run` leaves in its folder")
+    try:
+        return _page(report)
+    except (KeyError, TypeError, AttributeError, ValueError, UndefinedError) as error:
+        raise UserError(f"{path}: damaged, or of another sparsepack ({error!r}); run the recipe again") from error
+
+
+def _page(report: Mapping[str, Any]) -> str:
+    rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
+    tests = report["bench"]["tests"] if report["bench"] else []
+    return render(
+        "page.html.jinja",
+        report=report,
+        recipe=report["recipe"],
+        pack=report["pack"],
+        rows=rows,
+        tasks=_tasks(report),
+        with_error=with_error,
+        sparsity=_sparsity(report["thresholds"], rows),
+        thresholds=_thresholds(report["thresholds"]),
+        speed=_speed(tests),
+        tests=tests,
+        stages=charts.rows(
+            "seconds of each stage", [charts.Bar(stage["name"], stage["seconds"]) for stage in report["stages"]]
+        ),
+        version=__version__,
+    )
+
+
+def _tasks(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, int]]:
+    return [
+        (name, metric, "-" if value["value"] is None else with_error(value, 4), found["protocol"], task["samples"])
+        for evaluation in report["evaluations"]
+        if (found := evaluation["tasks"])
+        for name, task in found["tasks"].items()
+        for metric, value in task["metrics"].items()
+    ]
+
+
+def _sparsity(table: Mapping[str, Any] | None, rows: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
+    """A chart per site, a bar per block: the share that was skipped on the first text scored sparse, else on the
+    calibration's, and a line for the target."""
+    if table is None:
+        return []
+    measured: Mapping[str, float] = next(
+        (row["realised_sparsity"]["sites"] for row in rows if row["realised_sparsity"]["sites"]), {}
+    )
+    made = []
+    for site, of_site in _by_site(table).items():
+        bars = [
+            charts.Bar(
+                str(row["layer"]),
+                measured.get(f"blk.{row['layer']}.{site}", row["realised"] or 0.0),
+                row["sparsity"],
+            )
+            for row in of_site
+        ]
+        made.append((site, charts.columns(f"share skipped at {site}, by block", bars, highest=1.0)))
+    return made
+
+
+def _thresholds(table: Mapping[str, Any] | None) -> list[tuple[str, Markup]]:
+    if table is None:
+        return []
+    return [
+        (
+            site,
+            charts.columns(
+                f"threshold at {site}, by block",
+                [charts.Bar(str(row["layer"]), row["threshold"] or 0.0) for row in of_site],
+            ),
+        )
+        for site, of_site in _by_site(table).items()
+    ]
+
+
+def _by_site(table: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    sites: dict[str, list[Mapping[str, Any]]] = {}
+    for row in table["rows"]:
+        sites.setdefault(row["site"], []).append(row)
+    return sites
+
+
+def _speed(tests: list[Mapping[str, Any]]) -> Markup | None:
+    decode = [charts.Bar(f"decode, {test['mode']}", test["avg_ts"]) for test in tests if test["n_gen"]]
+    return charts.rows("tokens a second while decoding", decode) if decode else None

@@ -1,0 +1,146 @@
+"""The report's page holds what was measured, stands alone, and lets nothing in a report run."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from sparsepack.cli import main
+from sparsepack.errors import UserError
+from sparsepack.publish.page import report_page
+
+CHROME = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class _Found(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(page: str) -> _Found:
+    found = _Found()
+    found.feed(page)
+    return found
+
+
+def changed(work: Path, folder: Path, change: Any) -> Path:
+    report = json.loads((work / "report.json").read_text())
+    change(report)
+    (folder / "report.json").write_text(json.dumps(report))
+    return folder
+
+
+def test_the_page_holds_accuracy_sparsity_thresholds_speed_and_gates(work: Path) -> None:
+    report = json.loads((work / "report.json").read_text())
+    found = parsed(report_page(work))
+    for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
+        assert f"{row['perplexity']['value']:.2f}" in found.text
+    for test in report["bench"]["tests"]:
+        assert f"{test['avg_ts']:.1f}" in found.text
+    assert "a gate FAILED" in found.text
+    assert report["generate"]["text"].strip() in found.text
+    sites = {row["site"] for row in report["thresholds"]["rows"]}
+    assert found.tags.count("svg") == 2 * len(sites) + 2, "sparsity and threshold of each site, speed, seconds"
+    rows = len(report["thresholds"]["rows"])
+    bars = 2 * rows + len(report["stages"]) + sum(bool(test["n_gen"]) for test in report["bench"]["tests"])
+    assert found.tags.count("rect") == bars
+    assert "line" in found.tags
+
+
+def test_the_page_needs_nothing_from_elsewhere(work: Path) -> None:
+    page = report_page(work)
+    found = parsed(page)
+    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
+    assert found.addresses == []
+    assert not re.search(r"https?://|url\(|@import", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_nothing_in_a_report_becomes_html(work: Path, tmp_path: Path) -> None:
+    def attack(report: dict[str, Any]) -> None:
+        evil = '"><script>alert(1)</script>'
+        report["recipe"] |= {"name": evil, "description": evil, "model": evil}
+        report["generate"]["text"] = evil
+        report["pack"]["notes"] = [evil]
+        report["thresholds"]["rows"][0]["site"] = evil
+        report["stages"][0]["name"] = evil
+        report["gates"][0]["where"] = evil
+        report["bench"]["tests"][1]["mode"] = evil
+
+    page = report_page(changed(work, tmp_path, attack))
+    assert "<script" not in page
+    assert "script" not in parsed(page).tags
+
+
+def test_a_recipe_that_only_calibrates_has_a_page(work: Path, tmp_path: Path) -> None:
+    def strip(report: dict[str, Any]) -> None:
+        report |= {"evaluations": [], "gates": []}
+        report |= dict.fromkeys(("thresholds", "pack", "verify", "bench", "generate", "artifact"))
+
+    found = parsed(report_page(changed(work, tmp_path, strip)))
+    assert found.tags.count("svg") == 1
+    assert "Accuracy" not in found.text
+
+
+def test_damaged_reports_are_refused_in_one_line(work: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no report\.json in it"):
+        report_page(tmp_path)
+    for text in ("", "[1]", '{"kind": "plan"}', '{"kind": "recipe report"}'):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(UserError, match=r"report\.json: ") as refused:
+            report_page(tmp_path)
+        assert "\n" not in str(refused.value)
+    report = json.loads((work / "report.json").read_text())
+    for key in report:
+        for value in (3, "x", {"a": 1}, [[]]):
+            (tmp_path / "report.json").write_text(json.dumps(report | {key: value}))
+            result = CliRunner().invoke(main, ["report", str(tmp_path)])
+            assert result.exit_code in (0, 2), f"{key}: {result.exception!r}"
+
+
+def test_the_command_writes_beside_the_run_unless_told_otherwise(work: Path, tmp_path: Path) -> None:
+    assert CliRunner().invoke(main, ["report", str(work)]).exit_code == 0
+    assert CliRunner().invoke(main, ["report", str(work), "-o", str(tmp_path / "page.html")]).exit_code == 0
+    assert (work / "report.html").read_bytes() == (tmp_path / "page.html").read_bytes()
+
+
+@pytest.mark.skipif(CHROME is None, reason="no chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_it_without_a_complaint(work: Path, tmp_path: Path, scheme: str) -> None:
+    (tmp_path / "page.html").write_text(report_page(work))
+    done = subprocess.run(
+        [
+            *(
+                str(CHROME),
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--enable-logging=stderr",
+            ),
+            *("--window-size=1000,2400", f"--user-data-dir={tmp_path / 'profile'}"),
+            *(["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
+            *(f"--screenshot={tmp_path / 'page.png'}", (tmp_path / "page.html").as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (tmp_path / "page.png").stat().st_size > 20_000, done.stderr
+    assert "CONSOLE" not in done.stderr
