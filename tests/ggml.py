@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-TYPES = {"q4_k": 12, "q6_k": 14}  # enum ggml_type
-BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+from sparsepack.codecs.types import stored_bytes
+
+TYPES = {"q5_0": 6, "q8_0": 8, "q4_k": 12, "q6_k": 14}  # enum ggml_type
 
 
 @cache
@@ -34,19 +35,19 @@ def library() -> ctypes.CDLL | None:
 
 
 def quantize(name: str, weights: Tensor) -> Tensor:
-    """float32 [rows, K] -> uint8 [rows, K / 256 * block bytes], on one thread, without an importance matrix."""
+    """float32 [rows, K] -> uint8 [rows, bytes per row], on one thread, without an importance matrix."""
     ggml = library()
     assert ggml is not None, "ask library() first"
     weights = weights.float().contiguous()
     rows, columns = weights.shape
-    blocks = torch.zeros(rows, columns // 256 * BLOCK_BYTES[name], dtype=torch.uint8)
+    blocks = torch.zeros(rows, stored_bytes(name.upper(), columns), dtype=torch.uint8)
     written = ggml.ggml_quantize_chunk(TYPES[name], weights.data_ptr(), blocks.data_ptr(), 0, rows, columns, None)
     assert written == blocks.numel(), f"ggml wrote {written} bytes, expected {blocks.numel()}"
     return blocks
 
 
 def dequantize(name: str, blocks: Tensor) -> Tensor:
-    """gguf-py's reading of the blocks: uint8 [..., n * block bytes] -> float32 [..., n * 256]."""
+    """gguf-py's reading of the blocks: uint8 [..., bytes per row] -> float32 [..., K]."""
     import numpy as np
     from gguf import GGMLQuantizationType, quants
 

@@ -20,7 +20,7 @@ class PlanRequest:
 
     rules          -- of the sites; one without stays dense
     provenance     -- named parts for the manifest, JSON-able, such as calibration, recipe, thresholds
-    output_type    -- of the output matrix: "auto" (the format's choice), q6_k, q4_k, f16, bf16, f32
+    output_type    -- of the output matrix: "auto" (the format's choice), q8_0, q6_k, q4_k, f16, bf16, f32
     embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
     device         -- where the encoders run
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import q4_k, q6_k, zigzag
+from sparsepack.codecs import q4_k, q5_0, q6_k, q8_0, zigzag
 from sparsepack.codecs.superblock import BLOCK, largest
 from sparsepack.codecs.types import BLOCKS, TYPES
 from sparsepack.errors import PackingError
@@ -15,8 +15,18 @@ ZIGZAG = "zigzag-q4_k"
 """The type of a matrix in zigzag order."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": q4_k.encode, "Q6_K": q6_k.encode}
-_DECODERS: dict[str, Callable[..., Tensor]] = {"Q4_K": q4_k.decode, "Q6_K": q6_k.decode}
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_K": q4_k.encode,
+    "Q5_0": q5_0.encode,
+    "Q6_K": q6_k.encode,
+    "Q8_0": q8_0.encode,
+}
+_DECODERS: dict[str, Callable[..., Tensor]] = {
+    "Q4_K": q4_k.decode,
+    "Q5_0": q5_0.decode,
+    "Q6_K": q6_k.decode,
+    "Q8_0": q8_0.decode,
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class PackedMatrix:
     """Any stored matrix.
 
     blocks -- the stored bytes: uint8 [bands, columns, 144] for zigzag Q4_K; [rows, bytes per row] otherwise
-    type   -- "zigzag-q4_k", "Q6_K", "Q4_K", "F16", "BF16" or "F32"
+    type   -- "zigzag-q4_k", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "F16", "BF16" or "F32"
     rows, columns -- the logical shape (padding rows not counted)
     """
 

@@ -1,4 +1,7 @@
-"""What the codecs of 256-weight superblocks share: which inputs they take, and how much they hold at once."""
+"""What the codecs of blocks share: which inputs they take, and how much they hold at once.
+
+Blocks are superblocks of 256 weights unless told otherwise.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +24,14 @@ CUDA_CHUNK = 1 << 24
 TINY = 1e-30
 
 
-def for_each_chunk(superblocks: int, device: torch.device, work: Callable[[slice], None]) -> None:
-    """Call `work` on slices that cover `superblocks` superblocks, each as many as the device works on at once.
+def for_each_chunk(blocks: int, device: torch.device, work: Callable[[slice], None], block: int = BLOCK) -> None:
+    """Call `work` on slices that cover so many blocks of `block` weights, each as many as the device works on at once.
 
     On the CPU whole chunks run side by side, one torch thread each. Splitting every small operation over the threads
     instead waits for the slowest at each of them: several times slower when another process takes a core now and then.
     """
-    step = (CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK) // BLOCK
-    parts = [slice(start, min(start + step, superblocks)) for start in range(0, superblocks, step)]
+    step = (CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK) // block
+    parts = [slice(start, min(start + step, blocks)) for start in range(0, blocks, step)]
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not parts:
         for part in parts:
@@ -69,36 +72,41 @@ def largest(weights: Tensor) -> float:
 
 
 def decode_blocks(
-    blocks: Tensor, dtype: torch.dtype, block_bytes: int, name: str, decode: Callable[[Tensor], Tensor]
+    blocks: Tensor,
+    dtype: torch.dtype,
+    block_bytes: int,
+    name: str,
+    decode: Callable[[Tensor], Tensor],
+    block: int = BLOCK,
 ) -> Tensor:
-    """Dequantise in chunks: uint8 [..., n * block_bytes] -> `dtype` [..., n * 256].
+    """Dequantise in chunks: uint8 [..., n * block_bytes] -> `dtype` [..., n * block].
 
-    decode -- uint8 [n, block_bytes] -> float32 [n, 256]
+    decode -- uint8 [n, block_bytes] -> float32 [n, block]
 
-    Raises PackingError where `blocks` is not uint8 or not whole superblocks.
+    Raises PackingError where `blocks` is not uint8 or not whole blocks.
     """
     if blocks.dtype != torch.uint8:
-        raise PackingError(f"{name} superblocks: {blocks.dtype}, expected torch.uint8; view them as bytes")
+        raise PackingError(f"{name} blocks: {blocks.dtype}, expected torch.uint8; view them as bytes")
     if blocks.dim() == 0 or blocks.shape[-1] % block_bytes:
         raise PackingError(
-            f"{name} superblocks {list(blocks.shape)}: the last dimension must be a multiple of {block_bytes} bytes; "
+            f"{name} blocks {list(blocks.shape)}: the last dimension must be a multiple of {block_bytes} bytes; "
             "the tensor is of another format or cut off"
         )
     flat = blocks.reshape(-1, block_bytes)
-    weights = torch.empty(flat.shape[0], BLOCK, dtype=dtype, device=blocks.device)
+    weights = torch.empty(flat.shape[0], block, dtype=dtype, device=blocks.device)
 
     def work(part: slice) -> None:
         weights[part] = decode(flat[part])
 
-    for_each_chunk(flat.shape[0], blocks.device, work)
-    return weights.view(*blocks.shape[:-1], blocks.shape[-1] // block_bytes * BLOCK)
+    for_each_chunk(flat.shape[0], blocks.device, work, block)
+    return weights.view(*blocks.shape[:-1], blocks.shape[-1] // block_bytes * block)
 
 
-def check_columns(weights: Tensor, name: str) -> None:
-    """Raise PackingError unless the last dimension of `weights` is a multiple of 256."""
-    if weights.dim() == 0 or weights.shape[-1] % BLOCK:
+def check_columns(weights: Tensor, name: str, block: int = BLOCK) -> None:
+    """Raise PackingError unless the last dimension of `weights` is a multiple of `block`."""
+    if weights.dim() == 0 or weights.shape[-1] % block:
         raise PackingError(
-            f"weights {list(weights.shape)}: {name} needs a multiple of {BLOCK} in the last dimension; "
+            f"weights {list(weights.shape)}: {name} needs a multiple of {block} in the last dimension; "
             "pad it with zeros and record the logical length"
         )
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
-TYPES = ("q6_k", "q4_k", "f16", "bf16", "f32")
+TYPES = ("q8_0", "q6_k", "q4_k", "f16", "bf16", "f32")
 """What a user may ask for as the type of the embedding or the output matrix, beside "auto"."""
 
 BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q4_K": (256, 144),
     "Q6_K": (256, 210),
+    "Q8_0": (32, 34),
+    "Q5_0": (32, 22),
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
@@ -15,6 +17,18 @@ BLOCKS: Mapping[str, tuple[int, int]] = {
     "I8": (1, 1),
 }
 """Weights that are stored together, and the bytes that they take."""
+
+
+_SHORTER: Mapping[str, str] = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+"""What llama-quantize takes instead of a type whose superblocks do not fit a width: of about as many bits, in short
+blocks."""
+
+
+def type_that_fits(type: str, columns: int) -> str:
+    """`type`, or what takes its place for matrices of so many columns, as in llama-quantize: F16 fits any."""
+    while columns % BLOCKS[type][0]:
+        type = _SHORTER.get(type, "F16")
+    return type
 
 
 def stored_bytes(type: str, weights: int) -> int:

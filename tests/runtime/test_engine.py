@@ -10,6 +10,7 @@ from backends import SHARE, TOLERANCE, engine_of, every_backend
 from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_rules
 from torch import Tensor
 
+from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.rule import active_channels
@@ -146,6 +147,21 @@ def test_the_same_steps_give_the_same_bits(backend: str) -> None:
         engine.prefill(IDS[:3])
         runs.append(torch.stack([engine.step(id) for id in IDS[3:]]))
     assert torch.equal(*runs)
+
+
+@every_backend
+def test_a_tied_embedding_in_q8_0_is_looked_up_and_multiplied(backend: str) -> None:
+    packed = models("qwen2, biases, tied")[0]
+    weights = decode_matrix(packed.embedding)
+    matrix = PackedMatrix(encode_rows(weights, "Q8_0"), "Q8_0", *weights.shape)
+    packed = dataclasses.replace(packed, embedding=matrix, output=matrix)
+    if backend == "cuda":
+        with pytest.raises(UserError, match="no kernel for it"):
+            engine_of(packed, backend)
+        return
+    expected = engine_of(packed, "reference").teacher_forced(IDS, len(IDS))
+    found = engine_of(packed, backend).teacher_forced(IDS, len(IDS))
+    assert largest_difference(found, expected) < TOLERANCE[backend]
 
 
 @every_backend

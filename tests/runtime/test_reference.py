@@ -12,7 +12,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q4_K", "Q6_K", "Q8_0"])
 def test_embed_looks_up_rows(type: str) -> None:
     matrix = PackedMatrix(encode_rows(normal(77, 512), type), type, 77, 512)
     ids = torch.tensor([76, 0, 3, 3])

@@ -1,16 +1,18 @@
 """Which types the embedding and the output matrix get."""
 
 from sparsepack.codecs.matrices import fitting_type
+from sparsepack.codecs.types import BLOCKS, type_that_fits
 from sparsepack.errors import PackingError
 from sparsepack.models.checkpoint import Checkpoint
 
 
 def embedding_types(
-    checkpoint: Checkpoint, embedding: str, output: str, auto: str = "auto"
+    checkpoint: Checkpoint, embedding: str, output: str, auto: str | None = None
 ) -> tuple[dict[str, str], list[str]]:
     """GGUF name -> ggml's type of the embedding and, where it is a matrix of its own, the output; and notes.
 
-    embedding, output -- what the user asked for; `auto` stands for "auto"
+    embedding, output -- what the user asked for
+    auto -- what "auto" stands for where it fits the width, else what llama-quantize takes; None: what engines run
     Raises `PackingError` where one tied matrix is asked to have two types, or a type does not fit.
     """
     if checkpoint.tied:
@@ -23,5 +25,16 @@ def embedding_types(
     else:
         asked = {"token_embd.weight": embedding, "output.weight": output}
     width = checkpoint.config.hidden_size
-    chosen = {name: fitting_type(auto if kind == "auto" else kind, width, name) for name, kind in asked.items()}
+    chosen = {
+        name: fitting_type(kind, width, name) if auto is None or kind != "auto" else fallen_back(auto, width, name)
+        for name, kind in asked.items()
+    }
     return {name: kind for name, (kind, _) in chosen.items()}, [note for _, note in chosen.values() if note]
+
+
+def fallen_back(type: str, columns: int, name: str) -> tuple[str, str | None]:
+    """The type in which llama-quantize stores a matrix that should be of `type`, and a note where it is another."""
+    found = type_that_fits(type, columns)
+    if found == type:
+        return type, None
+    return found, f"{name} is {found}: {columns} columns, {type} needs a multiple of {BLOCKS[type][0]}"

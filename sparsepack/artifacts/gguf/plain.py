@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsepack.artifacts.artifact import Artifact
 from sparsepack.artifacts.formats import Format
-from sparsepack.artifacts.gguf.embeddings import embedding_types
+from sparsepack.artifacts.gguf.embeddings import embedding_types, fallen_back
 from sparsepack.artifacts.gguf.plain_artifact import ROTARY_FACTORS, PlainArtifact, llama_cpp_rows
 from sparsepack.artifacts.gguf.values import KeyValue, manifest_values, string
 from sparsepack.artifacts.gguf.writer import GgufPlan
@@ -44,25 +44,26 @@ def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPlan:
     """A model as a GGUF for stock llama.cpp: matrices in `format.matrices`, norms and biases in F32.
 
-    An output or embedding of type "auto" is Q6_K in a file of superblocks, else as the matrices are. Writing it holds
-    one matrix in memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` naming what
-    llama.cpp cannot express or a tensor that the type does not fit.
+    An output or embedding of type "auto" is Q6_K in a file of superblocks, else as the matrices are. What a type's
+    blocks do not fit is stored as llama-quantize would, with a note. Writing it holds one matrix in memory; a CUDA
+    device holds four, and the host 32 MiB of each. Raises `PackingError` naming what llama.cpp cannot express, or a
+    tensor that the type asked for it does not fit.
     """
     type = format.matrices
     try:
         architecture = checkpoint.architecture
     except CheckpointError as error:
         raise PackingError(str(error)) from error
-    _check_widths(checkpoint, type)
     try:
         keys, notes = architecture_keys(architecture, checkpoint.config)
     except PackingError as error:
         raise PackingError(f"{checkpoint.name}: {error}") from error
     values = keys | _vocabulary_values(checkpoint, notes)
-    auto = type.lower() if BLOCKS[type][0] == 1 else "q6_k"
+    auto = type if BLOCKS[type][0] == 1 else "Q6_K"
     embedding, more = embedding_types(checkpoint, request.embedding_type, request.output_type, auto)
     notes += more
-    tensors = tuple(_tensors(checkpoint, architecture, type, embedding, request.device))
+    types = embedding | _types(checkpoint, type, notes)
+    tensors = tuple(_tensors(checkpoint, architecture, types, request.device))
     manifest = make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors), notes)
     return GgufPlan(
         format=format.name,
@@ -85,7 +86,7 @@ def _vocabulary_values(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Ke
 
 
 def _tensors(
-    checkpoint: Checkpoint, architecture: Architecture, type: str, embedding: Mapping[str, str], device: str
+    checkpoint: Checkpoint, architecture: Architecture, types: Mapping[str, str], device: str
 ) -> Iterator[PlannedTensor]:
     shapes = checkpoint.source.shapes
     factors = rotary_factors(architecture, checkpoint.config)
@@ -101,19 +102,20 @@ def _tensors(
                 f"{name}: llama.cpp knows no biases in {checkpoint.family.gguf} models; "
                 "pack as zigzag-q4_k, which sparsepack itself runs"
             )
-        kind = embedding.get(name, type if len(shape) == 2 else "F32")
+        kind = types.get(name, "F32")
         yield PlannedTensor(name, shape, kind, partial(_encoded, checkpoint, source, kind, device))
 
 
-def _check_widths(checkpoint: Checkpoint, type: str) -> None:
-    block = BLOCKS[type][0]
+def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str]:
+    """The type of each matrix of the blocks; notes where it is not the one of the format."""
+    kinds, said = {}, {}
     for name, source in gguf_names(checkpoint.layers).items():
         shape = checkpoint.source.shapes.get(source, ())
-        if name.startswith("blk.") and len(shape) == 2 and shape[-1] % block:
-            raise PackingError(
-                f"{name}: {shape[-1]} columns, {type} needs a multiple of {block}; "
-                "pack as zigzag-q4_k, which pads rows instead, or as f16"
-            )
+        if name.startswith("blk.") and len(shape) == 2:
+            part = name.split(".", 2)[2]
+            kinds[name], said[part] = fallen_back(type, shape[-1], f"blk.*.{part}")
+    notes += [note for note in said.values() if note]
+    return kinds
 
 
 def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:

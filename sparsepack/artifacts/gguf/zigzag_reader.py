@@ -20,7 +20,7 @@ from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 
-_MATRIX_TYPES = ("Q6_K", "Q4_K", "F16", "BF16", "F32")
+_MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
 
 
 def read_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:

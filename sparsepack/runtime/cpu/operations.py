@@ -17,7 +17,7 @@ from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.cpu.tile_config import tile_config
 from sparsepack.runtime.kv_cache import AttentionShape
 
-ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
+ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
 """As layout.h numbers them."""
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 

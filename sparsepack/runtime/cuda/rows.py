@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.codecs.q4_k import scales_and_mins
 from sparsepack.codecs.superblock import BLOCK
+from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.shared_memory import deepest_pipeline, shared_limit
 
@@ -52,13 +53,18 @@ class RowsMatrix:
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> RowsMatrix:
     """Repack a stored matrix on a device, chunk by chunk. Takes its stored size there; waits until it is done.
 
-    Raises `ValueError` for a zigzag matrix.
+    Raises `ValueError` for a zigzag matrix, `UserError` for a type without a kernel.
     """
     if matrix.type == ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
     rows, row_bytes = matrix.blocks.shape
     step = max(CHUNK_BYTES // max(row_bytes, 1) // 8, 1) * 8  # whole tiles
     parts = [matrix.blocks[start : start + step] for start in range(0, rows, step)]
+    if matrix.type not in TYPES:
+        raise UserError(
+            f"a matrix of {matrix.rows} rows in {matrix.type}: the cuda backend has no kernel for it; pack the model "
+            "again with --output-type f16, or run it with --backend reference"
+        )
     if matrix.type in ("Q4_K", "Q6_K"):
         padded_bytes = 0
         across = matrix.columns // BLOCK

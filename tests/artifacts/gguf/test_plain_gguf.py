@@ -14,6 +14,7 @@ from sparsepack.artifacts.formats import FORMATS
 from sparsepack.artifacts.gguf.writer import GgufPlan
 from sparsepack.artifacts.open import open_artifact
 from sparsepack.artifacts.plan import PlanRequest
+from sparsepack.artifacts.verify import verify_against
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.architecture import architecture_of
@@ -164,12 +165,33 @@ def test_chat_template_is_carried(checkpoints: Checkpoints, tmp_path: Path) -> N
     assert load_llama(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == "{{ messages[0].content }}"
 
 
+@pytest.mark.parametrize(
+    ("changes", "types"),
+    [
+        (
+            {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 320},
+            {"token_embd": "Q8_0", "attn_q": "Q5_0"},
+        ),
+        ({"intermediate_size": 300}, {"token_embd": "Q6_K", "attn_q": "Q4_K", "ffn_down": "F16"}),
+        ({"intermediate_size": 352}, {"token_embd": "Q6_K", "attn_q": "Q4_K", "ffn_down": "Q5_0"}),
+    ],
+)
+def test_odd_widths_fall_back_as_in_llama_quantize(
+    tmp_path: Path, changes: dict[str, Any], types: dict[str, str]
+) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", **changes))
+    notes = write_plain(checkpoint, tmp_path / "m.gguf")
+    artifact = open_artifact(tmp_path / "m.gguf")
+    for part, type in types.items():
+        found = {info.type for name, info in artifact.tensors.items() if part in name}
+        assert found == {type}
+    assert any("needs a multiple of 256" in note for note in notes)
+    assert verify_against(tmp_path / "m.gguf", checkpoint).problems == ()
+    relative, _, _ = disagreement(*both_logits(tmp_path / "m.gguf", checkpoint))
+    assert relative <= 2e-2
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "width": (
-        "llama",
-        {"intermediate_size": 300},
-        r"blk\.0\.ffn_down\.weight: 300 columns, Q4_K needs a multiple of 256",
-    ),
     "activation": ("llama", {"hidden_act": "relu"}, "activation 'relu': llama.cpp runs llama models with silu only"),
     "biases": ("qwen3", {"attention_bias": True}, r"blk\.0\.attn_q\.bias: llama.cpp knows no biases in qwen3"),
     "llama3 elsewhere": ("qwen2", CASES["llama3"][1], "'llama3': llama.cpp has it for llama models only, not qwen2"),

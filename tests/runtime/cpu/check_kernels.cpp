@@ -205,13 +205,16 @@ void check_zigzag(const Kernels& k) {
 void check_rows(const Kernels& k) {
     static Pool pool(1);
     int shapes[][2] = {{1, 256}, {31, 512}, {32, 256}, {33, 768}, {200, 1024}};
-    for (int32_t type : {F32, F16, BF16, Q4_K, Q6_K}) {
+    for (int32_t type : {F32, F16, BF16, Q4_K, Q6_K, Q8_0}) {
         for (auto& shape : shapes) {
             int64_t rows = shape[0], columns = shape[1], bytes = row_bytes(type, columns);
-            if (type < Q4_K) columns -= below(7), bytes = row_bytes(type, columns);
+            if (type < Q4_K) columns -= below(7);
+            if (type == Q8_0) columns -= 32 * below(8);
+            bytes = row_bytes(type, columns);
             std::vector<uint8_t> data;
             if (type == Q4_K) data = random_blocks(rows * columns / 256, Q4_K_BYTES, {0, 2});
             if (type == Q6_K) data = random_blocks(rows * columns / 256, Q6_K_BYTES, {208});
+            if (type == Q8_0) data = random_blocks(rows * columns / Q8_0_COLUMNS, Q8_0_BYTES, {0});
             if (type < Q4_K) data.resize(rows * bytes);
             for (int64_t i = 0; type < Q4_K && i < rows * columns; i++) {
                 float value = normal();

@@ -50,7 +50,7 @@ public:
 
     // The embedding's bytes stay where they are.
     void set_embedding(Array<const uint8_t, 2> bytes, int64_t columns, int32_t type) {
-        if (type < F32 || type > Q6_K || int64_t(bytes.shape(1)) != row_bytes(type, columns))
+        if (type < F32 || type > Q8_0 || columns % block_columns(type) || int64_t(bytes.shape(1)) != row_bytes(type, columns))
             throw std::invalid_argument("embedding: expected [rows, bytes per row]");
         model_.embedding = {bytes.data(), int64_t(bytes.shape(0)), columns, type};
         model_.owners.push_back(std::make_shared<Array<const uint8_t, 2>>(std::move(bytes)));

@@ -60,9 +60,9 @@ public:
     }
 
     RowsMatrix load_rows(Array<const uint8_t, 2> data, int64_t columns, int32_t type) {
-        expect(type >= F32 && type <= Q6_K, "type: expected 0 to 4");
+        expect(type >= F32 && type <= Q8_0, "type: expected 0 to 5");
         expect(data.shape(0) > 0 && columns > 0, "matrix without rows or columns");
-        expect(type < Q4_K || columns % 256 == 0, "columns: expected a multiple of 256");
+        expect(columns % block_columns(type) == 0, "columns: expected whole blocks");
         expect((int64_t)data.shape(1) == row_bytes(type, columns), "data: expected [rows, bytes per row]");
         std::lock_guard<std::mutex> lock(mutex_);
         return repack_rows(data.data(), data.shape(0), columns, type, pool_);

@@ -8,7 +8,7 @@ namespace sparsepack {
 namespace {
 
 constexpr int BLOCK = 256;
-constexpr int Q4_K_BLOCK_BYTES = 144, Q6_K_BLOCK_BYTES = 210;
+constexpr int Q4_K_BLOCK_BYTES = 144, Q6_K_BLOCK_BYTES = 210, Q8_0_BLOCK = 32, Q8_0_BLOCK_BYTES = 34;
 
 template <class T>
 T read(const uint8_t* bytes) {
@@ -58,6 +58,12 @@ void q6_k(const uint8_t* block, float* y) {
     }
 }
 
+// The format is drawn in sparsepack/codecs/q8_0.py.
+void q8_0(const uint8_t* block, float* y) {
+    float d = from_half(read<uint16_t>(block));
+    for (int i = 0; i < Q8_0_BLOCK; ++i) y[i] = d * float(int8_t(block[2 + i]));
+}
+
 }  // namespace
 
 void embed(const Rows& table, int64_t row, float* y) {
@@ -78,6 +84,10 @@ void embed(const Rows& table, int64_t row, float* y) {
             break;
         case Q6_K:
             for (int64_t b = 0; b < blocks; ++b) q6_k(table.data + (row * blocks + b) * Q6_K_BLOCK_BYTES, y + b * BLOCK);
+            break;
+        case Q8_0:
+            for (int64_t b = 0, across = n / Q8_0_BLOCK; b < across; ++b)
+                q8_0(table.data + (row * across + b) * Q8_0_BLOCK_BYTES, y + b * Q8_0_BLOCK);
             break;
     }
 }

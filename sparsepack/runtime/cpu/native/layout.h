@@ -68,9 +68,9 @@ static inline int64_t zigzag_bytes(const Zigzag* m) {
 }
 static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2; }
 
-// Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16 and Q4_K as in the file. Q6_K by tiles of
-// 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.
-enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4 };
+// Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16, Q4_K and Q8_0 as in the file. Q6_K by tiles
+// of 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.
+enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4, Q8_0 = 5 };
 enum { ROW_TILE = 32 };
 
 struct Rows {

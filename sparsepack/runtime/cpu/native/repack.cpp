@@ -169,9 +169,12 @@ int64_t row_bytes(int32_t type, int64_t columns) {
         case F16:
         case BF16: return 2 * columns;
         case Q4_K: return columns / BLOCK_COLUMNS * Q4_K_BYTES;
+        case Q8_0: return columns / Q8_0_COLUMNS * Q8_0_BYTES;
         default: return columns / BLOCK_COLUMNS * Q6_K_BYTES;
     }
 }
+
+int64_t block_columns(int32_t type) { return type < Q4_K ? 1 : type == Q8_0 ? Q8_0_COLUMNS : BLOCK_COLUMNS; }
 
 RowsMatrix repack_rows(const uint8_t* data, int64_t rows, int64_t columns, int32_t type, Pool& pool) {
     int64_t bytes = row_bytes(type, columns);

@@ -26,6 +26,8 @@ void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
 
 // Bytes of one row in the file.
 int64_t row_bytes(int32_t type, int64_t columns);
+// Columns that are stored together, of which a row has a whole number.
+int64_t block_columns(int32_t type);
 
 // data: [rows, row_bytes], of which this makes a copy in huge pages, Q6_K in the tiles of rows.h; gives pages of a file
 // back likewise.

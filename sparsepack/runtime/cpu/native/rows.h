@@ -1,6 +1,6 @@
 // Matrices stored by rows while they run: the embedding and the output matrix.
 //
-// F32, F16, BF16, Q4_K and Q6_K_ROWS are the file's bytes, row after row. The output matrix in Q6_K is read whole for
+// F32, F16, BF16, Q4_K, Q8_0 and Q6_K_ROWS are the file's bytes, row after row. The output matrix in Q6_K is read whole for
 // every token and so is laid out anew, for vectors whose lanes are rows:
 //
 //     rows  0 ... 31:  columns 0 ... 255 | columns 256 ... 511 | ...           (rows beyond the last: zeros)
@@ -30,9 +30,9 @@
 namespace sparsepack {
 
 // The file's own Q6_K, for the embedding, of which few rows are read.
-enum { Q6_K_ROWS = 5 };
+enum { Q6_K_ROWS = 6 };
 
-enum { BLOCK_COLUMNS = 256, Q4_K_BYTES = 144, Q6_K_BYTES = 210 };
+enum { BLOCK_COLUMNS = 256, Q4_K_BYTES = 144, Q6_K_BYTES = 210, Q8_0_COLUMNS = 32, Q8_0_BYTES = 34 };
 enum { TILE_BYTES = 6720, TILE_SCALES = 0, TILE_D = 512, TILE_GROUPS = 576, GROUP_COLUMNS = 16, GROUP_BYTES = 384 };
 
 static inline int64_t q6_k_tiled_bytes(int64_t rows, int64_t columns) {

@@ -127,6 +127,12 @@ float q6_k_weight(const uint8_t* block, int32_t i) {
     return from_half(d) * (float)(int8_t)block[192 + i / 16] * (float)((low | high << 4) - 32);
 }
 
+float q8_0_weight(const uint8_t* block, int32_t i) {
+    uint16_t d;
+    memcpy(&d, block, 2);
+    return from_half(d) * (float)(int8_t)block[2 + i];
+}
+
 // A weight of a tile of rows.h.
 float tiled_q6_k_weight(const uint8_t* tile, int32_t row, int32_t column) {
     int32_t group = column / GROUP_COLUMNS, i = column % GROUP_COLUMNS;
@@ -151,6 +157,7 @@ float row_weight(const Rows* m, int64_t row, int64_t column) {
         case F16: memcpy(&h, m->data + 2 * at, 2); return from_half(h);
         case BF16: memcpy(&h, m->data + 2 * at, 2); return from_bfloat(h);
         case Q4_K: return q4_k_weight(m->data + at / 256 * 144, (int32_t)(at % 256));
+        case Q8_0: return q8_0_weight(m->data + at / 32 * 34, (int32_t)(at % 32));
         case Q6_K_ROWS: return q6_k_weight(m->data + at / 256 * 210, (int32_t)(at % 256));
         default: break;
     }
