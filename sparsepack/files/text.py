@@ -134,9 +134,7 @@ class _Lines:
             except (ValueError, KeyError, TypeError, RecursionError):
                 document = None
             if not isinstance(document, str):
-                raise TextError(
-                    f'{self.file.path}, line {number}: expected a JSON object with a string field "text"'
-                )
+                raise TextError(f'{self.file.path}, line {number}: expected a JSON object with a string field "text"')
             yield document
 
 

@@ -6,6 +6,7 @@ their overlap where both begin a token, with the same tokens around it. The toke
 memory holds a few pieces. Where no place will do (one endless word), the two pieces become one.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ def _joined(tokenizer: Tokenizer, text: Iterable[str]) -> Iterator[tuple[np.ndar
             more = [right, *islice(pieces, left.pieces - 1)]  # as long again, so that an endless word costs twice
             whole = left.text + "".join(piece.text[OVERLAP:] for piece in more)
             place = left.offsets[begin][0] if begin else 0
-            left = _encode(tokenizer, [whole])[0]._replace(pieces=left.pieces + len(more))
+            left = next(_encode(tokenizer, [whole]))._replace(pieces=left.pieces + len(more))
             begin = next((n for n, (start, _) in enumerate(left.offsets) if start >= place), 0) if place else 0
             if (following := next(pieces, None)) is None:
                 break
@@ -132,12 +133,12 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[_Piece]:
         at_once = min(2 * at_once, _AT_ONCE)
 
 
-def _encode(tokenizer: Tokenizer, pieces: list[str]) -> list[_Piece]:
+def _encode(tokenizer: Tokenizer, pieces: list[str]) -> Iterator[_Piece]:
     # The file may ask for texts of one length; a text has its own.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     made = tokenizer.encode_batch(pieces, add_special_tokens=False)
-    return [_Piece(piece, one.ids, one.offsets) for piece, one in zip(pieces, made, strict=True)]
+    return (_Piece(piece, one.ids, one.offsets) for piece, one in zip(pieces, made, strict=True))
 
 
 def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
@@ -150,7 +151,8 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
             break
         if start >= left.offsets[index - 1][1] - shift:  # else it begins within a character
             places[start] = index
-    head = range(AGREEING, min(len(right.ids) - AGREEING, 4 * OVERLAP))
+    shared = bisect_left(right.offsets, (OVERLAP,))  # tokens of `right` that begin in `left`
+    head = range(AGREEING, min(shared, len(right.ids) - AGREEING))
     for there in sorted(head, key=lambda index: abs(right.offsets[index][0] - OVERLAP // 2)):
         here = places.get(right.offsets[there][0])
         if here is not None and _around(left, here, shift) == _around(right, there, 0):
