@@ -1,9 +1,19 @@
-"""Progress bars with remaining time, on stderr so that results on stdout stay clean."""
+"""What is going on, on stderr so that results on stdout stay clean.
 
+On a terminal there is a bar with the time that is left. Elsewhere (a pipe, a log file, a CI job) there is one line
+every 30 seconds as long as something goes on; a run that takes less says nothing. `be_quiet` silences both, and notes.
+"""
+
+import contextlib
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+EVERY = 30.0
+"""Seconds between two lines where stderr is no terminal."""
 
 
 class Advance(Protocol):
@@ -12,9 +22,99 @@ class Advance(Protocol):
     def __call__(self, steps: int = 1) -> None: ...
 
 
+class _Work:
+    """Something that goes on. total: None where it is not known how much there is to do."""
+
+    def __init__(self, label: str, total: int | None = None, done: int = 0) -> None:
+        self.label, self.total, self.done, self.before = label, total, done, done
+        self.began = time.monotonic()
+
+    def advance(self, steps: int = 1) -> None:
+        self.done += steps
+
+    def line(self) -> str:
+        spent = time.monotonic() - self.began
+        if self.total is None:
+            return f"{self.label}: for {duration(spent)} now"
+        done, now = min(self.done, self.total), self.done - self.before
+        left = f"about {duration(spent / now * (self.total - done))} left" if now > 0 else "time left unknown as yet"
+        share = f"{100 * done / max(self.total, 1):.0f} %"
+        return f"{self.label}: {done:,}/{self.total:,} ({share}) after {duration(spent)}, {left}"
+
+
+_going_on: list[_Work] = []
+"""The innermost last."""
+_quiet = False
+
+
+def be_quiet(quiet: bool) -> None:
+    """From now on, show no progress and no notes; or show them again. Errors and results are shown in any case."""
+    global _quiet
+    _quiet = quiet
+
+
 @contextmanager
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show a bar of `total` units, `done` of them finished already; yields the function that advances it."""
+    """Show how `total` units are worked off, `done` of them finished already; yields the function that advances it."""
+    work = _Work(label, total, done)
+    with _told(work), _bar(work) as advance:
+        yield advance
+
+
+@contextmanager
+def going_on(label: str) -> Iterator[None]:
+    """Where stderr is no terminal, say now and then that something goes on whose extent is not known."""
+    with _told(_Work(label)):
+        yield
+
+
+def say(*lines: str) -> None:
+    """Notes: lines on stderr, unless it is to be quiet; nothing where there are none."""
+    for line in () if _quiet else lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """In words: 42 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+@contextmanager
+def _told(work: _Work) -> Iterator[None]:
+    """Within, the outermost work's thread tells about the innermost one."""
+    stop: threading.Event | None = None
+    if not (_going_on or _quiet or sys.stderr.isatty()):
+        stop = threading.Event()
+        thread = threading.Thread(target=_tell, args=(stop,), name="progress", daemon=True)
+    _going_on.append(work)
+    if stop:
+        thread.start()
+    try:
+        yield
+    finally:
+        _going_on.remove(work)
+        if stop:
+            stop.set()
+            thread.join()
+
+
+def _tell(stop: threading.Event) -> None:
+    while not stop.wait(EVERY):
+        # A pipe whose reader has gone is noticed by whoever writes results.
+        with contextlib.suppress(OSError, IndexError):
+            say(_going_on[-1].line())
+
+
+@contextmanager
+def _bar(work: _Work) -> Iterator[Advance]:
+    if _quiet or not sys.stderr.isatty():
+        yield work.advance
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -34,15 +134,10 @@ def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(label, total=total, completed=done)
+        task = bars.add_task(work.label, total=work.total, completed=work.done)
 
         def advance(steps: int = 1) -> None:
+            work.advance(steps)
             bars.advance(task, steps)
 
         yield advance
-
-
-def say(*lines: str) -> None:
-    """Lines on stderr; nothing where there are none."""
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)

@@ -54,8 +54,7 @@ def bench_decode(
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
     tests, notes = _tests(packed, settings)
-    longest = max(max(test.n_prompt, test.n_gen) for test in tests)
-    wanted = longest * settings.batch
+    longest, wanted = settings.longest, settings.tokens
     if ids is not None and len(ids) < wanted:
         raise UserError(f"text of {len(ids)} tokens: the tests take {wanted}; give a longer text or fewer tokens")
     texts = [

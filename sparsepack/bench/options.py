@@ -28,6 +28,16 @@ class BenchSettings:
     backend: str | None = None
     batch: int = 1
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest test."""
+        return max(self.n_prompt if self.batch == 1 else 0, self.n_gen)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the tests take, of all sequences together."""
+        return self.longest * self.batch
+
     def __post_init__(self) -> None:
         from sparsepack.runtime.backends import batch_backend, most_sequences
 

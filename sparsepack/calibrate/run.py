@@ -23,7 +23,7 @@ from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.windows import rolling_windows, window_length
+from sparsepack.models.windows import drawn_windows, window_length
 from sparsepack.progress import progress
 
 
@@ -51,7 +51,7 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
     context = window_length(options.context, limit)
     if context > limit:
         raise CalibrationError(f"context {context}: {checkpoint.name} was made for at most {limit}")
-    windows, _ = rolling_windows(checkpoint.tokenizer, text, context)
+    windows = drawn_windows(checkpoint.tokenizer, text, context, options.samples, options.seed)
     if windows.shape[1] <= options.sinks:
         raise CalibrationError(
             f"context {context}, sinks {options.sinks}: without a BOS token a window has "
@@ -62,9 +62,6 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
             f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
             f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
         )
-    if options.samples and options.samples < len(windows):
-        generator = torch.Generator().manual_seed(options.seed)
-        windows = windows[torch.randperm(len(windows), generator=generator)[: options.samples].sort().values]
     return windows
 
 
@@ -84,7 +81,7 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
             "layers": checkpoint.layers,
         },
         "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
-        "texts": [{"name": text.name, "sha256": text.sha256, "documents": len(text.documents)}],
+        "texts": [{"name": text.name, "sha256": text.sha256, "documents": text.count}],
         "tokens": {
             "windows": count,
             "context": options.context,

@@ -18,6 +18,7 @@ from sparsepack.cli.generate import generate
 from sparsepack.cli.inspect import inspect
 from sparsepack.cli.pack import pack
 from sparsepack.cli.push import push
+from sparsepack.cli.quiet import add_quiet, add_signs_of_life, quiet_option
 from sparsepack.cli.report import report
 from sparsepack.cli.run import run
 from sparsepack.cli.thresholds import thresholds
@@ -31,6 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="sparsepack")
+@quiet_option
 def main() -> None:
     """Find where a language model is sparse, pack it so that hardware profits, prove it is still the same model.
 
@@ -43,6 +45,9 @@ def main() -> None:
 
 for verb in (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, run, report, card, push):
     main.add_command(verb)
+    add_quiet(verb)
+for verb in (calibrate, thresholds, pack, verify, evaluate, bench, tune, run):
+    add_signs_of_life(verb)
 
 _profile = copy.copy(tune)  # its name until 0.1
 _profile.hidden = True

@@ -32,10 +32,10 @@ def pack(output: Path, **asked: Any) -> None:
     from sparsepack.artifacts.inspect import describe
     from sparsepack.cli.tables import artifact_line
     from sparsepack.pack import pack as make
+    from sparsepack.progress import say
 
     options = allocation_options(asked)
     del asked["dtype"]  # that thresholds are searched with
     made = make(PackRequest(output=output, allocation=options, **asked))
-    for note in made.notes:
-        click.echo(f"note: {note}", err=True)
+    say(*(f"note: {note}" for note in made.notes))
     click.echo(artifact_line(describe(output)))

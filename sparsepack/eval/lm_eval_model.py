@@ -12,11 +12,10 @@ import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from rich.console import Console
-from rich.progress import track
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
+from sparsepack.progress import progress
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -267,7 +266,8 @@ def _batches(rows: Iterable[Row], size: int, what: str) -> Iterator[list[Row]]:
 
 
 def _chunks(items: list[T], size: int, what: str) -> Iterator[list[T]]:
-    starts = range(0, len(items), size)
-    console = Console(stderr=True)
-    for start in track(starts, description=what, console=console, disable=not console.is_terminal, transient=True):
-        yield items[start : start + size]
+    with progress(f"{what} requests", len(items)) as advance:
+        for start in range(0, len(items), size):
+            batch = items[start : start + size]
+            yield batch
+            advance(len(batch))

@@ -1,7 +1,7 @@
 """`eval`: accuracy of a checkpoint or an artifact, with the protocol beside every figure."""
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,19 +15,24 @@ from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.files.text import read_text
+from sparsepack.files.text import Text, read_text
+from sparsepack.models.tokens import tokens_of
 from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 
-def evaluate(request: EvalRequest) -> dict[str, Any]:
+def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> dict[str, Any]:
     """Measure what was asked; the result is JSON-able.
 
     `{"subject": {...}, "protocol", "perplexity": [row, ...], "tasks": {...}, "sparsity": {...}, "versions"}`
+    A row's `windows_of` is how many windows the text has; None where it was not tokenised to its end.
+
+    read -- opens a text by its name: for callers that have done so already
+
     Raises `UserError` subclasses.
     """
     request.check()
-    texts = [read_text(name) for name in request.perplexity]
+    texts = [read(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
     subject = _subject(request, table)
     context = window_length(request.context, subject.context)
@@ -39,21 +44,18 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     rows = []
     for text in texts:
         scorer.reset()
-        inputs, targets = rolling_windows(subject.tokenizer, text, context)
-        total = len(inputs)
-        inputs, targets = inputs[: request.windows], targets[: request.windows]
+        inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows)
+        tokens = tokens_of(subject.tokenizer, text)
         scores = score_windows(scorer, inputs, targets, protocol, reference, request.windows_at_once)
         scored = targets[:, scored_from(protocol, targets.shape[1]) :]
-        pieces = subject.tokenizer.batch_decode(scored, clean_up_tokenization_spaces=False)
-        scored_bytes = sum(len(piece.encode()) for piece in pieces)
         rows.append(
             {
                 "text": text.name,
                 "text_sha256": text.sha256,
                 "protocol": protocol,
                 "context": context,
-                "windows_of": total,
-                **summarise(scores, scored_bytes),
+                "windows_of": len(tokens.first()) // context if tokens.complete else None,
+                **summarise(scores, _bytes_of(subject.tokenizer, scored)),
                 "realised_sparsity": realised_sparsity(scorer, subject),
             }
         )
@@ -83,6 +85,12 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     if request.tasks:
         result["tasks"] = _tasks(request, subject, scorer, protocol)
     return result
+
+
+def _bytes_of(tokenizer: Any, scored: torch.Tensor) -> int:
+    """Of the text of token ids [windows, positions]; a window at a time, since all of them may be a long text."""
+    windows = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in scored)
+    return sum(len(text.encode()) for text in windows)
 
 
 def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | EngineSubject:

@@ -6,53 +6,93 @@ A text is named by one of
 - `NAME[:CONFIG[:SPLIT[:FIELD]]]` of the `datasets` library (split `train` and field `text` unless given).
 """
 
-import gzip
 import hashlib
+import itertools
 import json
-import lzma
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sparsepack.errors import TextError
+from sparsepack.files.text_file import OPENERS, TextFile
 
-_OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 _SUFFIXES = (".txt", ".jsonl")
+_BETWEEN = "\n\n"
+
+Document = str | TextFile
+"""A short one is a string; a file that is one document is read in pieces whenever it is needed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Text:
-    """Documents with the name they were asked for by and the hash of their content."""
+    """Documents with the name they were asked for by and the hash of their content.
+
+    documents  -- can be gone through again and again; those of files are read anew each time
+    count      -- how many they are
+    characters -- of the whole text, the blank lines between documents included
+    known      -- what has been made of the text so far, for whoever needs it again: see `models.tokens`
+    """
 
     name: str
-    documents: tuple[str, ...]
+    documents: Iterable[Document]
     sha256: str
+    count: int = 1
+    characters: int = 0
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def pieces(self) -> Iterator[str]:
+        """The whole text, documents separated by one blank line, in pieces of any length."""
+        for number, document in enumerate(self.documents):
+            if number:
+                yield _BETWEEN
+            yield from _pieces(document)
 
     @property
     def joined(self) -> str:
-        """The whole text: documents separated by one blank line."""
-        return "\n\n".join(self.documents)
+        """The whole text as one string: for texts that are known to be short."""
+        return "".join(self.pieces())
 
 
 def read_text(names: str | Sequence[str]) -> Text:
-    """Read one or several texts as one.
+    """One or several texts as one. All of it is read once, but a piece at a time, and none of it kept.
 
     Raises `TextError` for a missing or damaged file, a line without `text`, or a text that is all blank.
     """
     names = [names] if isinstance(names, str) else list(names)
-    documents: list[str] = []
-    for name in names:
-        documents += _documents(name)
-    documents = [_without_surrogates(document) for document in documents if document.strip()]
+    documents = _Documents([_source(name) for name in names])
     label = ", ".join(names)
-    if not documents:
-        raise TextError(f"{label}: no text in it; expected at least one document that is not blank")
-    digest = hashlib.sha256()
+    digest, count, characters = hashlib.sha256(), 0, 0
     for document in documents:
-        data = document.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return Text(label, tuple(documents), digest.hexdigest())
+        # The length comes first, so a document that is not in memory is gone through twice.
+        length = sum(len(piece.encode()) for piece in _pieces(document))
+        digest.update(length.to_bytes(8, "little"))
+        for piece in _pieces(document):
+            digest.update(piece.encode())
+            characters += len(piece)
+        count += 1
+    if not count:
+        raise TextError(f"{label}: no text in it; expected at least one document that is not blank")
+    return Text(label, documents, digest.hexdigest(), count, characters + (count - 1) * len(_BETWEEN))
+
+
+def _pieces(document: Document) -> Iterable[str]:
+    return (document,) if isinstance(document, str) else document
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """Those of the sources that are not blank."""
+
+    sources: Sequence[Iterable[Document]]
+
+    def __iter__(self) -> Iterator[Document]:
+        for document in itertools.chain.from_iterable(self.sources):
+            if isinstance(document, str):
+                if document.strip():
+                    yield _without_surrogates(document)
+            elif not document.blank:
+                yield document
 
 
 def _without_surrogates(document: str) -> str:
@@ -60,48 +100,42 @@ def _without_surrogates(document: str) -> str:
     return document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _documents(name: str) -> list[str]:
+def _source(name: str) -> Iterable[Document]:
     if name.startswith("shipped:"):
         return _shipped(name)
     if not name.strip():
         raise TextError("a text without a name; expected a file, shipped:train or the like, or a data set")
     path = Path(name)
-    plain = path.with_suffix("") if path.suffix in _OPENERS else path
+    plain = path.with_suffix("") if path.suffix in OPENERS else path
     if path.is_dir():
         raise TextError(f"{name}: a folder; expected a file ending in .txt or .jsonl, or those with .xz or .gz")
     if path.is_file():
         if plain.suffix not in _SUFFIXES:
             raise TextError(f"{name}: unknown kind of text file; expected .txt or .jsonl, or those with .xz or .gz")
-        return _read_file(path, lines=plain.suffix == ".jsonl")
+        file = TextFile(path)
+        return _Lines(file) if plain.suffix == ".jsonl" else (file,)
     if plain.suffix in _SUFFIXES or name.startswith((".", "/", "~")):
         raise TextError(f"{name}: no such file")
-    return _read_dataset(name)
+    return _dataset(name)
 
 
-def _read_file(path: Path, lines: bool) -> list[str]:
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:  # type: ignore[operator]
-            content = file.read()
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise TextError(f"{path}: cannot be read ({error.strerror})") from error
-        raise TextError(f"{path}: cannot be read ({error}); is it whole?") from error
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path}: not UTF-8 text (byte {error.start}); convert it first") from error
-    if not lines:
-        return [content]
-    documents = []
-    for number, line in enumerate(content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            document = None
-        if not isinstance(document, str):
-            raise TextError(f'{path}, line {number}: expected a JSON object with a string field "text"')
-        documents.append(document)
-    return documents
+@dataclass(frozen=True)
+class _Lines:
+    """The documents of a `.jsonl` file."""
+
+    file: TextFile
+
+    def __iter__(self) -> Iterator[str]:
+        for number, line in enumerate(self.file.lines(), 1):
+            if not line.strip():
+                continue
+            try:
+                document = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                document = None
+            if not isinstance(document, str):
+                raise TextError(f'{self.file.path}, line {number}: expected a JSON object with a string field "text"')
+            yield document
 
 
 def _shipped(name: str) -> list[str]:
@@ -110,23 +144,40 @@ def _shipped(name: str) -> list[str]:
     parts = {"shipped:train": topics.training_text, "shipped:heldout": topics.heldout_text}
     if name not in parts:
         raise TextError(f"{name}: no such shipped text; there are {' and '.join(parts)}")
-    return list(parts[name]())
+    return parts[name]()
 
 
-def _read_dataset(name: str) -> list[str]:
+def _dataset(name: str) -> "_Rows":
     import datasets
 
     given = name.split(":")
-    repository, config, split, field = given + [""] * (4 - len(given)) if len(given) < 5 else (name, "", "", "")
-    split, field = split or "train", field or "text"
+    repository, config, split, column = given + [""] * (4 - len(given)) if len(given) < 5 else (name, "", "", "")
+    split, column = split or "train", column or "text"
     try:
         rows = datasets.load_dataset(repository, config or None, split=split)
     except Exception as error:  # the library raises many kinds; all mean that the name leads nowhere from here
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise TextError(f"{name}: neither a local file nor a data set that can be reached ({reason})") from error
-    if field not in rows.column_names:
-        raise TextError(f"{name}: no field {field!r}; the data set has {', '.join(rows.column_names)}")
-    documents = [row for row in rows[field] if row is not None]
-    if not all(isinstance(document, str) for document in documents):
-        raise TextError(f"{name}: the field {field!r} does not hold strings; name another: NAME:CONFIG:SPLIT:FIELD")
-    return documents
+    if column not in rows.column_names:
+        raise TextError(f"{name}: no field {column!r}; the data set has {', '.join(rows.column_names)}")
+    return _Rows(name, column, rows[column])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The documents of a data set: a column that lies on disk, read a few rows at a time."""
+
+    name: str
+    field: str
+    column: Iterable[Any]
+
+    def __iter__(self) -> Iterator[str]:
+        for document in self.column:
+            if document is None:
+                continue
+            if not isinstance(document, str):
+                raise TextError(
+                    f"{self.name}: the field {self.field!r} does not hold strings; "
+                    "name another: NAME:CONFIG:SPLIT:FIELD"
+                )
+            yield document

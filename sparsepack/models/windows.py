@@ -1,4 +1,9 @@
-"""Windows of tokens over a text, the same for calibration and for rolling perplexity."""
+"""Windows of tokens over a text, the same for calibration and for rolling perplexity.
+
+Window i of a text is its tokens `context * i` to `context * (i + 1)`, of the text as a whole; a last, shorter one is
+left out. The first windows need only the beginning of the text. Windows drawn at random need all of it, since any
+window can be drawn.
+"""
 
 from typing import Any
 
@@ -6,6 +11,7 @@ import torch
 
 from sparsepack.errors import TextError
 from sparsepack.files.text import Text
+from sparsepack.models.tokens import tokens_of
 
 DEFAULT_CONTEXT = 2048
 """Tokens per window unless the user or the model says otherwise."""
@@ -16,34 +22,63 @@ def window_length(asked: int | None, made_for: int) -> int:
     return min(DEFAULT_CONTEXT, made_for) if asked is None else asked
 
 
-def tokenise(tokenizer: Any, text: Text) -> list[int]:
-    """The whole text as token ids, without special tokens."""
-    # verbose=False: a text longer than the model's context is what windows are for, no reason to warn.
-    return list(tokenizer(text.joined, add_special_tokens=False, verbose=False)["input_ids"])
+def tokenise(tokenizer: Any, text: Text, most: int | None = None) -> torch.Tensor:
+    """The text's first `most` token ids (None: all), without special tokens: int32 [T]."""
+    return tokens_of(tokenizer, text).first(most)
 
 
-def rolling_windows(tokenizer: Any, text: Text, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut a text into consecutive windows of `context` tokens; a last, shorter one is left out.
+def count_windows(tokenizer: Any, text: Text, context: int, most: int | None = None) -> int:
+    """Windows in a text; no more than `most` are looked for."""
+    return len(tokenise(tokenizer, text, None if most is None else most * context)) // context
+
+
+def rolling_windows(
+    tokenizer: Any, text: Text, context: int, most: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `most` windows (None: all), with what the model is to predict.
 
     Returns inputs and targets, int64 [windows, positions]. With a BOS token, a window's input is BOS and its tokens
     but the last, and every token is a target; without one, each token but the first is.
     Raises `TextError` where the text is shorter than one window.
     """
-    ids = tokenise(tokenizer, text)
-    count = len(ids) // context
-    if count == 0:
-        raise TextError(
-            f"{text.name}: {len(ids)} tokens are fewer than one window of {context}; "
-            "give a longer text or a smaller --context"
-        )
-    tokens = torch.tensor(ids[: count * context]).reshape(count, context)
-    if tokenizer.bos_token_id is None:
-        return tokens[:, :-1], tokens[:, 1:]
-    bos = torch.full((count, 1), tokenizer.bos_token_id)
-    return torch.cat([bos, tokens[:, :-1]], 1), tokens
+    tokens = _windows(tokenizer, text, context, most).long()
+    inputs = _inputs(tokenizer, tokens)
+    return inputs, tokens if inputs.shape == tokens.shape else tokens[:, 1:]
+
+
+def drawn_windows(tokenizer: Any, text: Text, context: int, samples: int, seed: int) -> torch.Tensor:
+    """The inputs of `samples` windows drawn at random, in the order of the text: int64 [windows, positions].
+
+    All windows, where `samples` is 0 or there are no more: then the rest of the text is of no matter. Else they are
+    the first of a permutation of all windows by torch's generator with `seed`. Raises as `rolling_windows`.
+    """
+    windows = _windows(tokenizer, text, context)
+    if samples and samples < len(windows):
+        generator = torch.Generator().manual_seed(seed)
+        windows = windows[torch.randperm(len(windows), generator=generator)[:samples].sort().values]
+    return _inputs(tokenizer, windows.long())
 
 
 def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:
     """`count` of the windows [N, S], evenly spread over the text: int64 [min(count, N), S]."""
     chosen = torch.linspace(0, len(windows) - 1, min(count, len(windows))).round().long()
     return windows[chosen].long()
+
+
+def _windows(tokenizer: Any, text: Text, context: int, most: int | None = None) -> torch.Tensor:
+    """int32 [windows, context]."""
+    ids = tokenise(tokenizer, text, None if most is None else most * context)
+    count = len(ids) // context
+    if count == 0:
+        raise TextError(
+            f"{text.name}: {len(ids)} tokens are fewer than one window of {context}; "
+            "give a longer text or a smaller --context"
+        )
+    return ids[: count * context].reshape(count, context)
+
+
+def _inputs(tokenizer: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Of windows [N, context]: [N, context], or without a BOS token [N, context - 1]."""
+    if tokenizer.bos_token_id is None:
+        return tokens[:, :-1]
+    return torch.cat([torch.full((len(tokens), 1), tokenizer.bos_token_id), tokens[:, :-1]], 1)

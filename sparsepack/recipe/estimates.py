@@ -4,7 +4,7 @@ import torch
 
 from sparsepack.models.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.windows import tokenise
+from sparsepack.models.windows import count_windows
 from sparsepack.recipe.stage import Job
 
 LIVE = 4
@@ -27,6 +27,5 @@ def dtype_bytes(job: Job) -> int:
 
 
 def windows_in(job: Job, names: tuple[str, ...], context: int, most: int | None) -> int:
-    """Windows of a text that are run: all there are, or `most` of them."""
-    there = len(tokenise(job.checkpoint.tokenizer, job.text(names))) // context
-    return min(there, most or there)
+    """Windows of a text that are run: all there are, or `most` of them (None or 0: all)."""
+    return count_windows(job.checkpoint.tokenizer, job.text(names), context, most or None)

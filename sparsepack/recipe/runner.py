@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsepack import __version__
 from sparsepack.files.hashing import sha256_bytes
-from sparsepack.progress import say
+from sparsepack.progress import going_on, say
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
@@ -61,7 +61,8 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
             continue
         say(f"{stage.name}: running")
         start = time.perf_counter()
-        stage.run(job, job.recipe.asked(stage.key))
+        with going_on(stage.name):
+            stage.run(job, job.recipe.asked(stage.key))
         seconds = time.perf_counter() - start
         work.finish(stage.name, fingerprint, seconds, stage.outputs(job.recipe.asked(stage.key)))
         say(f"{stage.name}: done in {seconds:.1f} s")

@@ -43,7 +43,7 @@ def test_a_checkpoint_is_dense_and_says_so():
     row = result["perplexity"][0]
     assert (result["protocol"], row["protocol"], row["context"], row["windows"]) == ("dense", "dense", 64, 4)
     assert row["targets"] == 4 * 64
-    assert row["windows_of"] > 4
+    assert row["windows_of"] is None  # it is not looked how many more there are
     assert row["realised_sparsity"] == {"target": 0.0, "overall": 0, "of_sparse_sites": 0.0, "sites": {}}
     assert result["subject"]["kind"] == "checkpoint"
     assert result["tasks"] is None

@@ -1,6 +1,7 @@
 """Texts by every kind of name, and each way in which one can be unusable."""
 
 import gzip
+import hashlib
 import json
 import lzma
 
@@ -19,6 +20,10 @@ def written(path, content):
     return path
 
 
+def documents(name) -> tuple[str, ...]:
+    return tuple(document if isinstance(document, str) else "".join(document) for document in read_text(name).documents)
+
+
 def one_line(path) -> str:
     with pytest.raises(TextError) as caught:
         read_text(str(path))
@@ -28,8 +33,8 @@ def one_line(path) -> str:
 
 @pytest.mark.parametrize("end", ["", ".xz", ".gz"])
 def test_a_txt_is_one_document_and_a_jsonl_one_a_line(tmp_path, end):
-    assert read_text(str(written(tmp_path / f"a.txt{end}", "One.\n\nTwo."))).documents == ("One.\n\nTwo.",)
-    assert read_text(str(written(tmp_path / f"a.jsonl{end}", ROWS))).documents == ("One.", "Zwei ü.")
+    assert documents(str(written(tmp_path / f"a.txt{end}", "One.\n\nTwo."))) == ("One.\n\nTwo.",)
+    assert documents(str(written(tmp_path / f"a.jsonl{end}", ROWS))) == ("One.", "Zwei ü.")
 
 
 def test_several_texts_are_read_as_one(tmp_path):
@@ -49,7 +54,7 @@ def test_the_hash_is_of_the_documents_whatever_file_they_came_in(tmp_path):
 def test_a_byte_order_mark_is_no_text(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(ROWS, encoding="utf-8-sig")
-    assert read_text(str(path)).documents == ("One.", "Zwei ü.")
+    assert documents(str(path)) == ("One.", "Zwei ü.")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_a_data_set_is_named_by_config_split_and_field(monkeypatch):
         return _Rows(body=["One.", None, "Two."], number=[1, 2, 3])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read_text("set:small:test:body").documents == ("One.", "Two.")
+    assert documents("set:small:test:body") == ("One.", "Two.")
     assert asked == [("set", "small", "test")]
     assert "no field 'text'; the data set has body, number" in one_line("set")
     assert asked[1] == ("set", None, "train")
@@ -131,4 +136,47 @@ def test_a_data_set_is_named_by_config_split_and_field(monkeypatch):
 
 def test_half_a_character_in_json_is_replaced_and_whole_ones_stay(tmp_path):
     path = written(tmp_path / "a.jsonl", json.dumps({"text": "a\ud800b \U0001f600"}))
-    assert read_text(str(path)).documents == ("a\ufffdb \U0001f600",)
+    assert documents(str(path)) == ("a\ufffdb \U0001f600",)
+
+
+MIXED = "\ufeffÜber — „naïve“\r\nline\rlast 😀\n" + "ein Wort " * 400_000
+
+
+@pytest.mark.parametrize("end", ["", ".xz", ".gz"])
+def test_a_long_file_comes_in_pieces_that_are_its_whole_text(tmp_path, end):
+    path = tmp_path / f"a.txt{end}"
+    opener = {".xz": lzma.open, ".gz": gzip.open}.get(end, open)
+    with opener(path, "wb") as file:
+        file.write(MIXED.encode())
+    text = read_text(str(path))
+    pieces = list(text.pieces())
+    expected = MIXED[1:].replace("\r\n", "\n").replace("\r", "\n")
+    assert len(pieces) > 3
+    assert max(map(len, pieces)) <= 1 << 20
+    assert "".join(pieces) == expected == text.joined
+    assert text.characters == len(expected)
+    data = expected.encode()
+    assert text.sha256 == hashlib.sha256(len(data).to_bytes(8, "little") + data).hexdigest()
+
+
+def test_a_character_between_two_reads_is_whole_and_a_wrong_byte_named_by_its_place_in_the_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * ((1 << 20) - 1) + "ü".encode() + b"b" * 10)
+    assert read_text(str(path)).joined == "a" * ((1 << 20) - 1) + "ü" + "b" * 10
+    path.write_bytes(b"\xef\xbb\xbf" + b"a" * (3 << 20) + b"\xc3\xc3")
+    assert f"not UTF-8 text (byte {3 + (3 << 20)})" in one_line(path)
+    path.write_bytes(b"a" * ((1 << 20) - 1) + b"\xc3")
+    assert f"not UTF-8 text (byte {(1 << 20) - 1})" in one_line(path)
+
+
+def test_a_line_longer_than_a_read_is_one_document(tmp_path):
+    long = "wort " * 500_000
+    path = written(tmp_path / "a.jsonl", "\n".join(json.dumps({"text": t}) for t in ("One.", long, "Two.")))
+    assert documents(str(path)) == ("One.", long, "Two.")
+
+
+def test_a_file_that_changes_while_it_is_in_use_is_refused(tmp_path):
+    text = read_text(str(written(tmp_path / "a.txt", "One.")))
+    written(tmp_path / "a.txt", "Another one.")
+    with pytest.raises(TextError, match=r"a\.txt: it changed while it was in use"):
+        list(text.pieces())

@@ -68,13 +68,13 @@ def _run(job: Job, asked: Bench) -> None:
     device = job.recipe.device
     settings = BenchSettings(asked.prompt, asked.generate, asked.repetitions, asked.threads, asked.seed, device=device)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
-    ids, text, longest = None, None, max(asked.prompt, asked.generate)
+    ids, text = None, None
     for name in perplexity_texts(job.recipe)[:1]:
         tokenizer = job.checkpoint.tokenizer
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        ids, text = bos + tokenise(tokenizer, job.text([name])), name
-        if len(ids) < longest:
-            say(f"bench: {name} is shorter than {longest} tokens; random tokens instead")
+        ids, text = bos + tokenise(tokenizer, job.text([name]), settings.tokens).tolist(), name
+        if len(ids) < settings.tokens:
+            say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None
     write_json(job.folder / RESULT, {**bench_decode(packed, settings, artifact_of(job).name, ids), "text": text})
 

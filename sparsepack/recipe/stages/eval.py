@@ -105,7 +105,7 @@ def _run(job: Job, asked: Eval) -> None:
             dtype=recipe.dtype,
             **asked.model_dump(exclude={"protocols", "task_path"}),
         )
-        evaluations.append(evaluate(request))
+        evaluations.append(evaluate(request, lambda name: job.text([name])))
     allowed = _share_of_sparse_sites(job)
     for evaluation in evaluations:
         for row in evaluation["perplexity"]:

@@ -1,0 +1,94 @@
+"""What is said on stderr while something goes on: signs of life where it is no terminal, nothing where it is quiet."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from sparsepack import progress as module
+from sparsepack.progress import be_quiet, duration, going_on, progress, say
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(module, "EVERY", 0.05)
+    yield
+    be_quiet(False)
+
+
+def test_a_pipe_gets_a_line_now_and_then_with_what_is_done_and_the_time_left(capsys):
+    with progress("working", 1200, 200) as advance:
+        advance(500)
+        time.sleep(0.14)
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 3
+    assert re.fullmatch(r"working: 700/1,200 \(58 %\) after 0 s, about 0 s left", lines[0])
+
+
+def test_the_time_left_is_reckoned_from_what_this_run_has_done():
+    work = module._Work("working", 100, 40)
+    assert work.line().endswith("time left unknown as yet")
+    work.advance(20)
+    work.began -= 60
+    assert work.line() == "working: 60/100 (60 %) after 1 min 0 s, about 2 min 0 s left"
+    work.advance(50)
+    assert "100/100 (100 %)" in work.line()
+
+
+def test_of_works_within_each_other_the_innermost_is_told_about(capsys):
+    with going_on("outer"):
+        with progress("inner", 2):
+            time.sleep(0.08)
+        time.sleep(0.08)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("inner: 0/2")
+    assert lines[-1] == "outer: for 0 s now"
+
+
+def test_what_is_soon_over_says_nothing_and_nothing_is_said_after_its_end(capsys):
+    with progress("short", 1) as advance:
+        advance()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(KeyError), going_on("failing"):
+        raise KeyError
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with going_on("outer"), progress("working", 4) as advance:
+        advance(2)
+        time.sleep(0.3)
+    assert "2/4" in stream.getvalue()
+    assert "after" not in stream.getvalue()
+    assert "outer" not in stream.getvalue()
+
+
+def test_quiet_silences_progress_and_notes(capsys):
+    be_quiet(True)
+    with progress("working", 4):
+        time.sleep(0.1)
+        say("a note")
+    assert capsys.readouterr().err == ""
+    be_quiet(False)
+    say("a note")
+    assert capsys.readouterr().err == "a note\n"
+
+
+def test_durations_are_words():
+    assert [duration(s) for s in (0.4, 59.4, 59.6, 3599, 7500)] == [
+        "0 s",
+        "59 s",
+        "1 min 0 s",
+        "59 min 59 s",
+        "2 h 5 min",
+    ]
