@@ -97,13 +97,13 @@ def bench_decode(
 
 def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], list[str]]:
     tests, notes = [], []
-    if settings.batch == 1 and settings.n_prompt:
-        tests.append(_Test(f"pp{settings.n_prompt}", "dense", settings.n_prompt, 0))
-    if settings.n_gen:
-        name = f"tg{settings.n_gen}" + (f" x {settings.batch}" if settings.batch > 1 else "")
-        tests.append(_Test(name, "dense", 0, settings.n_gen))
+    if settings.batch == 1 and settings.prompt:
+        tests.append(_Test(f"pp{settings.prompt}", "dense", settings.prompt, 0))
+    if settings.generate:
+        name = f"tg{settings.generate}" + (f" x {settings.batch}" if settings.batch > 1 else "")
+        tests.append(_Test(name, "dense", 0, settings.generate))
         if packed.rules:
-            tests.append(_Test(name, "sparse", 0, settings.n_gen))
+            tests.append(_Test(name, "sparse", 0, settings.generate))
         else:
             notes.append("no site of this artifact has thresholds: there is no sparse decoding to measure")
     return tests, notes

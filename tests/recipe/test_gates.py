@@ -18,7 +18,7 @@ def row(protocol, ratio, realised=0.5, text="t"):
         "perplexity": {"value": 10 * ratio, "stderr": 1.0},
         "perplexity_ratio": {"value": ratio, "stderr": None},
         "bits_per_byte": ratio,
-        "realised_sparsity": {"of_sparse_sites": realised},
+        "realised_sparsity": {"overall": realised, "of_sparse_sites": realised},
     }
 
 

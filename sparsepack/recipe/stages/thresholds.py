@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
 from rich.markup import escape
 
-from sparsepack.calibrate.options import CRITERIA
-from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section, one_of
+from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, Calibrate, windows
-from sparsepack.sparsity.options import ALLOCATIONS, UPSTREAMS, AllocationOptions
+from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
     from sparsepack.sparsity.thresholds import Thresholds
@@ -21,22 +19,24 @@ _TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest'
 
 
 class ActivationSparsity(Section):
-    """`AllocationOptions`."""
+    """How much a decoded token skips, and how that is decided. Sites match patterns: `blk.3.mlp_mid`, `blk.*.attn_in`,
+    `re:REGEX`."""
 
     key: ClassVar[str] = "activation_sparsity"
+    options: ClassVar[type] = AllocationOptions
 
-    sparsity: Annotated[float, Field(ge=0, lt=1)]
-    allocation: Annotated[str, one_of(ALLOCATIONS)] = AllocationOptions.allocation
-    criterion: Annotated[str, one_of(CRITERIA)] = AllocationOptions.criterion
-    include: Names = AllocationOptions.include
-    ignore: Names = AllocationOptions.ignore
-    upstream: Annotated[str, one_of(UPSTREAMS)] = AllocationOptions.upstream
-    windows: Count = AllocationOptions.windows
-    offsets: bool = AllocationOptions.offsets
-    steps: Count = AllocationOptions.steps
-    batch: Count = AllocationOptions.batch
-    length: Length = AllocationOptions.length
-    seed: Natural = AllocationOptions.seed
+    sparsity: float
+    allocation: str
+    criterion: str
+    include: Names
+    ignore: Names
+    upstream: str
+    windows: int
+    offsets: bool
+    steps: int
+    batch: int
+    length: int
+    seed: int
 
 
 def sparse(recipe: Recipe) -> bool:
