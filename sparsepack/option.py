@@ -1,9 +1,10 @@
 """What the user may ask for, declared once: default, meaning and limits stand in the option dataclass of a function.
 
 The command line (`cli.options.from_options`), recipes (`recipe.section`) and the page docs/recipe.md take them from
-there. Nothing is imported here: an option dataclass needs neither click nor pydantic.
+there. An option dataclass needs neither click nor pydantic.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -35,12 +36,12 @@ class Option:
         if self.choices:
             return None if value in self.choices else f"one of {', '.join(self.choices)}"
         bounds = (
-            ("at least", self.least, lambda bound: value >= bound),
-            ("above", self.above, lambda bound: value > bound),
-            ("at most", self.most, lambda bound: value <= bound),
-            ("below", self.below, lambda bound: value < bound),
+            ("at least", self.least, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.most, operator.le),
+            ("below", self.below, operator.lt),
         )
-        given = [(f"{word} {bound:g}", fits(bound)) for word, bound, fits in bounds if bound is not None]
+        given = [(f"{word} {bound:g}", fits(value, bound)) for word, bound, fits in bounds if bound is not None]
         return None if all(fits for _, fits in given) else " and ".join(text for text, _ in given)
 
 

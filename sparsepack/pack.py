@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackRequest:
-    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or not at all."""
+    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none."""
 
     model: str
     output: Path

@@ -49,7 +49,9 @@ def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F
 def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
     """How click reads a field of a type, `T`, `T | None` or `tuple[T, ...]`, within its limits."""
     kinds = {annotation, *get_args(annotation)}
-    low, high = declared.least, declared.most
+    # click's integers have no bounds that are left out, and ours have none.
+    low: Any = declared.least if declared.above is None else declared.above
+    high: Any = declared.most if declared.below is None else declared.below
     if declared.choices:
         return {"type": click.Choice(declared.choices)}
     if bool in kinds:
@@ -57,11 +59,7 @@ def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
     if int in kinds:
         return {"type": click.IntRange(low, high)}
     if float in kinds:
-        least, most = (
-            low if declared.above is None else declared.above,
-            high if declared.below is None else declared.below,
-        )
-        return {"type": click.FloatRange(least, most, declared.above is not None, declared.below is not None)}
+        return {"type": click.FloatRange(low, high, declared.above is not None, declared.below is not None)}
     return {"type": PATH if Path in kinds else str, "multiple": tuple in {getattr(annotation, "__origin__", None)}}
 
 
@@ -116,10 +114,8 @@ torch_threads = from_options(BenchSettings, "--threads", callback=_use_threads, 
 
 
 allocation = _options(
-    *(
-        from_options(AllocationOptions, flag)
-        for flag in ("--sparsity", "--allocation", "--criterion", "--include", "--ignore")
-    ),
+    from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the verbs tell in a line of their own
+    *(from_options(AllocationOptions, flag) for flag in ("--allocation", "--criterion", "--include", "--ignore")),
     from_options(
         AllocationOptions,
         "--dense-upstream",

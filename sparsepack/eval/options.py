@@ -31,7 +31,9 @@ class EvalRequest:
     windows: int | None = option("At most so many windows of each text, from the first.", default=None, least=1)
     against: str | None = None
     tasks: tuple[str, ...] = option("lm-eval tasks.", default=())
-    task_path: Path | None = option("Folder of local task YAML; nothing is looked up on a network then.", default=None)
+    task_path: Path | None = option(  # noqa: RUF009, it is what `field` is
+        "Folder of local task YAML; nothing is looked up on a network then.", default=None
+    )
     limit: int | None = option("Documents per task.", default=None, least=1)
     num_fewshot: int | None = option(
         "Examples before each question, in place of the tasks' own.", default=None, least=0

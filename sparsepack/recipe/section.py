@@ -61,7 +61,8 @@ def _declare(field: FieldInfo, options: type, name: str) -> None:
         chosen: Any = Literal[declared.choices]
         field.annotation = chosen | None if type(None) in get_args(field.annotation) else chosen
     bounds = {"ge": declared.least, "gt": declared.above, "le": declared.most, "lt": declared.below}
-    field.metadata += Field(**{kind: bound for kind, bound in bounds.items() if bound is not None}).metadata
+    given: dict[str, Any] = {kind: bound for kind, bound in bounds.items() if bound is not None}
+    field.metadata += Field(**given).metadata
 
 
 class Limit(Section):

@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.files.atomic import write_json
+from sparsepack.models.skipped import shown
 from sparsepack.progress import say
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -71,12 +72,16 @@ def _run(job: Job, asked: Bench) -> None:
     write_json(job.folder / RESULT, {**bench_decode(packed, settings, artifact_of(job).name, ids), "text": text})
 
 
+def _skipped(row: Mapping[str, Any]) -> str:
+    return shown(row["realised_sparsity"], row["realised_sparsity_of_sparse_sites"])
+
+
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     if report["bench"] is None:
         return
     for row in report["bench"]["tests"]:
         what = "prefill" if row["n_prompt"] else "decode"
-        skipped = f", {100 * row['realised_sparsity']:.1f} % skipped" if row["mode"] == "sparse" else ""
+        skipped = f", {_skipped(row)} skipped" if row["mode"] == "sparse" else ""
         yield (
             f"{what} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}: "
             f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f} tokens/s{skipped}"

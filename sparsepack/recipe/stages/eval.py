@@ -14,6 +14,7 @@ from sparsepack.errors import RecipeError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.standard_error import with_error
 from sparsepack.files.atomic import write_json
+from sparsepack.models.skipped import shown
 from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
@@ -133,24 +134,7 @@ def _run(job: Job, asked: Eval) -> None:
             **asked.model_dump(exclude={"protocols", "task_path"}),
         )
         evaluations.append(evaluate(request))
-    allowed = _share_of_sparse_sites(job)
-    for evaluation in evaluations:
-        for row in evaluation["perplexity"]:
-            realised = row["realised_sparsity"]
-            realised["of_sparse_sites"] = realised["overall"] / allowed if allowed else 0.0
     write_json(job.folder / RESULT, {"evaluations": evaluations})
-
-
-def _share_of_sparse_sites(job: Job) -> float:
-    """The parameters of the sites that may be sparse, over those of all sites: the target is over the former."""
-    from sparsepack.models.families import SITES
-    from sparsepack.sparsity.allocation import sparse_sites, weights_of
-
-    checkpoint, activation = job.checkpoint, ActivationSparsity.of(job.recipe)
-    if activation is None or not activation.sparsity:
-        return 0.0
-    weights = weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
-    return sum(weights[key] for key in sparse_sites(checkpoint, activation.include, activation.ignore))
 
 
 def _context(job: Job, asked: Eval) -> int:
@@ -195,7 +179,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
     columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
-    made = table("accuracy against the source model", *columns, ">sparsity (target)")
+    made = table("accuracy against the source model", *columns, ">skipped", ">target")
     for row in rows:
         realised = row["realised_sparsity"]
         skips = row["protocol"] != "dense" and realised["target"]
@@ -207,7 +191,8 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
             with_error(row["perplexity_ratio"], 4),
             with_error(row["kl_divergence"], 4),
             f"{100 * row['top_token_agreement']['value']:.1f} %",
-            f"{realised['of_sparse_sites']:.3f} ({realised['target']:g})" if skips else "dense",
+            shown(realised["overall"], realised["of_sparse_sites"]) if skips else "nothing",
+            shown(realised["target_overall"], realised["target"]) if skips else "",
         )
     return made
 
@@ -262,8 +247,8 @@ def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
     for name, key in _KEYS.items():
         yield from judged(name, getattr(gates, name), (Value(where, realised[key]) for where, realised in sparse_rows))
     for task, metrics in gates.tasks.items():
-        for metric, limit in metrics.items():
-            yield from judged(f"tasks.{task}.{metric}", limit, _task_values(task, metric, evaluations))
+        for metric, bounds in metrics.items():
+            yield from judged(f"tasks.{task}.{metric}", bounds, _task_values(task, metric, evaluations))
 
 
 def _number(value: Any) -> float | None:
