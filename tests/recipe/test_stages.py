@@ -157,6 +157,17 @@ def test_without_pack_the_model_itself_is_evaluated_with_its_thresholds(finished
     assert dense["perplexity_ratio"]["value"] == pytest.approx(1)
 
 
+def test_an_artifact_is_evaluated_by_a_backend_and_gated_by_what_that_gives(finished_once, finished):
+    gates = "gates={perplexity_ratio: {max: 1.0001}}"
+    outcome = run_recipe(finished_once[0], ["eval.backend=reference", "eval.protocols=decode", gates], work=finished)
+    assert ran(outcome) == ["eval"]
+    (found,) = outcome.report["evaluations"]
+    assert found["compute"]["runtime"] == "reference"
+    (gate,) = [gate for gate in outcome.report["gates"] if gate["gate"] == "perplexity_ratio"]
+    assert gate["measured"] == found["perplexity"][0]["perplexity_ratio"]["value"]
+    assert not outcome.passed
+
+
 def test_a_dense_recipe_needs_no_calibration(finished_once, finished):
     overrides = ["calibrate=null", "activation_sparsity=null", "eval.protocols=[]", "gates.realised_sparsity=null"]
     outcome = run_recipe(finished_once[0], overrides, work=finished)
