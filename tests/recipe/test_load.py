@@ -43,6 +43,8 @@ MISTAKES = {
     "activation_sparsity.sparsity=.nan": r"activation_sparsity\.sparsity: NaN; expected ",
     "activation_sparsity.allocation=tael": r"\.allocation: \"tael\"; expected 'uniform', 'teal' or 'global'",
     "calibrate.samples=2.5": r"calibrate\.samples: 2\.5; expected a whole number",
+    "eval.backend=gpu": r"eval\.backend: \"gpu\"; expected 'transformers', 'reference', 'cpu' or 'cuda'",
+    "eval.runtime=cpu": r"eval\.runtime: unknown key; nearest: eval\.",
     "calibrate.samples=true": r"calibrate\.samples: true; expected a whole number",
     "calibrate.text=[]": r"calibrate\.text: \[\]; expected at least one name",
     "calibrate=4": r"calibrate: 4; expected a mapping",
@@ -77,6 +79,7 @@ CONTRADICTIONS = {
     "activation_sparsity.offsets=true": "activation_sparsity.offsets: they are learnt",
     "calibrate.sinks=64": "calibrate.sinks: 64; expected fewer than context, 64",
     "eval.task_path=/nowhere": "eval.task_path: /nowhere is no folder",
+    "eval.backend=cuda": "eval.backend: device cpu: the cuda backend runs on NVIDIA GPUs",
 }
 
 
@@ -86,6 +89,19 @@ def test_sections_that_do_not_go_together_are_told_before_anything_runs(recipe_f
         load_recipe(recipe_file, [override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_backend_evaluates_an_artifact(recipe_file):
+    with pytest.raises(
+        RecipeError, match=r"eval\.backend: it runs an artifact; expected a pack section of format zigzag"
+    ):
+        load_recipe(recipe_file, ["eval.backend=cpu", "pack=null", "verify=false", "generate=null"])
+
+
+def test_the_ci_recipe_gates_the_kernels_that_users_run():
+    recipe = load_recipe(SHIPPED / "ci.yaml")
+    assert recipe.eval.runtime == "cpu"
+    assert recipe.gates.perplexity_ratio.max < 1.2
 
 
 def test_a_gate_on_verification_needs_verification(recipe_file):
