@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.artifacts.formats import DEFAULT_FORMAT, format_of, those_with
+from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
+from sparsepack.codecs.types import TYPES
 from sparsepack.errors import PackingError
+from sparsepack.option import option
 from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
@@ -22,20 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackRequest:
-    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or not at all.
-
-    format                      -- a name in `artifacts.formats.FORMATS`
-    output_type, embedding_type -- "auto" or a type name
-    """
+    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none."""
 
     model: str
     output: Path
-    format: str = DEFAULT_FORMAT
+    format: str = option(summaries(), default=DEFAULT_FORMAT, choices=tuple(FORMATS))
     calibration: Path | None = None
     allocation: AllocationOptions | None = None
     thresholds: Path | None = None
-    output_type: str = "auto"
-    embedding_type: str = "auto"
+    output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
+    embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     device: str = "cpu"
     overwrite: bool = False
     recipe: Mapping[str, Any] | None = None

@@ -1,7 +1,7 @@
 """The stock transformers model that an artifact stands for: what its accuracy is measured on."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, Family
 from sparsepack.models.packed import PackedModel, PackedSite
 from sparsepack.models.rule import Rules
+from sparsepack.models.skipped import sparse_sites_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class StockModel:
 
     config -- the stock transformers configuration
     tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for
-    rules  -- of the sites; target_sparsity -- what they were made for
+    rules  -- of the sites; target_sparsity -- what they were made for; sparse_sites -- those that may be sparse
     """
 
     config: Any
@@ -30,6 +31,7 @@ class StockModel:
     tokenizer: Any
     rules: Rules = field(default_factory=dict)
     target_sparsity: float = 0.0
+    sparse_sites: Collection[Any] = ()
 
     @property
     def family(self) -> Family:
@@ -40,7 +42,8 @@ class StockModel:
 def stock_of(packed: PackedModel) -> StockModel:
     """The stock model of what an engine runs. Raises `ArtifactError` where its configuration is not understood."""
     config = stock_config(packed)
-    return StockModel(config, dequantised(packed), stock_tokenizer(packed), packed.rules, target_sparsity(packed))
+    sites, rules = sparse_sites_of(packed.manifest, packed.rules), packed.rules
+    return StockModel(config, dequantised(packed), stock_tokenizer(packed), rules, target_sparsity(packed), sites)
 
 
 def target_sparsity(packed: PackedModel) -> float:

@@ -48,8 +48,8 @@ def bench_decode(
     Prefill is dense by definition. Dense and sparse decoding take turns on the same engine, after a check that steps
     give the logits of the same text at once; its result is in `check`. Sequences of a batch have texts of their own,
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
-    `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the site
-    matrices skipped) and `bandwidth_share` (bytes_per_token * avg_ts over the memory's measured bandwidth).
+    `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the block
+    weights skipped; `.._of_sparse_sites`: of the sites that may be sparse) and `bandwidth_share` (bytes_per_token * avg_ts over the memory's measured bandwidth).
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
@@ -97,13 +97,13 @@ def bench_decode(
 
 def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], list[str]]:
     tests, notes = [], []
-    if settings.batch == 1 and settings.n_prompt:
-        tests.append(_Test(f"pp{settings.n_prompt}", "dense", settings.n_prompt, 0))
-    if settings.n_gen:
-        name = f"tg{settings.n_gen}" + (f" x {settings.batch}" if settings.batch > 1 else "")
-        tests.append(_Test(name, "dense", 0, settings.n_gen))
+    if settings.batch == 1 and settings.prompt:
+        tests.append(_Test(f"pp{settings.prompt}", "dense", settings.prompt, 0))
+    if settings.generate:
+        name = f"tg{settings.generate}" + (f" x {settings.batch}" if settings.batch > 1 else "")
+        tests.append(_Test(name, "dense", 0, settings.generate))
         if packed.rules:
-            tests.append(_Test(name, "sparse", 0, settings.n_gen))
+            tests.append(_Test(name, "sparse", 0, settings.generate))
         else:
             notes.append("no site of this artifact has thresholds: there is no sparse decoding to measure")
     return tests, notes
@@ -253,12 +253,15 @@ def _row(
         "max_ts": max(samples_ts),
         "bytes_per_token": None,
         "realised_sparsity": None,
+        "realised_sparsity_of_sparse_sites": None,
         "bandwidth_share": None,
     }
     if test.n_gen:
         needed = traffic.bytes_per_token(packed, activity) / settings.batch  # that tokens of a step share
         row["bytes_per_token"] = needed
-        row["realised_sparsity"] = traffic.realised_sparsity(packed, activity)
+        skipped = traffic.skipped_weights(packed, activity)
+        row["realised_sparsity"] = skipped.overall
+        row["realised_sparsity_of_sparse_sites"] = skipped.of_sparse_sites
         row["bandwidth_share"] = needed * avg_ts / bandwidth
     return row
 

@@ -3,43 +3,43 @@
 from dataclasses import dataclass
 
 from sparsepack.errors import UserError
+from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.runtime.backends import BACKENDS, batch_backend, most_sequences
+
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What to measure.
-
-    n_prompt, n_gen -- tokens of the prefill and of the decoding test, each from an empty cache; 0 leaves it out
-    repetitions     -- of every test, in turns
-    threads         -- of the engine and of torch; None: torch's number
-    seed            -- of the random token ids
-    device, backend -- as the engine's
-    batch           -- sequences that are decoded together, where a backend does that; prefill is left out then
+    """What to measure. Prefill and decoding each begin with an empty cache.
 
     Raises `UserError` for a value out of range.
     """
 
-    n_prompt: int = 512
-    n_gen: int = 128
-    repetitions: int = 5
-    threads: int | None = None
-    seed: int = 0
+    prompt: int = option("Tokens of the prefill test; 0: none.", default=512, least=0)
+    generate: int = option("Tokens of the decoding test; 0: none.", default=128, least=0)
+    repetitions: int = option("How often each test is run, in turns.", default=5, least=1)
+    threads: int | None = option("CPU threads (default: all cores).", default=None, least=1, most=MOST_THREADS)
+    seed: int = option("Of the random tokens.", default=0, least=0, most=LARGEST_SEED)
     device: str = "cpu"
-    backend: str | None = None
-    batch: int = 1
+    backend: str | None = option(
+        "What runs it: kernels made for a device, or plain torch (reference); default: the device's, where they can "
+        "run.",
+        default=None,
+        choices=tuple(BACKENDS),
+    )
+    batch: int = option(
+        "Decode so many sequences together, skipping what is inactive in all of them; on a GPU. No prefill test then.",
+        default=1,
+        least=1,
+        most=most_sequences(),
+    )
 
     def __post_init__(self) -> None:
-        from sparsepack.runtime.backends import batch_backend, most_sequences
-
-        for name, least in (("n_prompt", 0), ("n_gen", 0), ("repetitions", 1), ("threads", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} {value}: expected at least {least}")
-        if not 1 <= self.batch <= most_sequences():
-            raise UserError(f"batch {self.batch}: expected 1 to {most_sequences()}")
-        if self.batch > 1 and not self.n_gen:
-            raise UserError(f"batch {self.batch}: nothing to decode; give n_gen tokens")
+        check_options(self, UserError)
+        if self.batch > 1 and not self.generate:
+            raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:
             batch_backend(self.batch, self.device, self.backend)
-        if not self.n_prompt and not self.n_gen:
-            raise UserError("nothing to measure: n_prompt and n_gen are both 0; give one of them tokens")
+        if not self.prompt and not self.generate:
+            raise UserError("nothing to measure: prompt and generate are both 0; give one of them tokens")

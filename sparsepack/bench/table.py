@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsepack.models.skipped import shown
+
 _LEFT = 4  # of the columns, how many hold words
 HEADER = (
     "model",
@@ -29,7 +31,7 @@ def bench_table(result: Mapping[str, Any]) -> str:
         "",
         result["runtime"],
         f"t/s: mean ± standard deviation of {len(result['tests'][0]['samples_ns'])} runs; tokens: {result['tokens']}",
-        "read/token: stored bytes that a token needs; skipped: share of the site matrices that it does not",
+        "read/token: stored bytes that a token needs; skipped: share of the block weights that it does not",
         f"bandwidth: {gigabytes:.1f} GB/s ({result['read_bandwidth']['how']}); its share: read/token * t/s",
         *result["notes"],
     ]
@@ -53,6 +55,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
         f"{row['median_ts']:.2f} ({row['min_ts']:.2f} to {row['max_ts']:.2f})",
         "-" if needed is None else f"{needed / 2**20:.2f} MiB",
-        "-" if sparsity is None else f"{100 * sparsity:.1f} %",
+        "-" if sparsity is None else shown(sparsity, row["realised_sparsity_of_sparse_sites"]),
         "-" if share is None else f"{100 * share:.1f} %",
     ]

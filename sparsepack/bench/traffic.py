@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sparsepack.models.packed import PackedModel, PackedSite
+from sparsepack.models.skipped import Skipped, skipped, sparse_sites_of
 
 Activity = Mapping[tuple[int, str], float]
 """Share of active columns per (layer, site), as `Engine.activity` returns it; a site not named is wholly active."""
@@ -39,15 +40,20 @@ def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
     return sites + row + _always_read(packed)
 
 
-def realised_sparsity(packed: PackedModel, activity: Activity) -> float:
-    """Share of the site matrices' bytes that was not needed: inactive columns, weighted by what they hold."""
-    stored = sum(site.matrix.blocks.nbytes for site in _sites(packed))
-    read = sum(
-        site.matrix.blocks.nbytes * activity.get((number, name), 1.0)
+def skipped_weights(packed: PackedModel, activity: Activity) -> Skipped:
+    """The share of the block weights that a token skipped; see `models.skipped`."""
+    weights = {
+        (number, name): site.matrix.rows * site.matrix.columns
         for number, layer in enumerate(packed.layers)
         for name, site in layer.sites.items()
-    )
-    return 1 - read / stored
+    }
+    inactive = {key: 1 - share for key, share in activity.items()}
+    return skipped(weights, inactive, sparse_sites_of(packed.manifest, packed.rules))
+
+
+def realised_sparsity(packed: PackedModel, activity: Activity) -> float:
+    """That of all block weights."""
+    return skipped_weights(packed, activity).overall
 
 
 def _sites(packed: PackedModel) -> list[PackedSite]:

@@ -3,34 +3,29 @@
 from dataclasses import dataclass
 
 from sparsepack.errors import CalibrationError
+from sparsepack.option import LARGEST_SEED, check_options, option
 
 CRITERIA = ("magnitude", "column-norm")
 """The criteria whose scores are counted; see `calibrate.criteria`."""
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """How much text, and how it is run.
+    """How much text, and how it is run."""
 
-    context -- tokens per window (None: 2048, or what the model was made for if that is less)
-    samples -- windows drawn at random with `seed` (0: all, in order)
-    sinks   -- first positions of each window left out of the statistics (attention sinks)
-    batch   -- windows at a time;  device, dtype -- where and in what precision the blocks run
-    """
-
-    context: int | None = None
-    samples: int = 128
-    seed: int = 0
-    sinks: int = 4
-    batch: int = 2
-    device: str = "cpu"
-    dtype: str = "float32"
+    context: int | None = option(
+        "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
+    )
+    samples: int = option("Windows drawn at random; 0 for all, in order.", default=128, least=0)
+    seed: int = option("Which windows are drawn.", default=0, least=0, most=LARGEST_SEED)
+    sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
+    batch: int = option("Windows at a time.", default=2, least=1)
+    device: str = option("Where models run: cpu, cuda, cuda:1, mps.", default="cpu")
+    dtype: str = option("Numbers that models run in.", default="float32", choices=DTYPES)
 
     def check(self) -> None:
         """Raise `CalibrationError` for values that make no sense."""
-        fits = self.context is None or self.context > self.sinks
-        if not fits or self.sinks < 0 or self.samples < 0 or self.batch < 1:
-            raise CalibrationError(
-                f"context {self.context}, sinks {self.sinks}, samples {self.samples}, batch {self.batch}: expected "
-                "context > sinks >= 0, samples >= 0 and batch >= 1"
-            )
+        check_options(self, CalibrationError)
+        if self.context is not None and self.context <= self.sinks:
+            raise CalibrationError(f"context {self.context}, sinks {self.sinks}: expected context > sinks")

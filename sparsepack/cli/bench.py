@@ -6,35 +6,20 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.options import (
-    PATH,
-    backend_option,
-    device_option,
-    emit,
-    from_options,
-    json_output,
-    seed_option,
-    thread_count,
-)
-from sparsepack.runtime.backends import most_sequences
+from sparsepack.cli.options import PATH, backend_option, device_option, emit, from_options, json_output
 
 
 @click.command()
 @click.argument("path", type=PATH)
-@from_options(BenchSettings, "-p", "--prompt", "n_prompt", help="Tokens of the prefill test; 0: none.")
-@from_options(BenchSettings, "-n", "--generate", "n_gen", help="Tokens of the decoding test; 0: none.")
+@from_options(BenchSettings, "-p", "--prompt")
+@from_options(BenchSettings, "-n", "--generate")
 @from_options(BenchSettings, "-r", "--repetitions")
 @click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
-@seed_option
-@from_options(
-    BenchSettings,
-    "--batch",
-    type=click.IntRange(1, most_sequences()),
-    help="Decode so many sequences together, skipping what is inactive in all of them; with --device cuda.",
-)
+@from_options(BenchSettings, "--seed")
+@from_options(BenchSettings, "--batch")
 @device_option
 @backend_option
-@thread_count
+@from_options(BenchSettings, "--threads")
 @json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs."""

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag, seed_option, window
+from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
 
 
 @click.command()
@@ -14,18 +14,11 @@ from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag, 
 @click.argument("folders", nargs=-1, type=PATH)
 @click.option("--text", "texts", multiple=True, help="What to run; repeats.")
 @click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
-@window
-@from_options(
-    CalibrateOptions, "--samples", type=click.IntRange(0), help="Windows drawn at random; 0 for all, in order."
-)
-@seed_option
-@from_options(
-    CalibrateOptions,
-    "--sinks",
-    type=click.IntRange(0),
-    help="First positions of a window left out of the statistics.",
-)
-@from_options(CalibrateOptions, "--batch", type=click.IntRange(1), help="Windows at a time.")
+@from_options(CalibrateOptions, "--context")
+@from_options(CalibrateOptions, "--samples")
+@from_options(CalibrateOptions, "--seed")
+@from_options(CalibrateOptions, "--sinks")
+@from_options(CalibrateOptions, "--batch")
 @compute
 @overwrite_flag
 def calibrate(

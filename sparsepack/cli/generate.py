@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, backend_option, device_option, from_options, seed_option, torch_threads
+from sparsepack.cli.options import PATH, backend_option, device_option, from_options, torch_threads
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import GenerateOptions
 
@@ -19,11 +19,11 @@ from sparsepack.runtime.options import GenerateOptions
     required=True,
     help=f"Text to continue. Repeats, up to {most_sequences()} times with --device cuda: all are continued together.",
 )
-@from_options(GenerateOptions, "-n", "--tokens", type=click.IntRange(0), help="Tokens to generate at most.")
-@from_options(GenerateOptions, "--temperature", help="0 takes the likeliest token.")
-@click.option("--top-k", type=click.IntRange(1))
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
-@seed_option
+@from_options(GenerateOptions, "-n", "--tokens")
+@from_options(GenerateOptions, "--temperature")
+@from_options(GenerateOptions, "--top-k")
+@from_options(GenerateOptions, "--top-p")
+@from_options(GenerateOptions, "--seed")
 @click.option("--dense", is_flag=True, help="Skip nothing.")
 @click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
 @device_option

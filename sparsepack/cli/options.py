@@ -8,29 +8,59 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 
-from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
+from sparsepack.bench.options import BenchSettings
+from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import UserError
-from sparsepack.runtime.backends import BACKENDS
-from sparsepack.sparsity.options import ALLOCATIONS, AllocationOptions
+from sparsepack.option import Option, default_of, options_of
+from sparsepack.sparsity.options import AllocationOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
-RUNTIMES = ("transformers", *BACKENDS)
 
 
 def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
 
 
+class Declared(click.Option):
+    """An option of a verb that stands in an option dataclass: default, help and limits are those of its field."""
+
+    def __init__(self, *args: Any, options: type, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.options = options
+
+
 def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F]:
-    """A click option with the default that its field has in an option dataclass; the field is that of the longest flag,
-    or of the last name where one has no dashes."""
-    field = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
-    return click.option(*flags, default=getattr(options, field), show_default=True, **settings)
+    """A click option for a field of an option dataclass, that of the longest flag, or of the last name where one has no
+    dashes. `settings` come before what is declared there."""
+    name = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
+    found = {"default": default_of(options, name), "show_default": True}
+    if (declared := options_of(options).get(name)) is not None:
+        found |= {"help": declared.help, **_kind(get_type_hints(options)[name], declared)}
+        if found.get("multiple") and "multiple" not in settings:
+            found["help"] = f"{declared.help} Repeats."
+    return click.option(*flags, cls=Declared, options=options, **{**found, **settings})
+
+
+def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
+    """How click reads a field of a type, `T`, `T | None` or `tuple[T, ...]`, within its limits."""
+    kinds = {annotation, *get_args(annotation)}
+    # click's integers have no bounds that are left out, and ours have none.
+    low: Any = declared.least if declared.above is None else declared.above
+    high: Any = declared.most if declared.below is None else declared.below
+    if declared.choices:
+        return {"type": click.Choice(declared.choices)}
+    if bool in kinds:
+        return {"is_flag": True}
+    if int in kinds:
+        return {"type": click.IntRange(low, high)}
+    if float in kinds:
+        return {"type": click.FloatRange(low, high, declared.above is not None, declared.below is not None)}
+    return {"type": PATH if Path in kinds else str, "multiple": tuple in {getattr(annotation, "__origin__", None)}}
 
 
 def _usable_device(context: click.Context, parameter: click.Parameter, name: str) -> str:
@@ -66,66 +96,41 @@ def _writable(context: click.Context, parameter: click.Parameter, path: str | No
     return path
 
 
-device_option = from_options(CalibrateOptions, "--device", callback=_usable_device, help="cpu, cuda, cuda:1, mps.")
-backend_option = click.option(
+device_option = from_options(CalibrateOptions, "--device", callback=_usable_device)
+backend_option = from_options(
+    BenchSettings,
     "--backend",
-    type=click.Choice(("auto", *BACKENDS)),
+    type=click.Choice(("auto", *options_of(BenchSettings)["backend"].choices)),
     default="auto",
-    show_default=True,
     callback=lambda context, parameter, name: None if name == "auto" else name,
-    help="What runs it: kernels made for a device, or plain torch (reference); auto: the device's, where they can run.",
 )
-compute = _options(
-    device_option,
-    from_options(CalibrateOptions, "--dtype", type=click.Choice(("float32", "bfloat16", "float16"))),
-)
+compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(
     "--json", "json_path", metavar="FILE", callback=_writable, help="Write the result as JSON; - for standard output."
 )
-window = click.option(
-    "--context", type=click.IntRange(2), help="Tokens per window (default 2048, or what MODEL was made for if less)."
-)
-_threads = functools.partial(
-    click.option, "--threads", type=click.IntRange(1, 1024), help="CPU threads (default: all cores)."
-)
-thread_count = _threads()
-torch_threads = _threads(callback=_use_threads, expose_value=False)
+torch_threads = from_options(BenchSettings, "--threads", callback=_use_threads, expose_value=False)
 """The number of torch in the whole process, for verbs that take none."""
-seed_option = from_options(CalibrateOptions, "--seed", type=click.IntRange(0, 2**32 - 1))
 
 
 allocation = _options(
-    click.option("--sparsity", type=float, help="Share of the weights that a decoded token skips, 0 to below 1."),
+    from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the verbs tell in a line of their own
+    *(from_options(AllocationOptions, flag) for flag in ("--allocation", "--criterion", "--include", "--ignore")),
     from_options(
         AllocationOptions,
-        "--allocation",
-        type=click.Choice(ALLOCATIONS),
-        help="One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
-    ),
-    from_options(
-        AllocationOptions,
-        "--criterion",
-        type=click.Choice(CRITERIA),
-        help="Score of channel j: |x_j|, or |x_j| times the norm of its column.",
-    ),
-    click.option("--include", multiple=True, help="Only these sites: blk.3.mlp_mid, blk.*.attn_in, re:REGEX. Repeats."),
-    click.option("--ignore", multiple=True, help="These sites stay dense. Repeats."),
-    click.option(
         "--dense-upstream",
         "upstream",
+        type=None,
         is_flag=True,
+        default=False,
+        show_default=False,
         callback=lambda context, parameter, dense: "dense" if dense else AllocationOptions.upstream,
         help="Take thresholds on dense activations, as the papers do.",
     ),
-    click.option("--offsets", is_flag=True, help="global: also learn what inactive channels stand at; costs nothing."),
-    from_options(
-        AllocationOptions, "--windows", type=click.IntRange(1), help="Calibration windows that thresholds are taken on."
+    *(
+        from_options(AllocationOptions, flag)
+        for flag in ("--offsets", "--windows", "--steps", "--batch", "--length", "--seed")
     ),
-    from_options(AllocationOptions, "--steps", type=click.IntRange(1), help="global: optimiser steps."),
-    from_options(AllocationOptions, "--batch", type=click.IntRange(1), help="global: windows per step."),
-    from_options(AllocationOptions, "--length", type=click.IntRange(2), help="global: tokens per window."),
-    seed_option,
 )
 
 

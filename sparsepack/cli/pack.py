@@ -5,25 +5,18 @@ from typing import Any
 
 import click
 
-from sparsepack.artifacts.formats import FORMATS, summaries
 from sparsepack.cli.options import PATH, allocation, allocation_options, compute, from_options, overwrite_flag
-from sparsepack.codecs.types import TYPES
 from sparsepack.pack import PackRequest
 
 
 @click.command()
 @click.argument("model")
-@from_options(
-    PackRequest,
-    "--format",
-    type=click.Choice(list(FORMATS)),
-    help=summaries(),
-)
+@from_options(PackRequest, "--format")
 @click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation
-@from_options(PackRequest, "--output-type", help=f"Output matrix: auto, {', '.join(TYPES)}.")
-@from_options(PackRequest, "--embedding-type", help="Embedding, likewise.")
+@from_options(PackRequest, "--output-type")
+@from_options(PackRequest, "--embedding-type")
 @click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
 @compute
 @overwrite_flag

@@ -2,9 +2,11 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from sparsepack.bench.traffic import skipped_weights
 from sparsepack.load import Model, ModelOfSeveral, what_runs
+from sparsepack.models.skipped import shown
 from sparsepack.progress import say
 from sparsepack.runtime.options import GenerateOptions
 
@@ -24,7 +26,7 @@ def stream(model: Model, prompt: str, options: GenerateOptions) -> None:
     spent = time.perf_counter() - (first or began)
     say(
         f"{model.engine.position} tokens in the context, decoded in {spent:.2f} s after the prefill; "
-        f"{_skipped(model.engine.activity()):.1%} of the columns skipped, on average over sites"
+        f"{_skipped(model)} of the block weights skipped"
     )
 
 
@@ -39,9 +41,10 @@ def print_together(model: ModelOfSeveral, prompts: Sequence[str], options: Gener
     sys.stdout.flush()
     say(
         f"{len(prompts)} texts in {spent:.2f} s, prefill included; "
-        f"{_skipped(model.engine.activity()):.1%} of the columns skipped in all of them, on average over sites"
+        f"{_skipped(model)} of the block weights skipped, in all of them"
     )
 
 
-def _skipped(activity: Mapping[tuple[int, str], float]) -> float:
-    return 1 - sum(activity.values()) / len(activity) if activity else 0.0
+def _skipped(model: Model | ModelOfSeveral) -> str:
+    found = skipped_weights(model.packed, model.engine.activity())
+    return shown(found.overall, found.of_sparse_sites)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.eval.standard_error import with_error
+from sparsepack.models.skipped import shown
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -45,20 +46,49 @@ def calibration_table(manifest: Mapping[str, Any]) -> str:
 
 
 def thresholds_table(summary: Mapping[str, Any]) -> str:
-    """A thresholds table: a row per block, target sparsity and threshold of each site."""
+    """A thresholds table: a row per block, of each site what its threshold skips on the calibration text, and that."""
     rows = summary["rows"]
     sites = list(dict.fromkeys(row["site"] for row in rows))
     by_key = {(row["layer"], row["site"]): row for row in rows}
     body = []
     for layer in sorted({row["layer"] for row in rows}):
         cells = [by_key[layer, site] for site in sites]
-        body.append([layer, *(f"{c['sparsity']:.3f} @ {c['threshold']:.4g}" for c in cells)])
+        body.append([layer, *map(_site_cell, cells)])
     vectors = [name for name in ("channel_weights", "offset") if any(row[name] for row in rows)]
     head = (
         f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
         + (f"; per channel: {', '.join(vectors)}" if vectors else "")
     )
-    return f"{head}\n\n{table(['block', *(f'{site} (sparsity @ threshold)' for site in sites)], body)}"
+    outlook = summary.get("expected")
+    said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
+    parts = [head, table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
+    parts.append(f"a decoded token skips, on text like the calibration text: {said} of all block weights")
+    parts += [f"note: {note}" for note in _edited(summary)]
+    return "\n\n".join(parts)
+
+
+def _site_cell(row: Mapping[str, Any]) -> str:
+    expected = row.get("expected")
+    if expected == 0 and row["threshold"] == 0:
+        return "dense"
+    return f"{'?' if expected is None else f'{100 * expected:.1f} %'} @ {row['threshold']:.4g}"
+
+
+_FAR = 0.02
+
+
+def _edited(summary: Mapping[str, Any]) -> list[str]:
+    """Where a table asks for other than what will happen, as after an edit: which field counts."""
+    notes = [
+        f"blk.{row['layer']}.{row['site']}: `threshold` counts, not `sparsity`: {row['threshold']:.4g} skips "
+        f"{100 * row['expected']:.1f} %, not {100 * row['sparsity']:.1f} %"
+        for row in summary["rows"]
+        if row.get("expected") is not None and abs(row["expected"] - row["sparsity"]) > _FAR
+    ]
+    outlook = summary.get("expected")
+    if outlook is not None and abs(outlook["of_sparse_sites"] - summary["sparsity"]) > _FAR:
+        notes.append(f"the thresholds count, not the table's `sparsity` of {100 * summary['sparsity']:.1f} %")
+    return notes
 
 
 def artifact_line(description: Mapping[str, Any]) -> str:
@@ -136,6 +166,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             "target",
         ]
         parts.append(table(header, rows))
+        parts.append("skipped, target: share of all block weights that a decoded token skips")
     if result["tasks"]:
         rows = [
             [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
@@ -143,7 +174,10 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             for metric, value in task["metrics"].items()
         ]
         parts.append(table(["task", "metric", "value", "samples", "protocol"], rows))
-        parts.append(f"skipped in tasks: {result['tasks']['realised_sparsity']['overall']:.3f} of the site matrices")
+        realised = result["tasks"]["realised_sparsity"]
+        parts.append(
+            f"skipped in tasks: {shown(realised['overall'], realised['of_sparse_sites'])} of the block weights"
+        )
     return "\n\n".join(parts)
 
 
@@ -159,8 +193,8 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
         with_error(row["perplexity_ratio"], 4) if compared else "-",
         with_error(row["kl_divergence"], 4) if compared else "-",
         with_error(row["top_token_agreement"], 4) if compared else "-",
-        f"{realised['overall']:.3f}",
-        f"{realised['target']:.3f}",
+        shown(realised["overall"], realised["of_sparse_sites"]),
+        shown(realised["target_overall"], realised["target"]),
     ]
 
 

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, device_option, emit, json_output, thread_count
+from sparsepack.bench.options import BenchSettings
+from sparsepack.cli.options import PATH, device_option, emit, from_options, json_output
 
 
 @click.command()
 @click.argument("paths", type=PATH, nargs=-1)
 @device_option
-@thread_count
+@from_options(BenchSettings, "--threads")
 @json_output
 def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
     """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.

@@ -1,6 +1,6 @@
 """An artifact under evaluation as its users run it: by the engine, its kernels and its own rounding included."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.rule import SiteKey
+from sparsepack.models.skipped import sparse_sites_of
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 
@@ -97,6 +98,11 @@ class EngineSubject:
     @property
     def target_sparsity(self) -> float:
         return target_sparsity(self.packed)
+
+    @property
+    def sparse_sites(self) -> Collection[Any]:
+        """(layer, site) of those that may be sparse."""
+        return sparse_sites_of(self.packed.manifest, self.packed.rules)
 
     @property
     def context(self) -> int:

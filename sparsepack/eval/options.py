@@ -5,37 +5,50 @@ from pathlib import Path
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import PROTOCOLS
+from sparsepack.option import check_options, option
+from sparsepack.runtime.backends import BACKENDS, backend_named
 
 
 @dataclass(frozen=True)
 class EvalRequest:
     """What to measure.
 
-    perplexity -- texts; each gives a row per protocol;  context -- tokens per window (None: 2048, or what the
-                  model was made for if that is less);  windows -- at most so many
+    thresholds -- a table to run a checkpoint with
     against    -- source checkpoint for KL divergence and top-token agreement
-    tasks, task_path, limit, num_fewshot -- lm-eval tasks
-    batch      -- windows, and requests of a task, at a time (None: 1 window, 8 requests)
-    runtime    -- "transformers": the stock model with the subject's weights and rules; or a backend of the engine
-                  (`runtime.backends`), which runs a zigzag artifact as its users do
-    protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
     """
 
     subject: str
     thresholds: Path | None = None
-    perplexity: tuple[str, ...] = ()
-    protocol: str | None = None
-    context: int | None = None
-    windows: int | None = None
+    perplexity: tuple[str, ...] = option("Rolling perplexity of these texts.", default=())
+    protocol: str | None = option(
+        "Which tokens are sparse. Default: decode where the model is sparse, else dense.",
+        default=None,
+        choices=PROTOCOLS,
+    )
+    context: int | None = option(
+        "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
+    )
+    windows: int | None = option("At most so many windows of each text, from the first.", default=None, least=1)
     against: str | None = None
-    tasks: tuple[str, ...] = ()
-    task_path: Path | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    batch: int | None = None
+    tasks: tuple[str, ...] = option("lm-eval tasks.", default=())
+    task_path: Path | None = option(  # noqa: RUF009, it is what `field` is
+        "Folder of local task YAML; nothing is looked up on a network then.", default=None
+    )
+    limit: int | None = option("Documents per task.", default=None, least=1)
+    num_fewshot: int | None = option(
+        "Examples before each question, in place of the tasks' own.", default=None, least=0
+    )
+    batch: int | None = option(
+        "Windows, and requests of a task, at a time (default 1 window, 8 requests).", default=None, least=1
+    )
     device: str = "cpu"
     dtype: str = "float32"
-    runtime: str = "transformers"
+    runtime: str = option(
+        "What runs the model: transformers, or the engine's backend that runs a zigzag artifact for its users, with "
+        "its own kernels and rounding (cuda: on device cuda).",
+        default="transformers",
+        choices=("transformers", *BACKENDS),
+    )
 
     @property
     def windows_at_once(self) -> int:
@@ -49,15 +62,9 @@ class EvalRequest:
 
     def check(self) -> None:
         """Raise `UserError` for a request that measures nothing or makes no sense."""
-        from sparsepack.runtime.backends import BACKENDS, backend_named
-
-        runtimes = ("transformers", *BACKENDS)
+        check_options(self, UserError)
         if not self.perplexity and not self.tasks:
             raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
-        if self.protocol is not None and self.protocol not in PROTOCOLS:
-            raise UserError(f"protocol {self.protocol!r}: expected one of {', '.join(PROTOCOLS)}")
-        if self.runtime not in runtimes:
-            raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(runtimes)}")
         if self.runtime != "transformers":
             backend_named(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype != "float32":
@@ -65,9 +72,3 @@ class EvalRequest:
                     f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
-        counts = (self.batch, self.windows, self.context and self.context - 1)
-        if any(count is not None and count < 1 for count in counts):
-            raise UserError(
-                f"context {self.context}, batch {self.batch}, windows {self.windows}: "
-                "expected a context of at least 2, batch and windows of at least 1"
-            )

@@ -16,6 +16,7 @@ from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
+from sparsepack.models.skipped import skipped
 from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
@@ -123,17 +124,16 @@ def _tasks(
 
 
 def realised_sparsity(scorer: SparseScorer | EngineScorer, subject: Subject | EngineSubject) -> Mapping[str, Any]:
-    """Realised sparsity per site, and weighted by parameters.
+    """Realised sparsity: `overall` and `of_sparse_sites` as `models.skipped.Skipped`, and that of every sparse site.
 
-    `overall` is what is skipped of all sites, dense ones counting as 0; `of_sparse_sites` leaves those out, as the
-    target does.
+    `target` is of the sparse sites, `target_overall` the same of all block weights.
     """
     shares = subject.parameter_shares()
     realised = scorer.realised()
-    overall = sum(value * shares[key] for key, value in realised.items())
+    sparse = sum(share for key, share in shares.items() if key in subject.sparse_sites)
     return {
         "target": subject.target_sparsity,
-        "overall": overall,
-        "of_sparse_sites": overall / sum(shares[key] for key in realised) if realised else 0.0,
+        "target_overall": subject.target_sparsity * sparse,
+        **asdict(skipped(shares, realised, subject.sparse_sites)),
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }

@@ -3,6 +3,7 @@
 All become a stock transformers model with the sites' rules beside it, so one code path measures them all.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,7 @@ class Subject:
     rules: Rules
     source_sha256: str
     target_sparsity: float
+    sparse_sites: Collection[Any] = ()  # (layer, site) of those that may be sparse
 
     @property
     def context(self) -> int:
@@ -81,6 +83,7 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
         rules=thresholds.rules if thresholds else {},
         source_sha256=checkpoint.sha256,
         target_sparsity=thresholds.sparsity if thresholds else 0.0,
+        sparse_sites=thresholds.may_skip() if thresholds else (),
     )
 
 
@@ -101,4 +104,5 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         rules=thresholds.rules if thresholds else stock.rules,
         source_sha256=source_sha256,
         target_sparsity=thresholds.sparsity if thresholds else stock.target_sparsity,
+        sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,
     )

@@ -1,5 +1,6 @@
 """What a site does with its input while decoding: which channels are active, and what stands in for the others."""
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +10,10 @@ from torch import Tensor
 
 SiteKey = tuple[int, str]
 """A site: the number of its decoder block, and its name there."""
+
+
+CURVE_SHARES = (*(n / 20 for n in range(1, 20)), 0.975, 0.99)
+"""Shares of inactive channels whose thresholds a rule's curve holds."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class SiteRule:
     channel_weights -- c: float32 [columns]; None: ones
     sparsity        -- target share of inactive channels
     realised        -- the share that the calibration text gave
+    curve           -- the thresholds that give each share of `CURVE_SHARES` there; empty: not known
     """
 
     threshold: float | Tensor = 0.0
@@ -30,11 +36,26 @@ class SiteRule:
     channel_weights: Tensor | None = None
     sparsity: float = 0.0
     realised: float = 0.0
+    curve: tuple[float, ...] = ()
 
     @property
     def dense(self) -> bool:
         """Whether nothing is ever skipped. A threshold of zero with a target above zero does skip exact zeros."""
         return not isinstance(self.threshold, Tensor) and not (self.threshold or self.sparsity) and self.offset is None
+
+    def expected(self) -> float | None:
+        """The share of inactive channels that the threshold gives on the calibration text, also where somebody has
+        changed it; None where that is not known. From the curve, to about half a point."""
+        if self.dense:
+            return 0.0
+        if not self.curve or isinstance(self.threshold, Tensor):
+            return None
+        at = bisect_right(self.curve, self.threshold)
+        if at == len(self.curve):
+            return CURVE_SHARES[-1]
+        (low, share), (high, next_share) = [(0.0, 0.0), *zip(self.curve, CURVE_SHARES, strict=True)][at : at + 2]
+        found = share + (next_share - share) * (self.threshold - low) / (high - low)
+        return self.realised if abs(found - self.realised) < 0.005 else found
 
     @cached_property
     def limits(self) -> Tensor:

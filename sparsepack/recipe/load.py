@@ -4,15 +4,15 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from sparsepack.errors import RecipeError
 from sparsepack.progress import say
 from sparsepack.recipe.consistency import check_sections
-from sparsepack.recipe.schema import RecipeModel
+from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
 
 SHIPPED = Path(__file__).parents[2] / "recipes"
@@ -184,15 +184,8 @@ def _known_keys(place: tuple[str, ...]) -> list[str]:
     model: Any = RecipeModel
     for key in place:
         fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
-        model = _section_inside(fields[key].annotation) if key in fields else model
+        model = section_in(fields[key].annotation) if key in fields else model
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def _section_inside(annotation: Any) -> Any:
-    """The section in `Section | None` or in a mapping of mappings to sections."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _section_inside(part)) is not None), None)
 
 
 def _shown(value: Any) -> str:

@@ -1,21 +1,19 @@
 """What the sections of a recipe share: unknown keys are errors, nothing is coerced.
 
-Paths (model, texts, task_path) are taken as written, so relative ones resolve against the working directory, not
+Paths (what is marked as `PATH`) are taken as written, so relative ones resolve against the working directory, not
 against the recipe's folder. A section that is absent or null is left out of the run.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.option import default_of, options_of
 
-DTYPES = ("float32", "bfloat16", "float16")
-
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Length = Annotated[int, Field(ge=2)]
+PATH = "path"
+"""Marks a field that holds paths, or names that may stand for one."""
 
 
 def listed(value: Any) -> Any:
@@ -23,26 +21,27 @@ def listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def one_of(names: Sequence[str]) -> AfterValidator:
-    """The check that a value is one of these names."""
-
-    def check(value: str) -> str:
-        if value not in names:
-            quoted = [f"'{name}'" for name in names]
-            raise ValueError(f"expected {', '.join(quoted[:-1])} or {quoted[-1]}")
-        return value
-
-    return AfterValidator(check)
-
-
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(listed)]
 
 
 class Section(BaseModel):
-    """What all sections share. Their defaults are those of the option dataclasses that they become."""
+    """What all sections share.
+
+    A section may name the option dataclass that it becomes, `options`. Its fields of the same names are declared
+    there; here they only have their types.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     key: ClassVar[str]
+    options: ClassVar[type]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        super().__pydantic_init_subclass__(**settings)
+        if (options := cls.__dict__.get("options")) is not None:
+            for name in cls.model_fields.keys() & options_of(options).keys():
+                _declare(cls.model_fields[name], options, name)
+            cls.model_rebuild(force=True)
 
     @classmethod
     def of(cls, recipe: "Recipe") -> Self | None:
@@ -51,11 +50,26 @@ class Section(BaseModel):
         return found
 
 
+def _declare(field: FieldInfo, options: type, name: str) -> None:
+    """Give a field what is declared of it in an option dataclass; one without a default there has to be given."""
+    declared = options_of(options)[name]
+    field.description = declared.help
+    if default_of(options, name) is not None or type(None) in get_args(field.annotation):
+        field.default = default_of(options, name)
+    if declared.choices:
+        # A literal cannot be spelt from names that a table holds in a way that mypy reads.
+        chosen: Any = Literal[declared.choices]
+        field.annotation = chosen | None if type(None) in get_args(field.annotation) else chosen
+    bounds = {"ge": declared.least, "gt": declared.above, "le": declared.most, "lt": declared.below}
+    given: dict[str, Any] = {kind: bound for kind, bound in bounds.items() if bound is not None}
+    field.metadata += Field(**given).metadata
+
+
 class Limit(Section):
     """The values that pass: `min <= value <= max`."""
 
-    min: float | None = None
-    max: float | None = None
+    min: float | None = Field(None, description="The smallest value that passes.")
+    max: float | None = Field(None, description="The largest value that passes.")
 
     @model_validator(mode="after")
     def _some_value_passes(self) -> Self:
@@ -66,15 +80,28 @@ class Limit(Section):
         return self
 
 
+def limit(meaning: str) -> tuple[Any, None]:
+    """A gate on a measured value, as `Stage.gates` has it."""
+    return Annotated[Limit | None, Field(description=meaning)], None
+
+
 class Recipe(Section):
     """What every recipe has. `schema.RecipeModel` adds the sections of the stages, and the gates."""
 
-    version: Literal[1] = Field(alias="schema")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    description: str = ""
-    model: Annotated[str, Field(min_length=1)]
-    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] = CalibrateOptions.device
-    dtype: Annotated[str, one_of(DTYPES)] = CalibrateOptions.dtype
+    options: ClassVar[type] = CalibrateOptions
+
+    version: Literal[1] = Field(alias="schema", description="The version of this format: 1.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="What the recipe is called; its outputs lie in `work/NAME` unless `--work` says otherwise.",
+    )
+    description: str = Field("", description="One line for people.")
+    model: Annotated[str, PATH] = Field(
+        min_length=1,
+        description="A Hugging Face folder or hub name, a GGUF file in F32, F16 or BF16, or shipped:tiny.",
+    )
+    device: str = Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")
+    dtype: str
 
     def asked(self, key: str) -> Any:
         """The value of a stage's key; None or False where it is left out."""

@@ -1,5 +1,6 @@
 """`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,6 +82,8 @@ def find_thresholds(
         sparsity=options.sparsity,
         upstream=options.upstream,
         rules=rules,
+        weights={(layer, site): math.prod(checkpoint.stacked_shape(site, layer)) for layer, site in rules},
+        sparse_sites=frozenset(sites),
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.calibrate.options import CRITERIA
 from sparsepack.errors import ThresholdsError
+from sparsepack.option import LARGEST_SEED, check_options, option
 
 ALLOCATIONS = ("uniform", "teal", "global")
 UPSTREAMS = ("sparse", "dense")
@@ -11,51 +12,42 @@ UPSTREAMS = ("sparse", "dense")
 
 @dataclass(frozen=True)
 class AllocationOptions:
-    """What the user asks for.
+    """What the user asks for. Sites are named or matched by patterns: `blk.3.mlp_mid`, `blk.*.attn_in`, `re:...`."""
 
-    sparsity   -- target share of weights that a decoded token skips, over the sites that may be sparse
-    include    -- names or patterns of the sites that may be sparse (`blk.3.mlp_mid`, `blk.*.attn_in`, `re:...`)
-    ignore     -- those that stay dense
-    upstream   -- "sparse" or "dense" (the papers' way)
-    windows    -- calibration windows that thresholds are taken on, of those in the calibration
-    offsets    -- `global` also learns what inactive channels stand at, folded into a bias (R-Sparse's idea)
-    steps, batch, length -- `global`: optimiser steps, windows per step, tokens per window
-    """
-
-    sparsity: float
-    allocation: str = "uniform"
-    criterion: str = "magnitude"
-    include: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    upstream: str = "sparse"
-    windows: int = 16
-    offsets: bool = False
-    steps: int = 300
-    batch: int = 4
-    length: int = 1024
-    seed: int = 0
+    sparsity: float = option(
+        "Target: share of the weights that a decoded token skips, of the sites that may be sparse.", least=0, below=1
+    )
+    allocation: str = option(
+        "One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
+        default="uniform",
+        choices=ALLOCATIONS,
+    )
+    criterion: str = option(
+        "Score of channel j: |x_j|, or |x_j| times the norm of its column.", default="magnitude", choices=CRITERIA
+    )
+    include: tuple[str, ...] = option(
+        "Only these sites may be sparse: blk.3.mlp_mid, blk.*.attn_in, re:REGEX.", default=()
+    )
+    ignore: tuple[str, ...] = option("These sites stay dense.", default=())
+    upstream: str = option(
+        "Activations that thresholds are taken on: with all before a site sparse, or dense as in the papers.",
+        default="sparse",
+        choices=UPSTREAMS,
+    )
+    windows: int = option("Calibration windows that thresholds are taken on.", default=16, least=1)
+    offsets: bool = option(
+        "With global: also learn what inactive channels stand at (R-Sparse's idea); costs nothing later.", default=False
+    )
+    steps: int = option("With global: optimiser steps.", default=300, least=1)
+    batch: int = option("With global: windows per step.", default=4, least=1)
+    length: int = option("With global: tokens per window.", default=1024, least=2)
+    seed: int = option("With global: which windows are drawn.", default=0, least=0, most=LARGEST_SEED)
     device: str = "cpu"
     dtype: str = "float32"
 
     def check(self) -> None:
         """Raise `ThresholdsError` for values out of range."""
-        if not 0 <= self.sparsity < 1:
-            raise ThresholdsError(f"sparsity {self.sparsity}: expected at least 0 and below 1 (0.5 skips half)")
-        for name, value, known in (
-            ("allocation", self.allocation, ALLOCATIONS),
-            ("criterion", self.criterion, CRITERIA),
-            ("upstream", self.upstream, UPSTREAMS),
-        ):
-            if value not in known:
-                raise ThresholdsError(f"{name} {value!r}: expected one of {', '.join(known)}")
-        for name, count, least in (
-            ("windows", self.windows, 1),
-            ("steps", self.steps, 1),
-            ("batch", self.batch, 1),
-            ("length", self.length, 2),
-        ):
-            if count < least:
-                raise ThresholdsError(f"{name} {count}: expected at least {least}")
+        check_options(self, ThresholdsError)
         if self.offsets and self.allocation != "global":
             raise ThresholdsError("offsets are learnt from the model's output: they need --allocation global")
         if self.allocation == "global" and self.upstream == "dense":

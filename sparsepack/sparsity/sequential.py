@@ -16,7 +16,7 @@ from sparsepack.files.resume import ResumeState
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import SiteFunction, site_hooks
-from sparsepack.models.rule import Rules, SiteKey, SiteRule, sparsify
+from sparsepack.models.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.progress import progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
@@ -76,9 +76,10 @@ def _block_rules(
 
 
 def at_quantile(choice: SiteRule, counts: torch.Tensor) -> SiteRule:
-    """The rule with the threshold at which scores counted so realise its target."""
+    """The rule with the threshold at which scores counted so realise its target, and its curve for who edits that."""
     threshold = histogram.quantile(counts, choice.sparsity)
-    return replace(choice, threshold=threshold, realised=histogram.share_at_most(counts, threshold))
+    curve = tuple(float(f"{histogram.quantile(counts, share):.5g}") for share in CURVE_SHARES)
+    return replace(choice, threshold=threshold, realised=histogram.share_at_most(counts, threshold), curve=curve)
 
 
 def _score_counts(

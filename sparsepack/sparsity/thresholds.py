@@ -1,15 +1,18 @@
 """The thresholds table: the rule of every site, as JSON that can be printed, edited and passed to `pack` and `eval`.
 
-Per row: layer, site, target sparsity, threshold t, the share that fell at or under it on the calibration text, and
-where the allocation found them, the channel weights c (score = |x_j - offset_j| * c_j) and the offsets. These two are
-vectors, so they are kept as base64 of little-endian float32; editing a threshold or a sparsity does not touch them.
+`threshold` is the field that counts: a channel is skipped where its score is at most that. A threshold of 0 keeps a
+site dense (but for exact zeros, where `sparsity` is above 0). All else in a row says where the threshold comes from:
+`sparsity` is what it was searched for, `realised` the share that fell at or under it on the calibration text, `curve`
+the thresholds that give other shares there (`models.rule.CURVE_SHARES`), `weights` how many the site has,
+`may_be_sparse` whether it was allowed to skip. Where the allocation found them, there are the channel weights c
+(score = |x_j - offset_j| * c_j) and the offsets: vectors, kept as base64 of little-endian float32.
 """
 
 import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,22 @@ from sparsepack.errors import ThresholdsError
 from sparsepack.files.atomic import atomic_file
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import Rules, SiteKey, SiteRule
+from sparsepack.models.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
+from sparsepack.models.skipped import Skipped, skipped
 
 SCHEMA = 1
 _VECTORS = ("channel_weights", "offset")
+_HEAD = ("model_sha256", "calibration_sha256", "allocation", "criterion", "sparsity", "upstream")
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """A whole table and where it comes from.
 
-    sparsity -- the target, weighted by parameters over the sites that may be sparse
-    upstream -- "sparse": taken with everything before each site sparse already; "dense": the papers' way
+    sparsity     -- the target, weighted by parameters over the sites that may be sparse
+    upstream     -- "sparse": taken with everything before each site sparse already; "dense": the papers' way
+    weights      -- how many each site has; empty in tables of before this was kept
+    sparse_sites -- those that may be sparse
     """
 
     model_sha256: str
@@ -41,6 +48,8 @@ class Thresholds:
     sparsity: float
     upstream: str
     rules: Rules
+    weights: Mapping[SiteKey, int] = field(default_factory=dict)
+    sparse_sites: frozenset[SiteKey] = frozenset()
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise `ThresholdsError` unless the table is of that model and has a rule for every site."""
@@ -62,17 +71,36 @@ class Thresholds:
                         f"layer {layer}, {site}: {name} has {len(vector)} channels, the model {columns}"
                     )
 
+    def expected(self) -> dict[SiteKey, float | None]:
+        """Share of inactive channels that each site's threshold gives on the calibration text, edited or not."""
+        return {key: rule.expected() for key, rule in self.rules.items()}
+
+    def may_skip(self) -> frozenset[SiteKey]:
+        """The sites that may be sparse, with those that somebody has given a threshold."""
+        return self.sparse_sites | {key for key, rule in self.rules.items() if not rule.dense}
+
+    def outlook(self) -> Skipped | None:
+        """What a decoded token will skip on text like the calibration text; None where that is not known."""
+        known = {key: share for key, share in self.expected().items() if share is not None}
+        if len(known) < len(self.rules) or self.weights.keys() != self.rules.keys():
+            return None
+        return skipped(self.weights, known, self.may_skip())
+
     def summary(self) -> dict[str, Any]:
-        """The table without its vectors, JSON-able: for manifests and reports."""
-        value = self.to_json()
-        for row in value["rows"]:
-            row |= {name: row[name] is not None for name in _VECTORS}
-        return value
+        """The table without its vectors, JSON-able: for manifests and reports. It also says what will happen:
+        `expected`, a share, in each row, and for all together as `models.skipped.Skipped`; None: not known."""
+        value, outlook = self.to_json(), self.outlook()
+        for row, expected in zip(value["rows"], self.expected().values(), strict=True):
+            row |= {name: row[name] is not None for name in _VECTORS} | {"expected": expected}
+        return {**value, "expected": outlook and asdict(outlook)}
 
     def to_json(self) -> dict[str, Any]:
         """The whole table as JSON-able values."""
-        head = {name: value for name, value in vars(self).items() if name != "rules"}
-        return {"schema": SCHEMA, "kind": "thresholds", **head, "rows": rules_to_json(self.rules)}
+        head = {name: getattr(self, name) for name in _HEAD}
+        rows = rules_to_json(self.rules)
+        for key, row in zip(self.rules, rows, strict=True):
+            row |= {"weights": self.weights.get(key), "may_be_sparse": key in self.sparse_sites}
+        return {"schema": SCHEMA, "kind": "thresholds", **head, "rows": rows}
 
     def write(self, path: Path, overwrite: bool = False) -> None:
         """Write as JSON, one row a line, whole or not at all."""
@@ -98,10 +126,18 @@ def read_thresholds(path: Path) -> Thresholds:
     texts = ("model_sha256", "calibration_sha256", "allocation", "criterion", "upstream")
     head = {name: _field(value, name, str, str(path)) for name in texts}
     rows = _field(value, "rows", list, str(path))
+    rules = rules_of_json(rows, str(path))
+    counted = {key: row["weights"] for key, row in zip(rules, rows, strict=True) if row.get("weights") is not None}
+    for (layer, site), count in counted.items():
+        if type(count) is not int or count < 1:
+            raise ThresholdsError(f"{path}: layer {layer}, {site}: weights is {count!r}; expected a whole number")
+    allowed = {key for key, row in zip(rules, rows, strict=True) if row.get("may_be_sparse", not rules[key].dense)}
     return Thresholds(
         **head,
         sparsity=float(_field(value, "sparsity", float, str(path))),
-        rules=rules_of_json(rows, str(path)),
+        rules=rules,
+        weights=counted,
+        sparse_sites=frozenset(allowed),
     )
 
 
@@ -114,6 +150,7 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
             "sparsity": rule.sparsity,
             "threshold": rule.threshold,
             "realised": rule.realised,
+            "curve": list(rule.curve),
             **{name: _encoded(getattr(rule, name)) for name in _VECTORS},
         }
         for (layer, site), rule in rules.items()
@@ -141,7 +178,8 @@ def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
             f"{where}: sparsity {sparsity}, threshold {threshold}; expected 0 <= sparsity < 1, threshold >= 0"
         )
     vectors = {name: _vector(row, name, where) for name in _VECTORS}
-    return (layer, site), SiteRule(float(threshold), sparsity=float(sparsity), realised=float(realised), **vectors)
+    shares = (float(sparsity), float(realised), _curve(row, where))
+    return (layer, site), SiteRule(float(threshold), vectors["offset"], vectors["channel_weights"], *shares)
 
 
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
@@ -160,6 +198,18 @@ def _field(value: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(value[name], accepted) or isinstance(value[name], bool):
         raise ThresholdsError(f"{where}: {name} is {value[name]!r}; expected {expected}")
     return value[name]
+
+
+def _curve(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
+    """The curve of a row; empty in tables of before there was one."""
+    values = row.get("curve") or []
+    numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    rising = numbers and sorted(values) == values and all(0 <= value < math.inf for value in values)
+    if not rising or len(values) not in (0, len(CURVE_SHARES)):
+        raise ThresholdsError(
+            f"{where}: curve; expected {len(CURVE_SHARES)} numbers, none below the one before (it is not for editing)"
+        )
+    return tuple(map(float, values))
 
 
 def _vector(row: Mapping[str, Any], name: str, where: str) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 
 TEXT = list(range(20, 36))
-SETTINGS = BenchSettings(n_prompt=8, n_gen=12, repetitions=3, threads=1, backend="reference")
+SETTINGS = BenchSettings(prompt=8, generate=12, repetitions=3, threads=1, backend="reference")
 LLAMA_BENCH_KEYS = {
     *("cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params", "n_threads"),
     *("n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
@@ -97,7 +97,7 @@ def test_dense_and_sparse_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return timed(engine, test, tokens)
 
     monkeypatch.setattr(decode, "_timed", watched)
-    bench_decode(sparse_model(), BenchSettings(n_prompt=0, n_gen=3, repetitions=2))
+    bench_decode(sparse_model(), BenchSettings(prompt=0, generate=3, repetitions=2))
     assert order == ["tg3 dense", "tg3 sparse"] * 2
 
 
@@ -142,7 +142,7 @@ def test_random_tokens_repeat_and_begin_with_bos() -> None:
 
 def test_threads_are_set_for_the_run_and_restored() -> None:
     before = torch.get_num_threads()
-    found = bench_decode(random_model("llama"), BenchSettings(n_prompt=4, n_gen=0, repetitions=1, threads=before + 1))
+    found = bench_decode(random_model("llama"), BenchSettings(prompt=4, generate=0, repetitions=1, threads=before + 1))
     assert found["tests"][0]["n_threads"] == before + 1
     assert torch.get_num_threads() == before
 
@@ -181,7 +181,7 @@ def test_the_processor_has_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"n_prompt": -1}, {"repetitions": 0}, {"threads": 0}, {"n_prompt": 0, "n_gen": 0}], ids=str
+    "options", [{"prompt": -1}, {"repetitions": 0}, {"threads": 0}, {"prompt": 0, "generate": 0}], ids=str
 )
 def test_settings_out_of_range_are_errors(options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"expected at least|nothing to measure"):
@@ -190,6 +190,6 @@ def test_settings_out_of_range_are_errors(options: dict[str, int]) -> None:
 
 def test_tests_beyond_the_context_or_the_text_are_errors() -> None:
     with pytest.raises(UserError, match="context 65"):
-        bench_decode(sparse_model(), BenchSettings(n_prompt=65, n_gen=0))
+        bench_decode(sparse_model(), BenchSettings(prompt=65, generate=0))
     with pytest.raises(UserError, match="text of 3 tokens: the tests take 12"):
         bench_decode(sparse_model(), SETTINGS, ids=TEXT[:3])

@@ -126,7 +126,32 @@ def test_an_edited_table_is_what_is_packed(tiny: Path, tmp_path: Path) -> None:
     succeeds("pack", "shipped:tiny", "--thresholds", tmp_path / "t.json", "-o", tmp_path / "m.gguf")
     described = json.loads(succeeds("inspect", tmp_path / "m.gguf", "--json", "-"))
     assert described["thresholds"]["rows"][2]["threshold"] == 7.5
-    assert "7.5" in succeeds("inspect", tmp_path / "t.json")
+    for edited in (tmp_path / "t.json", tmp_path / "m.gguf"):
+        told = succeeds("inspect", edited)
+        assert "99.0 % @ 7.5" in told
+        assert "blk.0.mlp_in: `threshold` counts, not `sparsity`: 7.5 skips 99.0 %, not 50.0 %" in told
+
+
+def test_a_table_edited_by_hand_says_what_will_happen(tiny: Path, tmp_path: Path) -> None:
+    """A smaller threshold skips less, a `sparsity` changes nothing, and what `inspect` expects is what `eval` finds."""
+    table = json.loads(succeeds("inspect", tiny / "m.gguf", "--json", "-"))["thresholds"]
+    assert "note" not in succeeds("inspect", tiny / "m.gguf").split("| program")[0]
+    path = tmp_path / "t.json"
+    rows = [row | {"channel_weights": None, "offset": None} for row in table["rows"]]
+    path.write_text(json.dumps({**table, "rows": rows}))
+    value = json.loads(path.read_text())
+    for row in value["rows"]:
+        row["threshold"] *= 0.4
+        row["sparsity"] = 0.9
+    path.write_text(json.dumps(value))
+    expected = json.loads(succeeds("inspect", path, "--json", "-"))["expected"]
+    assert expected["overall"] == expected["of_sparse_sites"] < 0.35
+    told = succeeds("inspect", path)
+    assert f"text: {100 * expected['overall']:.1f} % of all block weights" in told
+    assert "the thresholds count, not the table's `sparsity` of" in told
+    evaluated = ("--perplexity", "shipped:train", "--context", 128, "--windows", 8, "--json", "-")
+    row = json.loads(succeeds("eval", "shipped:tiny", "--thresholds", path, *evaluated))["perplexity"][0]
+    assert row["realised_sparsity"]["overall"] == pytest.approx(expected["overall"], abs=0.04)
 
 
 def test_dense_generation_differs_from_sparse(tiny: Path) -> None:

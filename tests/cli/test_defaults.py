@@ -1,77 +1,99 @@
-"""Defaults: an option dataclass has them, and the command line and recipes take them from there."""
+"""Defaults, limits and help: an option dataclass has them, the command line and recipes take them from there.
 
-from dataclasses import MISSING, fields
+Nothing is listed here: what is compared is found by walking click's parameters and pydantic's fields.
+"""
+
+from dataclasses import fields
 from typing import Any
 
+import click
 import pytest
 
-from sparsepack.bench.options import BenchSettings
-from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.cli import main
-from sparsepack.eval.options import EvalRequest
-from sparsepack.pack import PackRequest
-from sparsepack.recipe.schema import RecipeModel
+from sparsepack.cli.options import Declared
+from sparsepack.option import Option, default_of, options_of
+from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
-from sparsepack.recipe.stages.bench import Bench
-from sparsepack.recipe.stages.calibrate import Calibrate
-from sparsepack.recipe.stages.eval import Eval
-from sparsepack.recipe.stages.generate import Generate
-from sparsepack.recipe.stages.pack import Pack
-from sparsepack.recipe.stages.thresholds import ActivationSparsity
-from sparsepack.runtime.options import GenerateOptions
-from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.recipe.stages import STAGES
 
-OPTIONS = {
-    "calibrate": (CalibrateOptions,),
-    "thresholds": (AllocationOptions,),
-    "pack": (PackRequest, AllocationOptions),
-    "eval": (EvalRequest,),
-    "bench": (BenchSettings,),
-    "generate": (GenerateOptions,),
-}
-SECTIONS = {
-    Calibrate: CalibrateOptions,
-    ActivationSparsity: AllocationOptions,
-    Pack: PackRequest,
-    Eval: EvalRequest,
-    Bench: BenchSettings,
-    Generate: GenerateOptions,
-}
-RECIPE_NAMES = {"prompt": "n_prompt", "generate": "n_gen"}
-NOT_IN_RECIPES = {"protocols": "one protocol each", "text": "the text", "prompt": "the text", "sparsity": "required"}
-NOT_ON_THE_COMMAND_LINE = {"recipe"}
+SECTIONS = {stage.name: found for stage in STAGES if (found := section_in(stage.type)) is not None}
+HEAD = Recipe.model_fields.keys()
 
 
-def defaults(options: type) -> dict[str, Any]:
-    return {field.name: None if field.default is MISSING else field.default for field in fields(options)}
+def given(verb: str) -> dict[str, Any]:
+    """What a verb is asked for when the user says nothing."""
+    return main.commands[verb].make_context(verb, [], resilient_parsing=True).params
 
 
-@pytest.mark.parametrize("verb", OPTIONS)
-def test_a_verb_has_every_option_of_its_dataclass_with_its_default(verb: str) -> None:
-    command = main.commands[verb]
-    given = command.make_context(verb, [], resilient_parsing=True).params
-    for options in OPTIONS[verb]:
-        for name, default in defaults(options).items():
-            if name == "threads" and name not in given:
-                continue
-            if (name not in NOT_ON_THE_COMMAND_LINE and name != "allocation") or options is AllocationOptions:
-                assert given[name] == default, f"{verb}, {name}"
+def declared(verb: str) -> list[Declared]:
+    return [parameter for parameter in main.commands[verb].params if isinstance(parameter, Declared)]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.key)
-def test_a_section_has_the_defaults_of_its_dataclass(section: Any) -> None:
-    expected = defaults(SECTIONS[section])
-    for name, field in section.model_fields.items():
-        if (SECTIONS[section] is BenchSettings or name not in NOT_IN_RECIPES) and not field.is_required():
-            assert field.default == expected[RECIPE_NAMES.get(name, name) if section is Bench else name], name
+def on_the_command_line(verb: str, options: type) -> set[str]:
+    return {str(parameter.name) for parameter in declared(verb) if parameter.options is options}
+
+
+EVERY = [(verb, parameter) for verb in main.commands for parameter in declared(verb)]
+
+
+@pytest.mark.parametrize("verb", main.commands)
+def test_what_no_dataclass_declares_decides_nothing(verb: str) -> None:
+    names = {parameter.name for parameter in declared(verb)}
+    others = {name: value for name, value in given(verb).items() if name not in names}
+    assert {name: value for name, value in others.items() if value not in (None, False, (), "")} == {}
+
+
+@pytest.mark.parametrize(("verb", "parameter"), EVERY, ids=lambda each: getattr(each, "name", each))
+def test_an_option_of_a_verb_has_the_default_and_the_limits_of_its_dataclass(verb: str, parameter: Declared) -> None:
+    name = str(parameter.name)
+    assert given(verb).get(name) == (default_of(parameter.options, name) if parameter.expose_value else None)
+    limits = options_of(parameter.options).get(name, Option(""))
+    if isinstance(parameter.type, click.Choice):
+        assert {*parameter.type.choices} - {"auto"} == {*limits.choices} - {"auto"}
+    elif isinstance(parameter.type, click.IntRange | click.FloatRange):
+        low = limits.least if limits.above is None else limits.above
+        high = limits.most if limits.below is None else limits.below
+        assert (parameter.type.min, parameter.type.max) == (low, high)
+        assert (parameter.type.min_open, parameter.type.max_open) == (
+            limits.above is not None,
+            limits.below is not None,
+        )
+
+
+@pytest.mark.parametrize("stage", SECTIONS)
+def test_a_section_has_the_defaults_and_the_help_of_its_dataclass(stage: str) -> None:
+    section = SECTIONS[stage]
+    shared = section.model_fields.keys() & {field.name for field in fields(section.options)}
+    assert shared, "a section without options of its own has nothing that the command line could have too"
+    for name in shared:
+        field = section.model_fields[name]
+        assert (None if field.is_required() else field.default) == default_of(section.options, name), name
+        assert field.description == options_of(section.options)[name].help, name
+
+
+@pytest.mark.parametrize("stage", SECTIONS)
+def test_a_stage_and_the_verb_of_its_name_have_the_same_options(stage: str) -> None:
+    section = SECTIONS[stage]
+    keys = section.model_fields.keys() | HEAD
+    verb = on_the_command_line(stage, section.options)
+    # A list in a recipe, given once for each run on the command line, has the plural of its name.
+    assert {name for name in verb if not {name, f"{name}s"} & keys} == set(), "not in recipes"
+    shared = section.model_fields.keys() & {field.name for field in fields(section.options)}
+    also = {name for each in declared(stage) for name in [each.name] if each.options is not section.options}
+    assert (shared | options_of(section.options).keys()) - verb - also == set(), "not on the command line"
 
 
 def test_device_and_dtype_are_the_same_everywhere() -> None:
-    for options in (CalibrateOptions, AllocationOptions, PackRequest, EvalRequest, BenchSettings):
-        for name in ("device", "dtype"):
-            assert defaults(options).get(name, Recipe.model_fields[name].default) == Recipe.model_fields[name].default
+    for options in {section.options for section in SECTIONS.values()} | {each.options for _, each in EVERY}:
+        for name in {field.name for field in fields(options)} & {"device", "dtype"}:
+            assert default_of(options, name) == Recipe.model_fields[name].default
 
 
-def test_every_section_of_a_stage_is_compared_here() -> None:
-    head = {"version", "name", "description", "model", "device", "dtype", "verify", "gates"}
-    assert {section.key for section in SECTIONS} == set(RecipeModel.model_fields) - head
+def test_every_key_of_a_recipe_says_what_it_means() -> None:
+    sections = {
+        name: found for name, field in RecipeModel.model_fields.items() if (found := section_in(field.annotation))
+    }
+    assert [name for name, section in sections.items() if not section.__doc__] == []
+    keys = {("", name): field for name, field in RecipeModel.model_fields.items() if name not in sections}
+    keys |= {(place, name): field for place, each in sections.items() for name, field in each.model_fields.items()}
+    assert [place for place, field in keys.items() if not field.description] == []

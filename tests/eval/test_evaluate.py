@@ -44,7 +44,8 @@ def test_a_checkpoint_is_dense_and_says_so():
     assert (result["protocol"], row["protocol"], row["context"], row["windows"]) == ("dense", "dense", 64, 4)
     assert row["targets"] == 4 * 64
     assert row["windows_of"] > 4
-    assert row["realised_sparsity"] == {"target": 0.0, "overall": 0, "of_sparse_sites": 0.0, "sites": {}}
+    nothing = {"target": 0.0, "target_overall": 0.0, "overall": 0, "of_sparse_sites": 0.0, "sites": {}}
+    assert row["realised_sparsity"] == nothing
     assert result["subject"]["kind"] == "checkpoint"
     assert result["tasks"] is None
 
@@ -87,6 +88,7 @@ def test_sparsity_over_the_sparse_sites_is_comparable_to_the_target(made):
     share = sum(s for (_, site), s in subject.parameter_shares().items() if site.startswith("mlp"))
     assert sparsity["of_sparse_sites"] == pytest.approx(0.5, abs=0.03)
     assert sparsity["overall"] == pytest.approx(sparsity["of_sparse_sites"] * share)
+    assert sparsity["target_overall"] == pytest.approx(0.5 * share)
 
 
 def test_each_text_has_its_own_row_and_counts(made):
@@ -178,7 +180,7 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path):
     ("changes", "message"),
     [
         ({"context": 1025}, "context 1025: shipped:tiny was made for at most 1024"),
-        ({"context": 1}, "context of at least 2"),
+        ({"context": 1}, "context 1: expected at least 2"),
         ({"windows": 0}, "windows 0"),
         ({"batch": 0}, "batch 0"),
         ({"protocol": "prefill"}, "'prefill': expected one of decode, all, dense"),

@@ -1,9 +1,11 @@
 """Gates: every row is judged, the worst is shown, and a failed one fails the run."""
 
+import json
 import math
 
 import pytest
 
+from sparsepack.cli import main
 from sparsepack.errors import RecipeError
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import SHIPPED
@@ -18,7 +20,7 @@ def row(protocol, ratio, realised=0.5, text="t"):
         "perplexity": {"value": 10 * ratio, "stderr": 1.0},
         "perplexity_ratio": {"value": ratio, "stderr": None},
         "bits_per_byte": ratio,
-        "realised_sparsity": {"of_sparse_sites": realised},
+        "realised_sparsity": {"overall": realised, "of_sparse_sites": realised},
     }
 
 
@@ -105,3 +107,27 @@ def test_the_ci_recipe_passes_as_it_stands_and_fails_when_pushed(tmp_path):
     assert not pushed.passed
     failed = {gate["gate"] for gate in pushed.report["gates"] if not gate["passed"]}
     assert {"perplexity_ratio", "kl_divergence", "top_token_agreement", "realised_sparsity"} == failed
+
+
+def test_one_file_has_one_sparsity_in_gates_evaluation_and_bench(finished_once, finished, tmp_path, capsys):
+    """Of all block weights; and beside it, since a block is kept dense, of the sites that may be sparse."""
+    overrides = [
+        "activation_sparsity.ignore=blk.0.*",
+        "bench={prompt: 0, generate: 24, repetitions: 1}",
+        "gates={realised_sparsity: {max: 0.4}, realised_sparsity_of_sparse_sites: {min: 0.4}}",
+    ]
+    report = run_recipe(finished_once[0], overrides, work=finished).report
+    out = capsys.readouterr().out
+    measured = {gate["gate"]: gate["measured"] for gate in report["gates"]}
+    overall, of_sparse_sites = measured["realised_sparsity"], measured["realised_sparsity_of_sparse_sites"]
+    text = ("--perplexity", "shipped:heldout", "--context", "64", "--windows", "3")
+    main(["eval", str(finished / "model.gguf"), *text, "--json", str(tmp_path / "eval.json")], standalone_mode=False)
+    (row,) = json.loads((tmp_path / "eval.json").read_text())["perplexity"]
+    realised = row["realised_sparsity"]
+    assert (realised["overall"], realised["of_sparse_sites"]) == pytest.approx((overall, of_sparse_sites))
+    assert overall == pytest.approx(of_sparse_sites * 2 / 3)  # two of three blocks
+    told = f"{100 * overall:.1f} % ({100 * of_sparse_sites:.1f} % of sparse sites)"
+    assert told in out
+    assert told in capsys.readouterr().out
+    sparse = report["bench"]["tests"][-1]
+    assert sparse["realised_sparsity"] == pytest.approx(sparse["realised_sparsity_of_sparse_sites"] * 2 / 3)

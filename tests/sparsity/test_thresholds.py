@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SiteRule
+from sparsepack.models.rule import CURVE_SHARES, SiteRule
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 
@@ -23,10 +23,13 @@ def table(small) -> Thresholds:
         offset = torch.randn(columns, generator=generator) if site == "mlp_in" else None
         if site == "mlp_mid":
             return SiteRule()
-        return SiteRule(1 / 3 + layer, offset, weights, 0.5 + layer / 7, 0.1 + 0.2)
+        curve = tuple(n / 7 for n in range(len(CURVE_SHARES)))
+        return SiteRule(1 / 3 + layer, offset, weights, 0.5 + layer / 7, 0.1 + 0.2, curve)
 
     rules = {(layer, site): row(layer, site) for layer in range(3) for site in SITES}
-    return Thresholds(small.sha256, "c" * 64, "teal", "column-norm", 1 / 3, "sparse", rules)
+    head = (small.sha256, "c" * 64, "teal", "column-norm", 1 / 3, "sparse")
+    weights = {(layer, site): 1 + n for n, (layer, site) in enumerate(rules)}
+    return Thresholds(*head, rules, weights, frozenset(key for key in rules if key[1] != "mlp_mid"))
 
 
 def same(one: SiteRule, other: SiteRule) -> bool:
@@ -105,6 +108,9 @@ def test_a_threshold_of_zero_still_skips_exact_zeros():
 
 
 ROWS = [
+    (lambda row: row.update(curve=[1.0]), r"row 2: curve; expected 21 numbers, none below the one before"),
+    (lambda row: row.update(curve=list(range(21, 0, -1))), r"row 2: curve; expected 21 numbers"),
+    (lambda row: row.update(weights=0), r"layer 0, attn_out: weights is 0; expected a whole number"),
     (lambda row: row.pop("site"), r"row 2: the field 'site' is missing"),
     (lambda row: row.pop("threshold"), r"row 2: the field 'threshold' is missing"),
     (lambda row: row.update(site="mlp"), r"row 2: site 'mlp'; expected one of attn_in"),

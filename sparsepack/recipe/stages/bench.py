@@ -7,25 +7,29 @@ from rich.markup import escape
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.files.atomic import write_json
+from sparsepack.models.skipped import shown
 from sparsepack.progress import say
-from sparsepack.recipe.section import Count, Natural, Recipe, Section
+from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.eval import perplexity_texts
+from sparsepack.recipe.stages.eval import kernels, perplexity_texts
 from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine
 
 RESULT = "bench.json"
 
 
 class Bench(Section):
-    """What `BenchSettings` takes; prompt and generate are its n_prompt and n_gen."""
+    """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one."""
 
     key: ClassVar[str] = "bench"
+    options: ClassVar[type] = BenchSettings
 
-    prompt: Natural = BenchSettings.n_prompt
-    generate: Natural = BenchSettings.n_gen
-    repetitions: Count = BenchSettings.repetitions
-    threads: Count | None = BenchSettings.threads
-    seed: Natural = BenchSettings.seed
+    prompt: int
+    generate: int
+    repetitions: int
+    threads: int | None
+    seed: int
+    backend: str | None
+    batch: int
 
 
 def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
@@ -45,19 +49,8 @@ def _settings(job: Job, asked: Bench) -> dict[str, Any]:
     from sparsepack.runtime.cpu.machine import cpu_info
 
     texts = [job.text([name]).sha256 for name in perplexity_texts(job.recipe)[:1]]
-    machine = {"cpu": cpu_info(), "threads": torch.get_num_threads(), "runs": _what_runs()}
+    machine = {"cpu": cpu_info(), "threads": torch.get_num_threads(), "runs": kernels()}
     return {**asked.model_dump(mode="json"), "text_sha256": texts, "machine": machine}
-
-
-def _what_runs() -> str:
-    """The instruction set of the CPU's kernels, "reference" without them: a bench of one says nothing of the other."""
-    from sparsepack.errors import UserError
-    from sparsepack.runtime.cpu.dispatch import instruction_set
-
-    try:
-        return instruction_set()
-    except UserError:
-        return "reference"
 
 
 def _run(job: Job, asked: Bench) -> None:
@@ -66,9 +59,9 @@ def _run(job: Job, asked: Bench) -> None:
     from sparsepack.models.windows import tokenise
 
     device = job.recipe.device
-    settings = BenchSettings(asked.prompt, asked.generate, asked.repetitions, asked.threads, asked.seed, device=device)
+    settings = BenchSettings(**asked.model_dump(), device=device)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
-    ids, text, longest = None, None, max(asked.prompt, asked.generate)
+    ids, text, longest = None, None, max(asked.prompt, asked.generate) * asked.batch
     for name in perplexity_texts(job.recipe)[:1]:
         tokenizer = job.checkpoint.tokenizer
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -79,12 +72,16 @@ def _run(job: Job, asked: Bench) -> None:
     write_json(job.folder / RESULT, {**bench_decode(packed, settings, artifact_of(job).name, ids), "text": text})
 
 
+def _skipped(row: Mapping[str, Any]) -> str:
+    return shown(row["realised_sparsity"], row["realised_sparsity_of_sparse_sites"])
+
+
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     if report["bench"] is None:
         return
     for row in report["bench"]["tests"]:
         what = "prefill" if row["n_prompt"] else "decode"
-        skipped = f", {100 * row['realised_sparsity']:.1f} % skipped" if row["mode"] == "sparse" else ""
+        skipped = f", {_skipped(row)} skipped" if row["mode"] == "sparse" else ""
         yield (
             f"{what} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}: "
             f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f} tokens/s{skipped}"

@@ -1,28 +1,31 @@
 """`calibrate`: every statistic that a packer needs, over the calibration text."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section
+from sparsepack.recipe.section import PATH, Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves
 
 FOLDER = "calibration"
 
 
 class Calibrate(Section):
-    """`CalibrateOptions`, and the text: one name or several, read as one text."""
+    """Every statistic that thresholds are taken from, over a text."""
 
     key: ClassVar[str] = "calibrate"
+    options: ClassVar[type] = CalibrateOptions
 
-    text: Names = Field(min_length=1)
-    context: Length | None = CalibrateOptions.context
-    samples: Natural = CalibrateOptions.samples
-    seed: Natural = CalibrateOptions.seed
-    sinks: Natural = CalibrateOptions.sinks
-    batch: Count = CalibrateOptions.batch
+    text: Annotated[Names, PATH] = Field(
+        min_length=1, description="What to run: a file, a data set of the hub or shipped:train; several are one text."
+    )
+    context: int | None
+    samples: int
+    seed: int
+    sinks: int
+    batch: int
 
 
 def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:

@@ -3,42 +3,48 @@
 import fnmatch
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from sparsepack.errors import RecipeError
+from sparsepack.errors import RecipeError, UserError
 from sparsepack.eval.options import EvalRequest
-from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.eval.standard_error import with_error
 from sparsepack.files.atomic import write_json
+from sparsepack.models.skipped import shown
 from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
-from sparsepack.recipe.section import Count, Length, Limit, Names, Natural, Recipe, Section, listed, one_of
+from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
+from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of, needs_engine
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
+from sparsepack.runtime.backends import backend_named
 
 RESULT = "eval.json"
+Protocol = Literal["decode", "all", "dense"]
 
 
 class Eval(Section):
-    """What `EvalRequest` takes, once per protocol; no protocols: decode for a sparse model, else dense."""
+    """Accuracy, once per protocol, of the artifact; without `pack`, of the model with its thresholds."""
 
     key: ClassVar[str] = "eval"
+    options: ClassVar[type] = EvalRequest
 
-    perplexity: Names = EvalRequest.perplexity
-    protocols: Annotated[tuple[Annotated[str, one_of(PROTOCOLS)], ...], BeforeValidator(listed)] = ()
-    context: Length | None = EvalRequest.context
-    windows: Count | None = EvalRequest.windows
-    tasks: Names = EvalRequest.tasks
-    task_path: str | None = None
-    limit: Count | None = EvalRequest.limit
-    num_fewshot: Natural | None = EvalRequest.num_fewshot
-    batch: Count | None = EvalRequest.batch
+    perplexity: Annotated[Names, PATH]
+    protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
+        (), description="Which tokens are sparse; each protocol named gives rows. None: decode if sparse, else dense."
+    )
+    context: int | None
+    windows: int | None
+    tasks: Names
+    task_path: Annotated[str | None, PATH]
+    runtime: str = Field(alias="backend")
+    limit: int | None
+    num_fewshot: int | None
+    batch: int | None
 
 
 def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
@@ -56,11 +62,21 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
 def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
     if not asked.perplexity and not asked.tasks:
         yield "eval: nothing to evaluate; give it perplexity texts or tasks, or leave it out"
+    if asked.runtime != EvalRequest.runtime:
+        yield from needs_engine("eval.backend", recipe)
+        try:
+            backend_named(asked.runtime).check_device(recipe.device)
+        except UserError as error:
+            yield f"eval.backend: {error}"
     if asked.task_path and not Path(asked.task_path).is_dir():
         yield f"eval.task_path: {asked.task_path} is no folder (relative paths start at the working directory)"
 
 
 def _misfits(job: Job, asked: Eval) -> Iterator[str]:
+    if asked.runtime != EvalRequest.runtime:
+        import torch
+
+        backend_named(asked.runtime).open().usable(torch.device(job.recipe.device))
     if asked.perplexity:
         yield from job.too_long("eval.context", asked.context)
     for name in asked.perplexity:
@@ -73,10 +89,21 @@ def _settings(job: Job, asked: Eval) -> dict[str, Any]:
     return {
         **asked.model_dump(mode="json"),
         "protocols": _protocols(job.recipe),
+        "kernels": kernels() if asked.runtime == "cpu" else None,
         "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
         "task_files": _hashes(asked.task_path),
         "lm_eval": importlib.metadata.version("lm_eval") if asked.tasks else None,
     }
+
+
+def kernels() -> str:
+    """The instruction set of the CPU's kernels, "reference" without them: what one measures says little of another."""
+    from sparsepack.runtime.cpu.dispatch import instruction_set
+
+    try:
+        return instruction_set()
+    except UserError:
+        return "reference"
 
 
 def _hashes(task_path: str | None) -> dict[str, str]:
@@ -102,28 +129,12 @@ def _run(job: Job, asked: Eval) -> None:
             against=recipe.model if asked.perplexity else None,
             task_path=Path(asked.task_path) if asked.task_path else None,
             device=recipe.device,
-            dtype=recipe.dtype,
+            # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
+            dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
             **asked.model_dump(exclude={"protocols", "task_path"}),
         )
         evaluations.append(evaluate(request))
-    allowed = _share_of_sparse_sites(job)
-    for evaluation in evaluations:
-        for row in evaluation["perplexity"]:
-            realised = row["realised_sparsity"]
-            realised["of_sparse_sites"] = realised["overall"] / allowed if allowed else 0.0
     write_json(job.folder / RESULT, {"evaluations": evaluations})
-
-
-def _share_of_sparse_sites(job: Job) -> float:
-    """The parameters of the sites that may be sparse, over those of all sites: the target is over the former."""
-    from sparsepack.models.families import SITES
-    from sparsepack.sparsity.allocation import sparse_sites, weights_of
-
-    checkpoint, activation = job.checkpoint, ActivationSparsity.of(job.recipe)
-    if activation is None or not activation.sparsity:
-        return 0.0
-    weights = weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
-    return sum(weights[key] for key in sparse_sites(checkpoint, activation.include, activation.ignore))
 
 
 def _context(job: Job, asked: Eval) -> int:
@@ -168,7 +179,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
     columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
-    made = table("accuracy against the source model", *columns, ">sparsity (target)")
+    made = table("accuracy against the source model", *columns, ">skipped", ">target")
     for row in rows:
         realised = row["realised_sparsity"]
         skips = row["protocol"] != "dense" and realised["target"]
@@ -180,7 +191,8 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
             with_error(row["perplexity_ratio"], 4),
             with_error(row["kl_divergence"], 4),
             f"{100 * row['top_token_agreement']['value']:.1f} %",
-            f"{realised['of_sparse_sites']:.3f} ({realised['target']:g})" if skips else "dense",
+            shown(realised["overall"], realised["of_sparse_sites"]) if skips else "nothing",
+            shown(realised["target_overall"], realised["target"]) if skips else "",
         )
     return made
 
@@ -194,18 +206,29 @@ def _tasks(found: Mapping[str, Any]) -> Table:
     return made
 
 
-_OF_A_ROW = ("perplexity", "perplexity_ratio", "kl_divergence", "top_token_agreement", "bits_per_byte")
-_SPARSITY = "realised_sparsity"
+_OF_A_ROW = {
+    "perplexity": "How badly the text is predicted.",
+    "perplexity_ratio": "Over the source model's perplexity of the same tokens.",
+    "kl_divergence": "From the source model's predictions, in nats a token.",
+    "top_token_agreement": "Share of tokens whose likeliest successor is the source model's.",
+    "bits_per_byte": "How badly the text is predicted, whatever the tokenizer.",
+}
+_SPARSITIES = {
+    "realised_sparsity": "Share of all block weights that a decoded token skips; rows of `dense` do not count.",
+    "realised_sparsity_of_sparse_sites": "The same of the weights of the sites that may be sparse, as the target is.",
+}
+_KEYS = {"realised_sparsity": "overall", "realised_sparsity_of_sparse_sites": "of_sparse_sites"}
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
     asked = Eval.of(recipe)
-    for name in (*_OF_A_ROW, _SPARSITY):
+    for name in (*_OF_A_ROW, *_SPARSITIES):
         if getattr(gates, name) is not None and not perplexity_texts(recipe):
             yield f"gates.{name}: it is not measured; add texts as eval.perplexity"
-    if gates.realised_sparsity is not None and (not sparse(recipe) or set(_protocols(recipe)) == {"dense"}):
-        above = f"{ActivationSparsity.key}.sparsity above 0"
-        yield f"gates.{_SPARSITY}: nothing runs sparse; expected {above}, and decode or all"
+    for name in _SPARSITIES:
+        if getattr(gates, name) is not None and (not sparse(recipe) or set(_protocols(recipe)) == {"dense"}):
+            above = f"{ActivationSparsity.key}.sparsity above 0"
+            yield f"gates.{name}: nothing runs sparse; expected {above}, and decode or all"
     for task in gates.tasks:
         if not any(fnmatch.fnmatch(task, pattern) for pattern in (asked.tasks if asked else ())):
             yield f"gates.tasks.{task}: it is not measured; add it to eval.tasks"
@@ -220,11 +243,12 @@ def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
         values = (Value(where, _number(row[name])) for where, row in rows)
         yield from judged(name, getattr(gates, name), values)
     # In dense rows nothing is skipped by definition.
-    sparse_rows = ((where, row[_SPARSITY]) for where, row in rows if row["protocol"] != "dense")
-    yield from judged(_SPARSITY, gates.realised_sparsity, (Value(w, r["of_sparse_sites"]) for w, r in sparse_rows))
+    sparse_rows = [(where, row["realised_sparsity"]) for where, row in rows if row["protocol"] != "dense"]
+    for name, key in _KEYS.items():
+        yield from judged(name, getattr(gates, name), (Value(where, realised[key]) for where, realised in sparse_rows))
     for task, metrics in gates.tasks.items():
-        for metric, limit in metrics.items():
-            yield from judged(f"tasks.{task}.{metric}", limit, _task_values(task, metric, evaluations))
+        for metric, bounds in metrics.items():
+            yield from judged(f"tasks.{task}.{metric}", bounds, _task_values(task, metric, evaluations))
 
 
 def _number(value: Any) -> float | None:
@@ -260,14 +284,13 @@ EVAL = Stage(
     result=("evaluations", lambda folder: read_json(RESULT)(folder)["evaluations"], []),
     show=_show,
     gates={
-        **dict.fromkeys((*_OF_A_ROW, _SPARSITY), (Limit | None, None)),
-        "tasks": (dict[str, dict[str, Limit]], {}),
+        **{name: limit(meaning) for name, meaning in {**_OF_A_ROW, **_SPARSITIES}.items()},
+        "tasks": (
+            Annotated[dict[str, dict[str, Limit]], Field(description="Of lm-eval tasks: task, metric, limits.")],
+            {},
+        ),
     },
     unmeasured=_unmeasured,
     judge=_judge,
 )
-"""Gates: limits apply to every perplexity row (text and protocol), the worst of which is shown.
-
-realised_sparsity -- over the sites that may be sparse, as the target is; only rows of sparse protocols count
-tasks             -- task -> metric -> limit
-"""
+"""Gates: limits apply to every perplexity row (text and protocol), the worst of which is shown."""

@@ -1,14 +1,14 @@
 """`generate`: a text from the artifact, the prompt dense, new tokens sparse."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 from rich.markup import escape
 
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
-from sparsepack.recipe.section import Count, Natural, Section
+from sparsepack.recipe.section import Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine
 from sparsepack.runtime.options import GenerateOptions
@@ -17,16 +17,17 @@ RESULT = "generate.json"
 
 
 class Generate(Section):
-    """`GenerateOptions`, and the text to continue."""
+    """A text written by the artifact: the prompt is read with all weights, new tokens skip."""
 
     key: ClassVar[str] = "generate"
+    options: ClassVar[type] = GenerateOptions
 
-    prompt: str
-    tokens: Count = GenerateOptions.tokens
-    temperature: Annotated[float, Field(ge=0)] = GenerateOptions.temperature
-    top_k: Count | None = GenerateOptions.top_k
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = GenerateOptions.top_p
-    seed: Natural = GenerateOptions.seed
+    prompt: str = Field(description="The text to continue.")
+    tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
 
 
 def _length(job: Job, asked: Generate) -> int:

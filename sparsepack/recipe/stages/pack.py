@@ -3,35 +3,34 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.console import RenderableType
 from rich.markup import escape
 
 from sparsepack.artifacts.formats import FORMATS, those_with
-from sparsepack.codecs.types import TYPES
 from sparsepack.files.atomic import write_json
 from sparsepack.pack import PackRequest
 from sparsepack.progress import say
 from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
-from sparsepack.recipe.section import Limit, Recipe, Section, one_of
+from sparsepack.recipe.section import Recipe, Section, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, placeholder, sparse
 
 DESCRIPTION = "pack.json"
-_TYPES = ("auto", *TYPES)
 _MADE_FROM = ("name", "model", "dtype", "calibrate", "activation_sparsity", "pack")
 
 
 class Pack(Section):
-    """What `PackRequest` takes."""
+    """The artifact."""
 
     key: ClassVar[str] = "pack"
+    options: ClassVar[type] = PackRequest
 
-    format: Annotated[str, one_of(FORMATS)] = PackRequest.format
-    output_type: Annotated[str, one_of(_TYPES)] = PackRequest.output_type
-    embedding_type: Annotated[str, one_of(_TYPES)] = PackRequest.embedding_type
+    format: str
+    output_type: str
+    embedding_type: str
 
 
 def artifact_name(asked: Pack) -> str:
@@ -169,8 +168,7 @@ PACK = Stage(
     show_plan=_show_plan,
     result=("pack", read_json(DESCRIPTION), None),
     show=_show,
-    gates={"bits_per_weight": (Limit | None, None), "file_bytes": (Limit | None, None)},
+    gates={"bits_per_weight": limit("Of the whole file."), "file_bytes": limit("Size of the file.")},
     unmeasured=_unmeasured,
     judge=_judge,
 )
-"""Gates: `bits_per_weight` is that of the whole file."""

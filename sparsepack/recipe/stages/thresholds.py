@@ -1,42 +1,44 @@
 """`activation_sparsity`: which channels a decoded token may skip, as a table of thresholds."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
 from rich.markup import escape
 
-from sparsepack.calibrate.options import CRITERIA
-from sparsepack.recipe.section import Count, Length, Names, Natural, Recipe, Section, one_of
+from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, Calibrate, windows
-from sparsepack.sparsity.options import ALLOCATIONS, UPSTREAMS, AllocationOptions
+from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
     from sparsepack.sparsity.thresholds import Thresholds
 
 TABLE = "thresholds.json"
 _TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest's table
+_TYPICAL_IN_CURVE = 0.12345
 
 
 class ActivationSparsity(Section):
-    """`AllocationOptions`."""
+    """How much a decoded token skips, and how that is decided. Sites match patterns: `blk.3.mlp_mid`, `blk.*.attn_in`,
+    `re:REGEX`."""
 
     key: ClassVar[str] = "activation_sparsity"
+    options: ClassVar[type] = AllocationOptions
 
-    sparsity: Annotated[float, Field(ge=0, lt=1)]
-    allocation: Annotated[str, one_of(ALLOCATIONS)] = AllocationOptions.allocation
-    criterion: Annotated[str, one_of(CRITERIA)] = AllocationOptions.criterion
-    include: Names = AllocationOptions.include
-    ignore: Names = AllocationOptions.ignore
-    upstream: Annotated[str, one_of(UPSTREAMS)] = AllocationOptions.upstream
-    windows: Count = AllocationOptions.windows
-    offsets: bool = AllocationOptions.offsets
-    steps: Count = AllocationOptions.steps
-    batch: Count = AllocationOptions.batch
-    length: Length = AllocationOptions.length
-    seed: Natural = AllocationOptions.seed
+    sparsity: float
+    allocation: str
+    criterion: str
+    include: Names
+    ignore: Names
+    upstream: str
+    windows: int
+    offsets: bool
+    steps: int
+    batch: int
+    length: int
+    seed: int
 
 
 def sparse(recipe: Recipe) -> bool:
@@ -97,7 +99,7 @@ def placeholder(job: Job) -> "Thresholds | None":
 
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.families import SITES
-    from sparsepack.models.rule import SiteRule
+    from sparsepack.models.rule import CURVE_SHARES, SiteRule
     from sparsepack.sparsity.allocation import sparse_sites
     from sparsepack.sparsity.thresholds import Thresholds
 
@@ -106,7 +108,8 @@ def placeholder(job: Job) -> "Thresholds | None":
         return None
     per_channel = asked.allocation == "global" or asked.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
-    for layer, site in sparse_sites(checkpoint, asked.include, asked.ignore):
+    allowed = frozenset(sparse_sites(checkpoint, asked.include, asked.ignore))
+    for layer, site in allowed:
         columns = checkpoint.stacked_shape(site, layer)[1]
         rules[layer, site] = SiteRule(
             threshold=_TYPICAL,
@@ -114,9 +117,11 @@ def placeholder(job: Job) -> "Thresholds | None":
             channel_weights=torch.ones(columns) if per_channel else None,
             sparsity=asked.sparsity,
             realised=_TYPICAL,
+            curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
         )
     where = (checkpoint.sha256, NO_HASH, asked.allocation, asked.criterion)
-    return Thresholds(*where, asked.sparsity, asked.upstream, rules)
+    weights = {(layer, site): math.prod(checkpoint.stacked_shape(site, layer)) for layer, site in rules}
+    return Thresholds(*where, asked.sparsity, asked.upstream, rules, weights, allowed)
 
 
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """`verify: true`: the artifact against itself and against the model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
@@ -42,7 +44,7 @@ def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
 VERIFY = Stage(
     name="verify",
     key="verify",
-    type=bool,
+    type=Annotated[bool, Field(description="Check every byte of the artifact, and its weights against the model.")],
     default=False,
     needs=(PACK.name,),
     outputs=leaves(REPORT),
@@ -50,8 +52,7 @@ VERIFY = Stage(
     run=_run,
     problems=_problems,
     result=("verify", read_json(REPORT), None),
-    gates={"verify": (bool, False)},
+    gates={"verify": (Annotated[bool, Field(description="The artifact must have been verified.")], False)},
     unmeasured=_unmeasured,
     judge=_judge,
 )
-"""Gates: `verify` asks that the artifact have been verified."""

@@ -229,7 +229,7 @@ def test_a_truncated_sequence_goes_on_from_there() -> None:
 def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e9)
     packed, ids = model("llama"), TEXTS[0].repeat(3).tolist()
-    found = bench_decode(packed, BenchSettings(n_gen=13, repetitions=2, device="cuda", batch=3), ids=ids)
+    found = bench_decode(packed, BenchSettings(generate=13, repetitions=2, device="cuda", batch=3), ids=ids)
     dense, sparse = found["tests"]
     assert [(row["test"], row["mode"], row["n_batch"]) for row in found["tests"]] == [
         ("tg13 x 3", "dense", 3),
@@ -239,7 +239,7 @@ def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: 
     assert dense["bytes_per_token"] == traffic.bytes_per_token(packed, {}) / 3
     assert dense["realised_sparsity"] == 0 < sparse["realised_sparsity"] < 0.7
     with pytest.raises(UserError, match="text of 39 tokens: the tests take 42"):
-        bench_decode(packed, BenchSettings(n_gen=14, device="cuda", batch=3), ids=ids)
+        bench_decode(packed, BenchSettings(generate=14, device="cuda", batch=3), ids=ids)
     for wrong in ({"batch": 9, "device": "cuda"}, {"batch": 2}, {"batch": 2, "device": "cuda", "n_gen": 0}):
         with pytest.raises(UserError, match="batch"):
             BenchSettings(**wrong)
