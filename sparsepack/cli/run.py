@@ -10,8 +10,25 @@ import click
 from sparsepack.cli.options import PATH, json_output
 
 
+def _print_list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if not asked or context.resilient_parsing:
+        return
+    from sparsepack.recipe.shipped import listed
+
+    click.echo(listed())
+    context.exit()
+
+
 @click.command()
 @click.argument("recipe", type=PATH)
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_list,
+    help="Print the names of the recipes that ship with sparsepack, and stop.",
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="activation_sparsity.sparsity=0.4; repeats."
 )
@@ -19,7 +36,10 @@ from sparsepack.cli.options import PATH, json_output
 @click.option("--dry-run", is_flag=True, help="Print what would be made: matches, sizes, bits per weight, memory.")
 @json_output
 def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bool, json_path: str | None) -> None:
-    """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails."""
+    """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails.
+
+    RECIPE is a YAML file, or the bare name of one that ships with sparsepack: see --list.
+    """
     from sparsepack.files.atomic import write_json
     from sparsepack.recipe import run_recipe
 

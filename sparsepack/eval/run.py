@@ -43,8 +43,10 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         inputs, targets = rolling_windows(subject.tokenizer, text, context)
         total = len(inputs)
         inputs, targets = inputs[: request.windows], targets[: request.windows]
-        scores = score_windows(scorer, inputs, targets, protocol, reference, request.windows_at_once)
-        scored = targets[:, scored_from(protocol, targets.shape[1]) :]
+        scores = score_windows(
+            scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half
+        )
+        scored = targets[:, scored_from(protocol, targets.shape[1], request.second_half) :]
         pieces = subject.tokenizer.batch_decode(scored, clean_up_tokenization_spaces=False)
         scored_bytes = sum(len(piece.encode()) for piece in pieces)
         rows.append(
@@ -52,6 +54,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
                 "text": text.name,
                 "text_sha256": text.sha256,
                 "protocol": protocol,
+                "scored": "second half" if protocol == "decode" or request.second_half else "all",
                 "context": context,
                 "windows_of": total,
                 **summarise(scores, scored_bytes),

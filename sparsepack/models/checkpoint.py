@@ -131,9 +131,11 @@ class Checkpoint:
             # Chat models end a turn with tokens that only this file names.
             generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             more_eos = token_ids(generation.get("eos_token_id"))
-            return architecture_of(self.config, self.tokenizer.bos_token_id, more_eos)
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a generation configuration ({error})") from error
+        bos = self.tokenizer.bos_token_id
+        try:
+            return architecture_of(self.config, bos, more_eos)
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
 

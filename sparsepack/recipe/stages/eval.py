@@ -35,7 +35,9 @@ class Eval(Section):
 
     perplexity: Annotated[Names, PATH]
     protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
-        (), description="Which tokens are sparse; each protocol named gives rows. None: decode if sparse, else dense."
+        (),
+        description="Which tokens are sparse; each protocol named gives rows. None: decode if sparse, else dense. "
+        "Beside decode, the others score what it scores too, the second half of each window.",
     )
     context: int | None
     windows: int | None
@@ -57,6 +59,11 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
     """Each once, in the order asked for."""
     asked = Eval.of(recipe)
     return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
+
+
+def _second_half(recipe: Recipe) -> bool:
+    """Whether every protocol scores the tokens that decode does: in one table, figures are of the same tokens."""
+    return "decode" in _protocols(recipe)
 
 
 def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
@@ -89,6 +96,7 @@ def _settings(job: Job, asked: Eval) -> dict[str, Any]:
     return {
         **asked.model_dump(mode="json"),
         "protocols": _protocols(job.recipe),
+        "second_half": _second_half(job.recipe),
         "kernels": kernels() if asked.runtime == "cpu" else None,
         "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
         "task_files": _hashes(asked.task_path),
@@ -126,6 +134,7 @@ def _run(job: Job, asked: Eval) -> None:
             subject=str(artifact_of(job)) if packed else recipe.model,
             thresholds=job.folder / TABLE if sparse(recipe) and not packed else None,
             protocol=protocol,
+            second_half=_second_half(recipe),
             against=recipe.model if asked.perplexity else None,
             task_path=Path(asked.task_path) if asked.task_path else None,
             device=recipe.device,
@@ -178,7 +187,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
-    columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
+    columns = ("text", "protocol", ">windows", "scored", ">perplexity", ">/ source", ">KL, nats", ">same top token")
     made = table("accuracy against the source model", *columns, ">skipped", ">target")
     for row in rows:
         realised = row["realised_sparsity"]
@@ -187,6 +196,7 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
             escape(row["text"]),
             row["protocol"],
             f"{row['windows']} x {row['context']}",
+            row["scored"],
             with_error(row["perplexity"], 2),
             with_error(row["perplexity_ratio"], 4),
             with_error(row["kl_divergence"], 4),
