@@ -49,7 +49,8 @@ def bench_decode(
     give the logits of the same text at once; its result is in `check`. Sequences of a batch have texts of their own,
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
     `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the block
-    weights skipped; `.._of_sparse_sites`: of the sites that may be sparse) and `bandwidth_share` (bytes_per_token * avg_ts over the memory's measured bandwidth).
+    weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
+    measured bandwidth).
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """

@@ -157,7 +157,6 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             "text",
             "protocol",
             "windows",
-            "scored",
             "perplexity",
             "bits/byte",
             "ratio",
@@ -167,7 +166,10 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             "target",
         ]
         parts.append(table(header, rows))
-        parts.append("skipped, target: share of all block weights that a decoded token skips")
+        scored = ", ".join(sorted({row["scored"] for row in result["perplexity"]}))
+        parts.append(
+            f"scored: {scored} of each window; skipped, target: share of all block weights that a decoded token skips"
+        )
     if result["tasks"]:
         rows = [
             [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
@@ -189,7 +191,6 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
         Path(row["text"]).name,
         row["protocol"],
         f"{row['windows']} x {row['context']}",
-        row["scored"],
         with_error(row["perplexity"], 3),
         f"{row['bits_per_byte']:.4f}",
         with_error(row["perplexity_ratio"], 4) if compared else "-",

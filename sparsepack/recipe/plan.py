@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -9,6 +10,7 @@ from rich.markup import escape
 from sparsepack.models.families import SITES
 from sparsepack.recipe.console import print_lines, results, table
 from sparsepack.recipe.estimates import parameters
+from sparsepack.recipe.section import PATH, Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
@@ -22,6 +24,7 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
         "kind": "recipe plan",
         "recipe": job.recipe.to_json(),
         "model": {"name": checkpoint.name, "sha256": checkpoint.sha256, "parameters": parameters(checkpoint)},
+        "paths": {"working directory": str(Path.cwd()), "work": str(job.folder.resolve()), **_paths(job.recipe)},
         "stages": [{"name": s.name, "status": "would run" if s.name in pending else "up to date"} for s in stages],
     }
     for stage in STAGES:
@@ -31,6 +34,19 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
     plan["tokens"] = {s.name: count for s, a in asked if (count := s.tokens(job, a)) is not None}
     plan["peak_memory_bytes"] = {s.name: count for s, a in asked if (count := s.memory(job, a)) is not None}
     return plan
+
+
+def _paths(recipe: Recipe) -> dict[str, str]:
+    """Every path of a recipe by its key, as it is understood; a name that is no path here is said to be one."""
+    found = {}
+    for place, section in (("", recipe), *((key, recipe.asked(key)) for key in type(recipe).model_fields)):
+        for name, field in getattr(type(section), "model_fields", {}).items():
+            values = getattr(section, name) if PATH in field.metadata else ()
+            for value in (values,) if isinstance(values, str) else values or ():
+                there = Path(value).resolve()
+                key = ".".join(filter(None, (place, name)))
+                found[f"{key} {value}"] = str(there) if there.exists() else "no such path here: a name"
+    return found
 
 
 def _sites(job: Job, artifact: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -55,6 +71,10 @@ def show(plan: Mapping[str, Any]) -> None:
     console = results()
     recipe, model = plan["recipe"], plan["model"]
     console.print(f"[bold]{escape(recipe['name'])}[/]: {escape(model['name'])}, {model['parameters']:,} parameters\n")
+    paths = table("paths (relative ones start at the working directory)", "what", "where")
+    for what, where in plan["paths"].items():
+        paths.add_row(escape(what), escape(where))
+    console.print(paths)
     console.print(_site_table(plan))
     for stage in STAGES:
         print_lines(stage.show_plan(plan))

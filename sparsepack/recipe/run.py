@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.recipe.gates import Verdict
-from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.load import load_recipe, locate
 from sparsepack.recipe.schema import Gates
 from sparsepack.recipe.stages import STAGES
 
@@ -22,7 +22,11 @@ class RecipeOutcome:
 
 
 def run_recipe(
-    path: Path, overrides: Sequence[str] = (), work: Path | None = None, dry_run: bool = False
+    path: Path,
+    overrides: Sequence[str] = (),
+    work: Path | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
 ) -> RecipeOutcome:
     """Run a recipe; tables go to stdout, progress to stderr, everything to `report.json` in the work folder.
 
@@ -30,6 +34,7 @@ def run_recipe(
     overrides -- `a.b=c` each, c in YAML
     work      -- folder of the outputs (default `work/NAME`); stages that are up to date in it do not run again
     dry_run   -- run no model and write nothing: print what would be made
+    overwrite -- replace what another recipe left in the work folder; it is refused otherwise
 
     Relative paths in the recipe start at the working directory.
     Raises `RecipeError` for a recipe that cannot be run as it stands, before anything runs, and other `UserError`s.
@@ -43,7 +48,7 @@ def run_recipe(
 
     job = open_job(recipe, work if work is not None else DEFAULT_WORK / recipe.name)
     stages = stages_of(recipe)
-    state = open_work(job, stages)
+    state = open_work(job, stages, locate(Path(path)).name, overwrite)
     if dry_run:
         planned = plan.make_plan(job, stages, pending(job, stages, state))
         plan.show(planned)

@@ -31,9 +31,12 @@ def stages_of(recipe: Recipe) -> list[Stage]:
     return [stage for stage in STAGES if stage.runs(recipe)]
 
 
-def open_work(job: Job, stages: Sequence[Stage]) -> WorkFolder:
-    """The work folder; what is odd about it is said on stderr. Raises `OutputError` as `WorkFolder` does."""
-    work = WorkFolder(job.folder, [output for stage in stages for output in stage.outputs(job.recipe.asked(stage.key))])
+def open_work(job: Job, stages: Sequence[Stage], file: str, overwrite: bool = False) -> WorkFolder:
+    """The work folder of the recipe in a file of that name; what is odd about it is said on stderr. Raises
+    `OutputError` as `WorkFolder` does."""
+    outputs = [output for stage in stages for output in stage.outputs(job.recipe.asked(stage.key))]
+    owner = {"name": job.recipe.name, "file": file, "model": job.recipe.model}
+    work = WorkFolder(job.folder, outputs, owner, overwrite)
     say(*work.notes)
     return work
 

@@ -11,8 +11,9 @@ _gates: dict[str, Any] = {key: field for stage in STAGES for key, field in stage
 Gates = create_model(
     "Gates",
     __base__=Section,
-    __doc__="Limits on what was measured. Each applies to every row that has the value, and the worst one is judged. "
-    "A limit that is not kept, or a failed verification, ends `run` with exit status 3.",
+    __doc__="Limits on what was measured, each with `min`, `max` or both: `{max: 1.1}`. Each applies to every row that "
+    "has the value, and the worst one is judged. A limit that is not kept, or a failed verification, ends `run` with "
+    "exit status 3.",
     **_gates,
 )
 

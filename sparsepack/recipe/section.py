@@ -66,7 +66,7 @@ def _declare(field: FieldInfo, options: type, name: str) -> None:
 
 
 class Limit(Section):
-    """The values that pass: `min <= value <= max`."""
+    """The values that pass: `min <= value <= max`; one of the two may be left out."""
 
     min: float | None = Field(None, description="The smallest value that passes.")
     max: float | None = Field(None, description="The largest value that passes.")

@@ -31,17 +31,35 @@ class Finished:
 class WorkFolder:
     """A work folder and what is known to be finished in it.
 
-    Raises `OutputError` where the folder holds files by the names of our outputs that no run of a recipe made.
+    outputs   -- names of what the recipe will leave in it
+    owner     -- who the recipe is: its name, its file's name, its model as written. Not its settings: these may change,
+                 and what they change runs again. No whole path: the folder and the recipe may be moved
+
+    Raises `OutputError`, unless told to `overwrite`, where the folder belongs to another recipe, or holds files by the
+    names of our outputs that no run of a recipe made.
     """
 
-    def __init__(self, path: Path, outputs: Sequence[str]) -> None:
+    def __init__(self, path: Path, outputs: Sequence[str], owner: Mapping[str, str], overwrite: bool = False) -> None:
         self.path = path
         self.notes: list[str] = []
+        self._owner, self._found_owner = dict(owner), dict(owner)
         self._finished = self._read()
-        if not (path / STATE).exists():
-            foreign = [name for name in outputs if (path / name).exists()]
-            if foreign:
-                raise OutputError(f"{path / foreign[0]}: no recipe made this file; give another work folder")
+        if not overwrite:
+            self._refuse_what_is_not_ours(outputs)
+
+    def _refuse_what_is_not_ours(self, outputs: Sequence[str]) -> None:
+        foreign = [name for name in outputs if (self.path / name).exists()]
+        if foreign and not (self.path / STATE).exists():
+            raise OutputError(
+                f"{self.path / foreign[0]}: no recipe made this file; give another folder as --work, or --overwrite"
+            )
+        other = [key for key, value in self._owner.items() if self._found_owner.get(key) != value]
+        if other:
+            found = ", ".join(f"{key} {self._found_owner.get(key)}, not {self._owner[key]}" for key in other)
+            raise OutputError(
+                f"{self.path}: holds the outputs of another recipe ({found}); give another folder as --work, or "
+                "--overwrite"
+            )
 
     def create(self) -> None:
         """Make the folder, and mark it as ours before anything is in it."""
@@ -93,7 +111,9 @@ class WorkFolder:
             value = json.loads(path.read_text(encoding="utf-8"))
             if value["schema"] != SCHEMA:
                 raise ValueError(f"schema {value['schema']}, expected {SCHEMA}")
-            return {name: _finished(entry) for name, entry in value["stages"].items()}
+            finished = {name: _finished(entry) for name, entry in value["stages"].items()}
+            self._found_owner = dict(value.get("recipe", self._owner))  # not kept before 0.2
+            return finished
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self.notes.append(f"{path}: not understood ({error!r}); every stage runs again")
             return {}
@@ -101,7 +121,8 @@ class WorkFolder:
     def _write(self) -> None:
         stages = {name: vars(stage) for name, stage in self._finished.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(self.path / STATE, {"schema": SCHEMA, "kind": "recipe state", "written": written, "stages": stages})
+        head = {"schema": SCHEMA, "kind": "recipe state", "recipe": self._owner, "written": written}
+        write_json(self.path / STATE, {**head, "stages": stages})
 
 
 def _files(output: Path) -> list[Path]:

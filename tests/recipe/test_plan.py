@@ -32,6 +32,27 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would_do(recipe_file, tmp_pat
     assert "mlp_mid" in out
 
 
+def test_a_dry_run_says_where_every_relative_path_leads(tmp_path, monkeypatch, capsys):
+    """From the working directory, not from the recipe's folder."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("The class statement defines a class. " * 80)
+    recipe = write_recipe(tmp_path / "recipes", calibrate={"text": ["texts/a.txt", "shipped:train"], "context": 64})
+    monkeypatch.chdir(tmp_path)
+    paths = run_recipe(recipe, dry_run=True).report["paths"]
+    assert paths == {
+        "working directory": str(tmp_path),
+        "work": str(tmp_path / "work" / "tiny"),
+        "model shipped:tiny": "no such path here: a name",
+        "calibrate.text texts/a.txt": str(tmp_path / "texts" / "a.txt"),
+        "calibrate.text shipped:train": "no such path here: a name",
+        "eval.perplexity shipped:heldout": "no such path here: a name",
+    }
+    told = capsys.readouterr().out
+    assert "relative ones start at the working directory" in told
+    assert str(tmp_path / "texts" / "a.txt") in told
+
+
 def test_a_dry_run_knows_which_stages_are_up_to_date(finished_once, finished):
     plan = run_recipe(finished_once[0], ["pack.output_type=f16"], work=finished, dry_run=True).report
     status = {stage["name"]: stage["status"] for stage in plan["stages"]}

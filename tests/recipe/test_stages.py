@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recipes_for_tests import STAGES
 
+from sparsepack.data import TINY_MODEL
 from sparsepack.errors import OutputError
 from sparsepack.recipe import run_recipe, runner
 
@@ -110,6 +113,41 @@ def test_files_that_no_recipe_made_are_not_overwritten(recipe_file, tmp_path):
     with pytest.raises(OutputError, match=r"model\.gguf: no recipe made this file"):
         run_recipe(recipe_file, work=tmp_path / "work")
     assert (tmp_path / "work" / "model.gguf").read_text() == "mine"
+    assert run_recipe(recipe_file, work=tmp_path / "work", overwrite=True).passed
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"name": "other"}, "name tiny, not other"),
+        ({"model": "a copy"}, None),
+        ({"file": "other.yaml"}, "file tiny.yaml, not other.yaml"),
+    ],
+    ids=["name", "model", "file"],
+)
+def test_the_outputs_of_another_recipe_are_not_overwritten_without_a_word(
+    finished_once, finished, tmp_path, changes, expected
+):
+    recipe, overrides = finished_once[0], []
+    if "file" in changes:
+        recipe = Path(shutil.copy(recipe, tmp_path / changes["file"]))
+    elif "model" in changes:
+        model = shutil.copytree(TINY_MODEL, tmp_path / "copy")
+        overrides, expected = [f"model={model}"], f"model shipped:tiny, not {model}"
+    else:
+        overrides = ["name=other"]
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    for dry_run in (True, False):
+        with pytest.raises(OutputError, match="holds the outputs of another recipe") as caught:
+            run_recipe(recipe, overrides, work=finished, dry_run=dry_run)
+        assert expected in str(caught.value)
+        assert "--overwrite" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    run_recipe(recipe, overrides, work=finished, overwrite=True)
+    run_recipe(recipe, overrides, work=finished)  # which is now its own
+    with pytest.raises(OutputError):
+        run_recipe(finished_once[0], work=finished)
 
 
 def test_without_pack_the_model_itself_is_evaluated_with_its_thresholds(finished_once, finished):

@@ -14,7 +14,6 @@ from sparsepack.errors import RecipeError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.standard_error import with_error
 from sparsepack.files.atomic import write_json
-from sparsepack.models.skipped import shown
 from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
@@ -187,8 +186,14 @@ def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
-    columns = ("text", "protocol", ">windows", "scored", ">perplexity", ">/ source", ">KL, nats", ">same top token")
-    made = table("accuracy against the source model", *columns, ">skipped", ">target")
+    columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
+    scored = ", ".join(sorted({row["scored"] for row in rows}))
+    made = table(
+        f"accuracy against the source model, scored: {scored} of each window",
+        *columns,
+        ">skipped",
+        ">of sparse sites (target)",
+    )
     for row in rows:
         realised = row["realised_sparsity"]
         skips = row["protocol"] != "dense" and realised["target"]
@@ -196,13 +201,12 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
             escape(row["text"]),
             row["protocol"],
             f"{row['windows']} x {row['context']}",
-            row["scored"],
             with_error(row["perplexity"], 2),
             with_error(row["perplexity_ratio"], 4),
             with_error(row["kl_divergence"], 4),
             f"{100 * row['top_token_agreement']['value']:.1f} %",
-            shown(realised["overall"], realised["of_sparse_sites"]) if skips else "nothing",
-            shown(realised["target_overall"], realised["target"]) if skips else "",
+            f"{100 * realised['overall']:.1f} %" if skips else "nothing",
+            f"{100 * realised['of_sparse_sites']:.1f} % ({100 * realised['target']:.1f} %)" if skips else "",
         )
     return made
 
