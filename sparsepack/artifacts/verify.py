@@ -59,8 +59,13 @@ class Report:
 
 
 def verify(path: Path) -> Report:
-    """Check an artifact by itself: every byte's hash, shapes, zeros in padding."""
+    """Check an artifact by itself: every byte's hash, shapes, zeros in padding.
+
+    Raises `ArtifactError` where there is nothing to check.
+    """
     path = Path(path)
+    if not path.exists():
+        raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")
     kind = None
     try:
         artifact = open_artifact(path)

@@ -30,7 +30,9 @@ from sparsepack.cli.verify import verify
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+)
 @click.version_option(__version__, prog_name="sparsepack")
 @quiet_option
 def main() -> None:
@@ -39,7 +41,10 @@ def main() -> None:
     MODEL is a Hugging Face folder or hub id, a GGUF in F32, F16 or BF16, or shipped:tiny. TEXT is a .txt or .jsonl
     file (also .xz, .gz), shipped:train, shipped:heldout, or a data set NAME[:CONFIG[:SPLIT[:FIELD]]].
 
-    Exit status: 0 done, 1 the run failed, 2 a mistake in what was asked, 3 a gate failed.
+    Exit status: 0 done, 1 the run or a check failed, 2 a mistake in what was asked, 3 a gate failed, 130 interrupted.
+
+    To complete verbs and options by the Tab key, add to ~/.bashrc: eval "$(_SPARSEPACK_COMPLETE=bash_source
+    sparsepack)". In zsh and fish it is zsh_source and fish_source.
     """
 
 

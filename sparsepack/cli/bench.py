@@ -14,7 +14,7 @@ from sparsepack.cli.options import PATH, backend_option, device_option, emit, fr
 @from_options(BenchSettings, "-p", "--prompt")
 @from_options(BenchSettings, "-n", "--generate")
 @from_options(BenchSettings, "-r", "--repetitions")
-@click.option("--text", help="Run this text's tokens; random ones skip less than text does.")
+@click.option("--text", help="Run this text's tokens (default: random ones, which skip less than text does).")
 @from_options(BenchSettings, "--seed")
 @from_options(BenchSettings, "--batch")
 @device_option

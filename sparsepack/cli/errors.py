@@ -3,12 +3,16 @@
 import errno
 import os
 import re
+import signal
 import sys
 from typing import Any
 
 import click
 
 from sparsepack.errors import UserError
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
 
 
 class Verbs(click.Group):
@@ -25,7 +29,7 @@ class Verbs(click.Group):
             ctx.exit(2)
         except KeyboardInterrupt as interrupt:
             _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
-            ctx.exit(1)
+            ctx.exit(INTERRUPTED)
         except OSError as error:
             if error.errno != errno.ENOSPC or not _output_is_full():
                 raise

@@ -12,7 +12,10 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-@click.command(name="eval")
+_OLD_NAMES = {"runtime": "backend"}
+
+
+@click.command(name="eval", context_settings={"token_normalize_func": lambda token: _OLD_NAMES.get(token, token)})
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")
@@ -33,7 +36,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @from_options(EvalRequest, "--limit")
 @from_options(EvalRequest, "--num-fewshot")
 @from_options(EvalRequest, "--batch")
-@from_options(EvalRequest, "--runtime")
+@from_options(EvalRequest, "--backend", "runtime")
 @compute
 @torch_threads
 @json_output

@@ -25,7 +25,11 @@ from sparsepack.runtime.options import GenerateOptions
 @from_options(GenerateOptions, "--top-p")
 @from_options(GenerateOptions, "--seed")
 @click.option("--dense", is_flag=True, help="Skip nothing.")
-@click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
+@click.option(
+    "--context",
+    type=click.IntRange(2),
+    help="Room for so many tokens (default: what the model was made for, at most 4096).",
+)
 @device_option
 @backend_option
 @torch_threads

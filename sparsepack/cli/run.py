@@ -10,6 +10,15 @@ import click
 from sparsepack.cli.options import PATH, json_output
 
 
+def _print_list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    if not asked or context.resilient_parsing:
+        return
+    from sparsepack.recipe.shipped import listed
+
+    click.echo(listed())
+    context.exit()
+
+
 def _print_schema(context: click.Context, parameter: click.Parameter, form: str | None) -> None:
     if form is None or context.resilient_parsing:
         return
@@ -21,6 +30,14 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
 
 @click.command()
 @click.argument("recipe", type=PATH)
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_list,
+    help="Print the names of the recipes that ship with sparsepack, and stop.",
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="activation_sparsity.sparsity=0.4; repeats."
 )
@@ -47,6 +64,8 @@ def run(
     json_path: str | None,
 ) -> None:
     """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails.
+
+    RECIPE is a YAML file, or the bare name of one that ships with sparsepack: see --list.
 
     Relative paths in it start at the working directory. A work folder in which another recipe ran (another name, file
     or model) is refused without --overwrite.

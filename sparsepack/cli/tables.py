@@ -166,7 +166,10 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             "target",
         ]
         parts.append(table(header, rows))
-        parts.append("skipped, target: share of all block weights that a decoded token skips")
+        scored = ", ".join(sorted({row["scored"] for row in result["perplexity"]}))
+        parts.append(
+            f"scored: {scored} of each window; skipped, target: share of all block weights that a decoded token skips"
+        )
     if result["tasks"]:
         rows = [
             [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]

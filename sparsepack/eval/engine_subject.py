@@ -134,6 +134,6 @@ def open_engine_subject(name: str, backend: str, device: str = "cpu") -> EngineS
     path = Path(name)
     if not is_artifact(path) or not open_artifact(path).format.runs:
         formats = those_with("runs")
-        raise UserError(f"{name}: --runtime {backend} runs {formats} artifacts; pack the model first, or leave it out")
+        raise UserError(f"{name}: --backend {backend} runs {formats} artifacts; pack the model first, or leave it out")
     packed = read_packed(path)
     return EngineSubject(name, packed, backend, stock_tokenizer(packed), device)

@@ -13,8 +13,10 @@ from sparsepack.runtime.backends import BACKENDS, backend_named
 class EvalRequest:
     """What to measure.
 
-    thresholds -- a table to run a checkpoint with
-    against    -- source checkpoint for KL divergence and top-token agreement
+    thresholds  -- a table to run a checkpoint with
+    against     -- source checkpoint for KL divergence and top-token agreement
+    second_half -- score only the second half of each window under every protocol, as under decode, so that the
+                   figures of several are of the same tokens
     """
 
     subject: str
@@ -28,19 +30,22 @@ class EvalRequest:
     context: int | None = option(
         "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
     )
-    windows: int | None = option("At most so many windows of each text, from the first.", default=None, least=1)
+    windows: int | None = option(
+        "At most so many windows of each text, from the first (default: all).", default=None, least=1
+    )
     against: str | None = None
     tasks: tuple[str, ...] = option("lm-eval tasks.", default=())
     task_path: Path | None = option(  # noqa: RUF009, it is what `field` is
         "Folder of local task YAML; nothing is looked up on a network then.", default=None
     )
-    limit: int | None = option("Documents per task.", default=None, least=1)
+    limit: int | None = option("Documents per task (default: all).", default=None, least=1)
     num_fewshot: int | None = option(
-        "Examples before each question, in place of the tasks' own.", default=None, least=0
+        "Examples before each question (default: the task's own number).", default=None, least=0
     )
     batch: int | None = option(
         "Windows, and requests of a task, at a time (default 1 window, 8 requests).", default=None, least=1
     )
+    second_half: bool = False
     device: str = "cpu"
     dtype: str = "float32"
     runtime: str = option(
@@ -69,6 +74,6 @@ class EvalRequest:
             backend_named(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype != "float32":
                 raise UserError(
-                    f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
+                    f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )

@@ -36,10 +36,11 @@ def score_windows(
     protocol: str,
     reference: WindowScorer | None = None,
     batch: int = 1,
+    second_half: bool = False,
 ) -> WindowScores:
     """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats."""
     width = inputs.shape[1]
-    first = scored_from(protocol, width)
+    first = scored_from(protocol, width, second_half)
     start = {"dense": width, "all": 0, "decode": first}[protocol]
     sums: dict[str, list[torch.Tensor]] = {"nll": [], "kl": [], "same_top": [], "reference_nll": []}
     with progress(f"perplexity ({protocol})", len(inputs)) as advance:

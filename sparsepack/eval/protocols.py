@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 PROTOCOLS = ("decode", "all", "dense")
 
 
-def scored_from(protocol: str, width: int) -> int:
-    """The first scored position of a window of `width` positions."""
-    return width // 2 if protocol == "decode" else 0
+def scored_from(protocol: str, width: int, second_half: bool = False) -> int:
+    """The first scored position of a window of `width` positions; `second_half`: as under decode, whatever runs."""
+    return width // 2 if protocol == "decode" or second_half else 0
 
 
 class WindowScorer(Protocol):

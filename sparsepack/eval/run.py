@@ -47,13 +47,16 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
         scorer.reset()
         inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows)
         tokens = tokens_of(subject.tokenizer, text)
-        scores = score_windows(scorer, inputs, targets, protocol, reference, request.windows_at_once)
-        scored = targets[:, scored_from(protocol, targets.shape[1]) :]
+        scores = score_windows(
+            scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half
+        )
+        scored = targets[:, scored_from(protocol, targets.shape[1], request.second_half) :]
         rows.append(
             {
                 "text": text.name,
                 "text_sha256": text.sha256,
                 "protocol": protocol,
+                "scored": "second half" if protocol == "decode" or request.second_half else "all",
                 "context": context,
                 "windows_of": len(tokens.first()) // context if tokens.complete else None,
                 **summarise(scores, _bytes_of(subject.tokenizer, scored)),

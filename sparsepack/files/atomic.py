@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,11 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
         raise OutputError(f"{path}: the folder {parent} does not exist; create it first")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: cannot be written, since the folder {parent} cannot; name another")
+    if not path.exists():
+        try:  # some folders, those of /proc for one, say that they can be written
+            tempfile.TemporaryFile(dir=parent).close()
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written ({error.strerror}); name another folder") from error
 
 
 @contextmanager

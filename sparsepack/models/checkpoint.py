@@ -19,8 +19,11 @@ from sparsepack.files.gguf import read_gguf
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.families import Family, family_of
 from sparsepack.models.gguf_config import gguf_config
+from sparsepack.models.gguf_tokenizer import gguf_tokenizer_json
+from sparsepack.models.sentencepiece_model import sentencepiece_json
 from sparsepack.models.skeleton import parameter_shapes
 from sparsepack.models.sources import GgufSource, SafetensorsSource, TensorSource
+from sparsepack.models.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _DERIVED = "rotary_emb.inv_freq"  # old exports carry the rotary frequencies; transformers computes them
@@ -99,22 +102,23 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Any:
         """The stock tokenizer; raises `CheckpointError` where it is missing or does not fit the model."""
-        from transformers import AutoTokenizer
-
         try:
             if self.path.is_file():
-                tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+                tokenizer = gguf_tokenizer(read_gguf(self.path), self.name)
             else:
-                tokenizer = AutoTokenizer.from_pretrained(str(self.path))
-        except Exception as error:  # the library raises many kinds for one mistake
+                tokenizer = folder_tokenizer(self.path)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the libraries raise many kinds for one mistake
             reason = str(error).strip().split("\n")[0].rstrip(" :")
             raise CheckpointError(
                 f"{self.name}: its tokenizer cannot be loaded ({reason}); expected in the GGUF itself, "
                 "or as tokenizer.json in the folder of the weights"
             ) from error
-        if len(tokenizer) > self.config.vocab_size:
+        tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if tokens > self.config.vocab_size:
             raise CheckpointError(
-                f"{self.name}: the tokenizer has {len(tokenizer)} tokens, the model {self.config.vocab_size}; "
+                f"{self.name}: the tokenizer has {tokens} tokens, the model {self.config.vocab_size}; "
                 "they do not belong together"
             )
         return tokenizer
@@ -127,18 +131,26 @@ class Checkpoint:
             # Chat models end a turn with tokens that only this file names.
             generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
             more_eos = token_ids(generation.get("eos_token_id"))
-            return architecture_of(self.config, self.tokenizer.bos_token_id, more_eos)
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a generation configuration ({error})") from error
+        bos = self.tokenizer.bos_token_id
+        try:
+            return architecture_of(self.config, bos, more_eos)
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
 
     def tokenizer_json(self) -> str:
-        """The content of `tokenizer.json`."""
+        """The content of `tokenizer.json`, made where there is none; raises `CheckpointError` where it cannot be."""
+        return self._tokenizer_json
+
+    @cached_property
+    def _tokenizer_json(self) -> str:
+        if self.path.is_file():
+            return gguf_tokenizer_json(read_gguf(self.path), self.name)
+        if only_sentencepiece(self.path):
+            return sentencepiece_json(self.path)
         path = self.path / "tokenizer.json"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        return str(self.tokenizer.backend_tokenizer.to_str())
+        return path.read_text(encoding="utf-8") if path.is_file() else str(self.tokenizer.backend_tokenizer.to_str())
 
 
 def open_checkpoint(name: str | Path) -> Checkpoint:

@@ -1,10 +1,13 @@
 """The texts beside a checkpoint's weights, from its folder, or made again where the checkpoint is a GGUF."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import PackingError
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.sentencepiece_model import sentencepiece_config
+from sparsepack.models.tokenizer import only_sentencepiece
 
 
 def config_json(checkpoint: Checkpoint) -> str:
@@ -22,13 +25,18 @@ def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
         tokenizer = checkpoint.tokenizer
         named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         return {**named, "chat_template": tokenizer.chat_template}
-    path, template = checkpoint.path / "tokenizer_config.json", checkpoint.path / "chat_template.jinja"
+    if only_sentencepiece(checkpoint.path):
+        return _with_template(sentencepiece_config(checkpoint.path), checkpoint.path)
+    path = checkpoint.path / "tokenizer_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise PackingError(f"{path}: not JSON ({error}); download it again") from error
     if not isinstance(config, dict):
         raise PackingError(f"{path}: expected a JSON object; download it again")
-    if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return config
+    return _with_template(config, checkpoint.path)
+
+
+def _with_template(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    template = folder / "chat_template.jinja"
+    return config | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})

@@ -14,9 +14,7 @@ from sparsepack.progress import say
 from sparsepack.recipe.consistency import check_sections
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
-
-SHIPPED = Path(__file__).parents[2] / "recipes"
-"""The ready-made recipes, where sparsepack runs from a checkout."""
+from sparsepack.recipe.shipped import shipped_recipes
 
 _RENAMED = {"activation": "activation_sparsity"}
 """Keys by the names that they had, which are still accepted."""
@@ -68,16 +66,19 @@ def locate(path: Path) -> Path:
     """
     if path.is_file():
         return path
-    bare = path.parent == Path() and not path.suffix
-    if bare and (SHIPPED / f"{path}.yaml").is_file():
-        return SHIPPED / f"{path}.yaml"
+    shipped = shipped_recipes()
+    if str(path) in shipped:
+        return shipped[str(path)]
     if path.is_dir():
         raise RecipeError(f"{path}: a folder; expected a recipe, a YAML file")
     beside = [found for pattern in ("*.yaml", "*.yml") for found in sorted(path.parent.glob(pattern))]
-    shipped = [found for found in sorted(SHIPPED.glob("*.yaml")) if "workflow" not in found.stem]
-    by_stem = {found.stem: str(found) for found in [*shipped, *beside]}
+    by_stem = {**{name: name for name in shipped}, **{found.stem: str(found) for found in beside}}
     near = difflib.get_close_matches(path.stem, by_stem, 3, cutoff=0.3)
-    hint = f"nearest: {', '.join(by_stem[stem] for stem in near)}" if near else "expected the path of a YAML file"
+    hint = (
+        f"nearest: {', '.join(by_stem[stem] for stem in near)}"
+        if near
+        else f"expected the path of a YAML file, or one of {', '.join(shipped)}"
+    )
     raise RecipeError(f"{path}: no such recipe; {hint}")
 
 

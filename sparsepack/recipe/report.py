@@ -41,7 +41,8 @@ def collect(job: Job, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def show(report: Mapping[str, Any]) -> None:
     """Print what was measured to stdout."""
     recipe = report["recipe"]
-    results().print(f"[bold]{escape(recipe['name'])}[/]: {escape(recipe['description'] or recipe['model'])}\n")
+    described = f"{recipe['description']}; model {recipe['model']}" if recipe["description"] else recipe["model"]
+    results().print(f"[bold]{escape(recipe['name'])}[/]: {escape(described)}\n")
     for stage in STAGES:
         print_lines(stage.show(report))
     print_lines([_seconds(report["stages"])])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Backend:
     """One way to run a packed model.
 
-    name        -- as `--backend` and `--runtime` take it
+    name        -- as `--backend` takes it
     says        -- what runs, for people
     hardware    -- what it runs on, for people
     devices     -- torch's types of devices that it is made for, and taken for unless told otherwise; none: any device

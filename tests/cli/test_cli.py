@@ -246,7 +246,7 @@ def test_ctrl_c_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sparsepack.eval.run.evaluate", interrupted)
-    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == "sparsepack: interrupted"
+    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=130) == "sparsepack: interrupted"
 
 
 def test_another_full_disk_is_not_called_standard_output(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

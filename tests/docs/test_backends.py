@@ -63,7 +63,7 @@ def test_the_page_names_what_a_module_offers() -> None:
 
 
 def test_every_backend_can_be_asked_for_on_the_command_line() -> None:
-    for verb, option in (("generate", "--backend"), ("bench", "--backend"), ("eval", "--runtime")):
+    for verb, option in (("generate", "--backend"), ("bench", "--backend"), ("eval", "--backend")):
         text = CliRunner().invoke(main, [verb, "--help"]).stdout.replace("\n", "")
         choices = re.search(rf"{option} \[([^\]]*)\]", text)
         assert choices is not None

@@ -98,6 +98,14 @@ def test_each_text_has_its_own_row_and_counts(made):
     assert both["perplexity"][1] == one[0]
 
 
+def test_what_is_scored_is_said_and_can_be_the_same_under_each_protocol(made):
+    asked = [{"protocol": "decode"}, {"protocol": "dense"}, {"protocol": "dense", "second_half": True}]
+    rows = [evaluate(replace(TINY, thresholds=made / "t.json", **changes))["perplexity"][0] for changes in asked]
+    assert [row["scored"] for row in rows] == ["second half", "all", "second half"]
+    assert rows[1]["targets"] == 2 * rows[0]["targets"] == 2 * rows[2]["targets"]
+    assert rows[2]["perplexity"]["value"] < rows[0]["perplexity"]["value"]
+
+
 @pytest.mark.parametrize("protocol", ["dense", "all", "decode"])
 def test_the_protocol_asked_for_is_the_one_used(made, protocol):
     result = evaluate(replace(TINY, thresholds=made / "t.json", protocol=protocol))

@@ -72,6 +72,9 @@ def test_each_protocol_scores_what_it_says(sparse, dense, windows, protocol, spa
     torch.testing.assert_close(scores.kl, kl, rtol=1e-3, atol=1e-4)
     same = (log_p.argmax(-1) == log_q.argmax(-1))[:, scored:].sum(1)
     assert (scores.same_top - same).abs().max() <= 1  # a tie may fall either way
+    half = score_windows(sparse.scorer(), inputs, targets, protocol, dense.scorer(), batch, second_half=True)
+    assert half.targets == 32
+    torch.testing.assert_close(half.nll, nll[:, 32:].sum(1), rtol=1e-5, atol=0)
     if protocol != "dense":
         assert scores.kl.min() > 0
 

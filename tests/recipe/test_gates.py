@@ -8,9 +8,9 @@ import pytest
 from sparsepack.cli import main
 from sparsepack.errors import RecipeError
 from sparsepack.recipe import run_recipe
-from sparsepack.recipe.load import SHIPPED
 from sparsepack.recipe.run import judge
 from sparsepack.recipe.schema import Gates
+from sparsepack.recipe.shipped import FOLDER
 
 
 def row(protocol, ratio, realised=0.5, text="t"):
@@ -102,8 +102,8 @@ def test_pushing_the_sparsity_up_fails_a_gate_and_keeps_the_report(finished_once
 
 @pytest.mark.slow
 def test_the_ci_recipe_passes_as_it_stands_and_fails_when_pushed(tmp_path):
-    assert run_recipe(SHIPPED / "ci.yaml", work=tmp_path / "work").passed
-    pushed = run_recipe(SHIPPED / "ci.yaml", ["activation_sparsity.sparsity=0.7"], work=tmp_path / "work")
+    assert run_recipe(FOLDER / "ci.yaml", work=tmp_path / "work").passed
+    pushed = run_recipe(FOLDER / "ci.yaml", ["activation_sparsity.sparsity=0.7"], work=tmp_path / "work")
     assert not pushed.passed
     failed = {gate["gate"] for gate in pushed.report["gates"] if not gate["passed"]}
     assert {"perplexity_ratio", "kl_divergence", "top_token_agreement", "realised_sparsity"} == failed

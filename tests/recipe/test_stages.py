@@ -26,6 +26,8 @@ def test_a_first_run_runs_every_stage_and_reports_what_it_measured(finished_once
     rows = [row for evaluation in outcome.report["evaluations"] for row in evaluation["perplexity"]]
     assert [(row["text"], row["protocol"]) for row in rows] == [("shipped:heldout", p) for p in ("decode", "dense")]
     assert all(row["kl_divergence"]["value"] > 0 for row in rows)
+    assert {row["scored"] for row in rows} == {"second half"}  # decode scores no more, and both stand in one table
+    assert len({(row["targets"], row["source_perplexity"]) for row in rows}) == 1
     assert outcome.report["generate"]["text"]
     assert outcome.report["verify"]["passed"]
 

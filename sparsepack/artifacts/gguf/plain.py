@@ -1,7 +1,7 @@
 """The plain GGUF: what stock llama.cpp loads and runs, vocabulary included.
 
 Tensor names, their shapes and the order of q and k rows are llama.cpp's. Beside its keys stand `sparsepack.*` strings
-(hashes, manifest, the model's config.json), which it ignores.
+(hashes, manifest, the model's config.json and tokenizer.json), which it ignores.
 """
 
 import json
@@ -31,6 +31,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import HEAD, Checkpoint
 from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.gguf_names import gguf_names
+from sparsepack.models.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.source_files import config_json, tokenizer_config
 
 _WITHOUT_BIAS = ("qwen3",)
@@ -65,13 +66,14 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     types = embedding | _types(checkpoint, type, notes)
     tensors = tuple(_tensors(checkpoint, architecture, types, request.device))
     manifest = make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors), notes)
+    own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
     return GgufPlan(
         format=format.name,
         tensors=tensors,
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
         architecture=checkpoint.family.gguf,
-        values=values | manifest_values(manifest) | {OWN_CONFIG: string(config_json(checkpoint))},
+        values=values | manifest_values(manifest) | own,
     )
 
 

@@ -16,6 +16,7 @@ from sparsepack.models.families import FAMILIES
 from sparsepack.models.gguf_config import gguf_config
 from sparsepack.models.gguf_names import gguf_names, permute_rotary, unpermute_rotary
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.tokenizer import gguf_tokenizer
 
 ROTARY_FACTORS = "rope_freqs.weight"
 _QWEN3_HEAD = 128  # transformers' default, which it keeps whatever the file says
@@ -32,8 +33,6 @@ class PlainArtifact(GgufArtifact):
         )
 
     def stock(self) -> StockModel:
-        from transformers import AutoTokenizer
-
         config = gguf_config(self.file, str(self.path))
         names = {theirs: ours for ours, theirs in gguf_names(config.num_hidden_layers).items()}
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -51,8 +50,7 @@ class PlainArtifact(GgufArtifact):
                         return unpermute_rotary(value, count)
             return value
 
-        tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
-        return StockModel(config, tensor, tokenizer)
+        return StockModel(config, tensor, gguf_tokenizer(self.file, str(self.path)))
 
     def holds_weights(self, name: str) -> bool:
         return name != ROTARY_FACTORS

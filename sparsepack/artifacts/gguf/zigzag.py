@@ -34,7 +34,7 @@ from sparsepack.artifacts.gguf.embeddings import embedding_types
 from sparsepack.artifacts.gguf.values import manifest_values, string
 from sparsepack.artifacts.gguf.writer import GgufPlan
 from sparsepack.artifacts.gguf.zigzag_artifact import ZigzagArtifact
-from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, TOKENIZER, site_shapes
+from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, site_shapes
 from sparsepack.artifacts.manifest import make_manifest
 from sparsepack.artifacts.plan import PlannedTensor, PlanRequest, manifest_shapes
 from sparsepack.artifacts.transfer import stacked_on, tensors_at_once
@@ -46,6 +46,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
+from sparsepack.models.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.rule import Rules, SiteRule
 from sparsepack.models.source_files import config_json
 
@@ -72,7 +73,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes)
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
-        TOKENIZER: string(checkpoint.tokenizer_json()),
+        OWN_TOKENIZER: string(checkpoint.tokenizer_json()),
         NUMBERS: string(json.dumps(architecture.to_json())),
     }
     return GgufPlan(

@@ -8,7 +8,7 @@ from sparsepack.artifacts.manifest import ATTENTION, NEURONS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
 
-TOKENIZER, NUMBERS = "sparsepack.tokenizer", "sparsepack.architecture"
+NUMBERS = "sparsepack.architecture"
 
 RULE_VECTORS = (".threshold", ".offset")
 """How the names of tensors end that hold a site's rule."""

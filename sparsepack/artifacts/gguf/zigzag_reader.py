@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.artifacts.gguf.container import ARCHITECTURE
-from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, TOKENIZER, norm_widths, reserved, site_shapes
+from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, norm_widths, reserved, site_shapes
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import ArtifactError
@@ -17,6 +17,7 @@ from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES, SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
+from sparsepack.models.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 
@@ -56,7 +57,7 @@ class _Reader:
             output_norm=output_norm,
             output=output,
             config_json=self.text(OWN_CONFIG),
-            tokenizer_json=self.text(TOKENIZER),
+            tokenizer_json=self.text(OWN_TOKENIZER),
             manifest=self.manifest,
         )
 

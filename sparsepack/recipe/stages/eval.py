@@ -34,7 +34,9 @@ class Eval(Section):
 
     perplexity: Annotated[Names, PATH]
     protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
-        (), description="Which tokens are sparse; each protocol named gives rows. None: decode if sparse, else dense."
+        (),
+        description="Which tokens are sparse; each protocol named gives rows. None: decode if sparse, else dense. "
+        "Beside decode, the others score what it scores too, the second half of each window.",
     )
     context: int | None
     windows: int | None
@@ -56,6 +58,11 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
     """Each once, in the order asked for."""
     asked = Eval.of(recipe)
     return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
+
+
+def _second_half(recipe: Recipe) -> bool:
+    """Whether every protocol scores the tokens that decode does: in one table, figures are of the same tokens."""
+    return "decode" in _protocols(recipe)
 
 
 def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
@@ -88,6 +95,7 @@ def _settings(job: Job, asked: Eval) -> dict[str, Any]:
     return {
         **asked.model_dump(mode="json"),
         "protocols": _protocols(job.recipe),
+        "second_half": _second_half(job.recipe),
         "kernels": kernels() if asked.runtime == "cpu" else None,
         "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
         "task_files": _hashes(asked.task_path),
@@ -125,6 +133,7 @@ def _run(job: Job, asked: Eval) -> None:
             subject=str(artifact_of(job)) if packed else recipe.model,
             thresholds=job.folder / TABLE if sparse(recipe) and not packed else None,
             protocol=protocol,
+            second_half=_second_half(recipe),
             against=recipe.model if asked.perplexity else None,
             task_path=Path(asked.task_path) if asked.task_path else None,
             device=recipe.device,
@@ -178,7 +187,13 @@ def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
     columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
-    made = table("accuracy against the source model", *columns, ">skipped", ">of sparse sites (target)")
+    scored = ", ".join(sorted({row["scored"] for row in rows}))
+    made = table(
+        f"accuracy against the source model, scored: {scored} of each window",
+        *columns,
+        ">skipped",
+        ">of sparse sites (target)",
+    )
     for row in rows:
         realised = row["realised_sparsity"]
         skips = row["protocol"] != "dense" and realised["target"]

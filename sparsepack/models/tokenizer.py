@@ -1,0 +1,41 @@
+"""A model's tokenizer, from its folder or GGUF: as the text of a tokenizer.json, and as transformers wraps it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsepack.files.gguf import GgufFile
+from sparsepack.models.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
+from sparsepack.models.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def gguf_tokenizer(file: GgufFile, name: str) -> Any:
+    """The tokenizer of a GGUF; raises `CheckpointError` as `gguf_tokenizer_json` does."""
+    return _wrapped(gguf_tokenizer_json(file, name), gguf_tokenizer_config(file, name))
+
+
+def folder_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder: transformers' own, except where there is only a `tokenizer.model`.
+
+    Raises `CheckpointError` as `sentencepiece_json` does, and what transformers raises.
+    """
+    from transformers import AutoTokenizer
+
+    if only_sentencepiece(folder):
+        return _wrapped(sentencepiece_json(folder), sentencepiece_config(folder))
+    return AutoTokenizer.from_pretrained(str(folder))
+
+
+def only_sentencepiece(folder: Path) -> bool:
+    """Whether a folder has a `tokenizer.model`, and no tokenizer.json."""
+    return (folder / FILE).is_file() and not (folder / "tokenizer.json").is_file()
+
+
+def _wrapped(tokenizer_json: str, config: Mapping[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    kept = {name: config[name] for name in (*_SPECIAL, "chat_template") if config.get(name) is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json), **kept)

@@ -1,0 +1,115 @@
+"""How a command ends: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C; never with a traceback."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sparsepack.artifacts.formats import FORMATS
+from sparsepack.cli import main
+from tests.models_for_tests import make_model
+
+MISSING = {
+    "calibrate": ("calibrate", "NONE", "--text", "shipped:train", "-o", "OUT"),
+    "calibrate merge": ("calibrate", "merge", "NONE", "NONE", "-o", "OUT"),
+    "thresholds": ("thresholds", "shipped:tiny", "--calibration", "NONE", "--sparsity", "0.5", "-o", "OUT"),
+    "pack": ("pack", "NONE", "-o", "OUT"),
+    "inspect": ("inspect", "NONE"),
+    "verify": ("verify", "NONE"),
+    "verify --against": ("verify", "NONE", "--against", "shipped:tiny"),
+    "eval": ("eval", "NONE", "--perplexity", "shipped:heldout"),
+    "bench": ("bench", "NONE"),
+    "tune": ("tune", "NONE"),
+    "generate": ("generate", "NONE", "--prompt", "a"),
+    "run": ("run", "NONE"),
+}
+
+
+def ends(*arguments: object) -> tuple[int, str]:
+    """The exit status, and the one line that was said."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sparsepack: ")]
+    assert len(lines) == 1, result.output
+    return result.exit_code, lines[0]
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_file_is_a_mistake_in_what_was_asked(case: str, tmp_path: Path) -> None:
+    places = {"NONE": tmp_path / "none.gguf", "OUT": tmp_path / "out"}
+    status, line = ends(*(places.get(word, word) for word in MISSING[case]))
+    assert status == 2
+    assert "none.gguf" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+@pytest.mark.parametrize("case", ["calibrate", "pack", "eval --json", "run -w"])
+def test_a_place_that_cannot_be_written_is_one_line_before_any_work(case: str) -> None:
+    commands = {
+        "calibrate": ("calibrate", "shipped:tiny", "--text", "shipped:train", "-o", "/proc/x"),
+        "pack": ("pack", "shipped:tiny", "-o", "/proc/x"),
+        "eval --json": ("eval", "shipped:tiny", "--perplexity", "shipped:heldout", "--json", "/proc/x"),
+        "run -w": ("run", "quickstart", "-w", "/proc/x"),
+    }
+    status, line = ends(*commands[case])
+    assert status == 2
+    assert re.match(r"sparsepack: /proc/x: (cannot be written|no folder can be made there) \(", line)
+
+
+def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sparsepack", "run", "quickstart", "-w", str(tmp_path / "work")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stderr
+        assert "running" in next(line for line in run.stderr if "calibrate" in line)
+        time.sleep(0.3)
+        run.send_signal(signal.SIGINT)
+        said = run.stderr.read()
+        assert run.wait(60) == 130
+    assert "sparsepack: interrupted" in said
+    assert "Traceback" not in said
+
+
+@pytest.fixture
+def notok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model named `notok`, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return make_model(tmp_path / "notok")
+
+
+def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
+    whole = shutil.copytree(notok, notok.parent / "whole")
+    config = json.loads((notok / "config.json").read_text())
+
+    def lost() -> None:
+        for path in notok.glob("tokenizer*"):
+            path.unlink()
+
+    def larger() -> None:
+        shutil.copytree(whole, notok, dirs_exist_ok=True)
+        tokenizer = json.loads((notok / "tokenizer.json").read_text())
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 5000, "content": "<more>"})
+        (notok / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    def odd() -> None:
+        shutil.copytree(whole, notok, dirs_exist_ok=True)
+        (notok / "config.json").write_text(json.dumps(config | {"hidden_act": "tanh"}))
+
+    def rotary() -> None:
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        (notok / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+
+    for damage in (lost, larger, odd, rotary):
+        damage()
+        for kind in FORMATS:
+            status, line = ends("pack", "notok", "--format", kind, "-o", "m.gguf")
+            assert status == 2
+            assert "notok" in line
+            assert not re.match(r"sparsepack: (.+?): \1: ", line), line

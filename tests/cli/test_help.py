@@ -1,0 +1,84 @@
+"""What the command line says of itself, and how it can be started."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from sparsepack.cli import main
+
+
+def commands(command: click.Command, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield names, command
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from commands(inner, (*names, name))
+
+
+OPTIONS = [
+    pytest.param(names, option, id=" ".join((*names, option.opts[-1])))
+    for names, command in commands(main)
+    for option in command.params
+    if isinstance(option, click.Option) and not option.hidden
+]
+
+
+def help_of(names: tuple[str, ...], option: click.Option) -> str:
+    """The option's entry in the help text, with the settings that its verb inherits."""
+    context = main.make_context("sparsepack", [*names, "x"], resilient_parsing=True)
+    for name in names:
+        context = click.Context(main.commands[name], parent=context, info_name=name)
+    record = option.get_help_record(context)
+    assert record
+    return record[1]
+
+
+@pytest.mark.parametrize(("names", "option"), OPTIONS)
+def test_every_option_says_what_it_is_and_what_stands_without_it(names: tuple[str, ...], option: click.Option) -> None:
+    assert option.help
+    shown = help_of(names, option)
+    default = option.to_info_dict()["default"]
+    if option.is_flag or option.required or option.name == "sparsity":  # which is asked for or not
+        return
+    if default in (None, (), ""):
+        takes_a_value = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType | click.Choice)
+        assert not takes_a_value or option.multiple or "default" in shown.lower(), shown
+    else:
+        assert f"default: {default}" in shown
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sparsepack", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_the_package_can_be_run_as_a_module() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: sparsepack [OPTIONS]")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_get_a_script_that_completes_and_the_help_says_how(shell: str) -> None:
+    done = run(_SPARSEPACK_COMPLETE=f"{shell}_source")
+    assert "_SPARSEPACK_COMPLETE=" + shell + "_complete" in done.stdout
+    assert f"{shell}_source" in " ".join(run("--help").stdout.split())
+    completed = run(_SPARSEPACK_COMPLETE="bash_complete", COMP_WORDS="sparsepack cali", COMP_CWORD="1")
+    assert completed.stdout.strip() == "plain,calibrate"
+
+
+def test_exit_statuses_are_listed() -> None:
+    text = " ".join(run("--help").stdout.split())
+    for status in ("0 done", "1 the run or a check failed", "2 a mistake", "3 a gate failed", "130 interrupted"):
+        assert status in text
+
+
+def test_eval_takes_backend_and_still_its_old_name_which_is_not_listed() -> None:
+    evaluate = main.commands["eval"]
+    assert "--runtime" not in run("eval", "--help").stdout
+    for name in ("--backend", "--runtime"):
+        given = evaluate.make_context("eval", ["m.gguf", name, "reference"], parent=click.Context(main))
+        assert given.params["runtime"] == "reference"
