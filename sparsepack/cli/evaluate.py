@@ -23,6 +23,11 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
 @click.option("--tasks", default="", callback=_names, help="lm-eval tasks, comma-separated.")
 @click.option("--task-path", type=PATH, help="Folder of local task YAML; nothing is looked up on a network then.")
+@click.option(
+    "--trust-tasks",
+    is_flag=True,
+    help="Run the code that the files of --task-path ask for (!function, metrics of one's own); else they are refused.",
+)
 @click.option("--limit", type=click.IntRange(1), help="Documents per task.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="Overrides the tasks' own.")
 @click.option(

@@ -1,13 +1,12 @@
 """`sparsepack run`."""
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, json_output
+from sparsepack.cli.options import PATH, json_output, print_json
 
 
 @click.command()
@@ -27,7 +26,7 @@ def run(recipe: Path, overrides: tuple[str, ...], work: Path | None, dry_run: bo
     with contextlib.redirect_stdout(sys.stderr if json_path == "-" else sys.stdout):
         outcome = run_recipe(recipe, overrides, work, dry_run)
     if json_path == "-":
-        click.echo(json.dumps(outcome.report, indent=2, ensure_ascii=False))
+        print_json(outcome.report)
     elif json_path:
         write_json(Path(json_path), outcome.report)
     if not outcome.passed:

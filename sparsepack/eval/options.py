@@ -15,6 +15,7 @@ class EvalRequest:
                   model was made for if that is less);  windows -- at most so many
     against    -- source checkpoint for KL divergence and top-token agreement
     tasks, task_path, limit, num_fewshot -- lm-eval tasks
+    trust_tasks -- run the code that the files of `task_path` ask for
     batch      -- windows, and requests of a task, at a time (None: 1 window, 8 requests)
     runtime    -- "transformers": the stock model with the subject's weights and rules; or a backend of the engine
                   (`runtime.backends`), which runs a zigzag artifact as its users do
@@ -32,6 +33,7 @@ class EvalRequest:
     task_path: Path | None = None
     limit: int | None = None
     num_fewshot: int | None = None
+    trust_tasks: bool = False
     batch: int | None = None
     device: str = "cpu"
     dtype: str = "float32"

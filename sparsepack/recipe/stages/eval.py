@@ -36,6 +36,7 @@ class Eval(Section):
     windows: Count | None = EvalRequest.windows
     tasks: Names = EvalRequest.tasks
     task_path: str | None = None
+    trust_tasks: bool = EvalRequest.trust_tasks
     limit: Count | None = EvalRequest.limit
     num_fewshot: Natural | None = EvalRequest.num_fewshot
     batch: Count | None = EvalRequest.batch
