@@ -12,6 +12,7 @@ import click
 from sparsepack.cli import streams
 from sparsepack.errors import UserError
 
+_LONGEST = 1500
 _NO_MEMORY = (
     "can't allocate memory",  # torch's allocator
     "annot allocate memory",  # the system, where a file is mapped or a library loaded
@@ -95,4 +96,5 @@ def _memory_missing(error: Exception) -> str:
 
 def _say(what: object) -> None:
     with suppress(OSError):  # of a standard error that is closed
-        click.echo(f"sparsepack: {' '.join(str(what).split())}", err=True)
+        line = streams.printable(" ".join(str(what).split()))
+        click.echo(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", err=True)

@@ -151,11 +151,12 @@ def print_json(value: Any) -> None:
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
     """Print a result as a table, and write it as JSON to a file; for `-` print JSON alone."""
+    from sparsepack.cli.streams import printable
     from sparsepack.files.atomic import write_json
 
     if json_path == "-":
         print_json(result)
         return
-    click.echo(table(result))
+    click.echo(printable(table(result)))
     if json_path:
         write_json(Path(json_path), result)

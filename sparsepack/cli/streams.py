@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -27,6 +28,11 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+
+
+def printable(text: str) -> str:
+    """The text without what would command a terminal: a file may say anything."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def failure() -> str | None:

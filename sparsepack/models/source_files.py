@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from sparsepack.errors import PackingError
+from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
 
 
@@ -25,8 +26,8 @@ def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     path, template = checkpoint.path / "tokenizer_config.json", checkpoint.path / "chat_template.jinja"
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise PackingError(f"{path}: not JSON ({error}); download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise PackingError(f"{path}: not JSON ({shown(error)}); download it again") from error
     if not isinstance(config, dict):
         raise PackingError(f"{path}: expected a JSON object; download it again")
     if template.is_file():

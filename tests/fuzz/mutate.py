@@ -52,9 +52,13 @@ def bytes_changed(random: Random, data: bytes) -> bytes:
 
 def json_changed(random: Random, text: str) -> str:
     """A JSON text with a few values replaced, removed, renamed, repeated or exchanged; sometimes with broken text."""
-    if random.random() < 0.1:
-        return bytes_changed(random, text.encode()).decode(errors="replace")
-    value = json.loads(text)
+    broken = random.random() < 0.1
+    try:
+        value = json.loads(text)
+    except ValueError:  # of an earlier change
+        broken = True
+    if broken:
+        return bytes_changed(random, text.encode("utf-8", "replace")).decode(errors="replace")
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         value = _value_changed(random, value)
     made = json.dumps(value, ensure_ascii=random.random() < 0.5)
@@ -77,9 +81,13 @@ def _value_changed(random: Random, value: Any) -> Any:
         holder[random.choice(("x", "", f"{key}s", *(other for other in holder)))] = holder.pop(key)
     elif kind == 2:
         _, other, there = random.choice(places)
-        holder[key] = other[there] if not isinstance(other[there], (dict, list)) else json.loads(json.dumps(other[there]))
+        holder[key] = (
+            other[there] if not isinstance(other[there], (dict, list)) else json.loads(json.dumps(other[there]))
+        )
     elif kind == 3 and type(holder[key]) in (int, float):
-        holder[key] = random.choice((-holder[key], holder[key] + 1, holder[key] * 1000, str(holder[key]), [holder[key]]))
+        holder[key] = random.choice(
+            (-holder[key], holder[key] + 1, holder[key] * 1000, str(holder[key]), [holder[key]])
+        )
     elif kind == 4 and isinstance(holder, list):
         holder.insert(key, json.loads(json.dumps(holder[key])))
     else:

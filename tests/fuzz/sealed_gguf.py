@@ -29,7 +29,11 @@ class Gguf:
         path.write_bytes(b"")
         hashes = [hashlib.sha256(data).hexdigest() for *_, data in self.tensors]
         blank = struct.pack("<IQ", _STRING, len(hashes)) + _string(NO_HASH) * len(hashes)
-        ours = [[HEADER_HASH, _STRING, _string(NO_HASH)], [HEADER_BYTES, _U64, bytes(8)], [TENSOR_HASHES, _ARRAY, blank]]
+        ours = [
+            [HEADER_HASH, _STRING, _string(NO_HASH)],
+            [HEADER_BYTES, _U64, bytes(8)],
+            [TENSOR_HASHES, _ARRAY, blank],
+        ]
         pairs = ours + [pair for pair in self.pairs if pair[0] not in (HEADER_HASH, HEADER_BYTES, TENSOR_HASHES)]
         header = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(pairs))
         for key, kind, value in pairs:
@@ -107,7 +111,14 @@ def _pair_changed(random: Random, pairs: list[list]) -> None:
         pair[0] = random.choice((random.choice(pairs)[0], "x", "general.alignment"))
     elif what == 2:
         pair[1], pair[2] = random.choice(
-            ((4, b"\xff\xff\xff\xff"), (7, b"\x02"), (8, _string("x")), (6, _FLOATS[0]), (10, b"\xff" * 8), (9, struct.pack("<IQ", 8, 0)))
+            (
+                (4, b"\xff\xff\xff\xff"),
+                (7, b"\x02"),
+                (8, _string("x")),
+                (6, _FLOATS[0]),
+                (10, b"\xff" * 8),
+                (9, struct.pack("<IQ", 8, 0)),
+            )
         )
     elif pair[1] == _STRING:
         pair[2] = _string(bytes_changed(random, pair[2][8:]).decode(errors="replace"))

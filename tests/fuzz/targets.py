@@ -1,5 +1,6 @@
 """The readers, and what is made of a good input of each."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -215,10 +216,8 @@ def _calibration(model: Path, folder: Path) -> Target:
         options = ("--calibration", path, "--sparsity", 0.5, "--dense-upstream", "-o", inside / "t.json")
         command("thresholds", model, *options)
         found = calibration_folder.load(path)
-        try:
+        with contextlib.suppress(UserError):
             calibration_folder.merge(found, whole)
-        except UserError:
-            pass
         found.check_model(checkpoint)
 
     return Target("calibration", write, read)
@@ -263,7 +262,9 @@ def _recipe(model: Path, folder: Path) -> Target:
         else:
             changed = json_changed(random, random.choice(values)).encode("utf-8", "surrogatepass")
         (into / "r.yaml").write_bytes(changed)
-        (into / "set").write_text(random.choice(("", "", "eval=null", "model=", "gates.x=1", "a.b.c=[", "eval.windows=1")))
+        (into / "set").write_text(
+            random.choice(("", "", "eval=null", "model=", "gates.x=1", "a.b.c=[", "eval.windows=1"))
+        )
 
     def read(inside: Path) -> None:
         overrides = list(filter(None, [(inside / "set").read_text()]))

@@ -11,6 +11,7 @@ from sparsepack.artifacts.gguf.container import GgufArtifact
 from sparsepack.artifacts.stock import StockModel
 from sparsepack.codecs.types import BLOCKS
 from sparsepack.errors import ArtifactError
+from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.gguf_config import gguf_config
@@ -51,7 +52,10 @@ class PlainArtifact(GgufArtifact):
                         return unpermute_rotary(value, count)
             return value
 
-        tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
+        except Exception as error:  # the library raises many kinds for one mistake
+            raise ArtifactError(f"{self.path}: its tokenizer cannot be read ({shown(error)}); pack it again") from error
         return StockModel(config, tensor, tokenizer)
 
     def holds_weights(self, name: str) -> bool:
