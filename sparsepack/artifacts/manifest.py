@@ -8,7 +8,7 @@ from typing import Any
 from sparsepack import __version__
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.errors import ArtifactError
-from sparsepack.files.stored import Count, Name, Size, Stored, checked
+from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.models.checkpoint import Checkpoint
 
 SCHEMA = 2

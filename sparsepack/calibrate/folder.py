@@ -94,7 +94,8 @@ class Calibration:
         if len(self.layers) != checkpoint.layers or self.windows.min() < 0 or self.windows.max() >= vocabulary:
             raise CalibrationError(
                 f"{checkpoint.name}: the calibration has {len(self.layers)} blocks and tokens up to "
-                f"{int(self.windows.max())}, the model {checkpoint.layers} blocks and {vocabulary} tokens; calibrate again"
+                f"{int(self.windows.max())}, the model {checkpoint.layers} blocks and {vocabulary} tokens; "
+                "calibrate again"
             )
 
 

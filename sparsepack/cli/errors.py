@@ -95,6 +95,13 @@ def _memory_missing(error: Exception) -> str:
 
 
 def _say(what: object) -> None:
+    try:
+        _print(what)
+    except MemoryError:  # there is none even for saying so
+        os.write(2, b"sparsepack: out of memory\n")
+
+
+def _print(what: object) -> None:
     with suppress(OSError):  # of a standard error that is closed
         line = streams.printable(" ".join(str(what).split()))
         click.echo(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", err=True)

@@ -1,4 +1,4 @@
-"""Values that a file claims to hold, checked before anybody relies on them: pydantic models for what is stored as JSON."""
+"""Values that a JSON file claims to hold, checked before anybody relies on them."""
 
 from typing import Annotated, Any, TypeVar
 

@@ -66,7 +66,7 @@ class SafetensorsSource:
             for name in names:
                 if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
                     raise CheckpointError(
-                        f"{index}: the shard {name[:200]!r} would lie outside of the folder; expected names of files in it"
+                        f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
                     )
             missing = [name for name in names if not (folder / name).is_file()]
             if missing:
