@@ -1,6 +1,7 @@
 # make demo   the quickstart on the shipped tiny model, in an environment of its own
 # make test   all tests, in the same environment
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
+# make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ NATIVE := CMakeLists.txt $(wildcard sparsepack/runtime/cpu/native/*)
 CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo build test test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
+.PHONY: demo build test fuzz test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -25,6 +26,12 @@ build: $(VENV)/.built
 
 test: $(VENV)/.installed-test build
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Six readers. Inputs that end in anything but success or one line stay in build/fuzz, with the seed that made them.
+# FUZZ="recipe --seed 1 --case 2" runs one again.
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed-test build
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 # The kernels and what calls them under AddressSanitizer and UndefinedBehaviorSanitizer. Python and torch leak.
 SANITIZE := build/sanitize

@@ -34,7 +34,7 @@ def describe(path: Path) -> dict[str, Any]:
         "bits_per_weight": {
             "blocks": _bits(artifact, sites, weights),
             "matrices": _bits(artifact, matrices, weights),
-            "file": 8 * artifact.total_bytes / sum(weights.values()),
+            "file": 8 * artifact.total_bytes / sum(weights.values()) if any(weights.values()) else None,
         },
         "padding_rows": {
             name: entry["padding_rows"]

@@ -8,6 +8,7 @@ from typing import Any
 from sparsepack import __version__
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.errors import ArtifactError
+from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.models.checkpoint import Checkpoint
 
 SCHEMA = 2
@@ -17,6 +18,45 @@ ATTENTION, NEURONS = "attention", "neurons"
 """Reserved keys: a policy for sparse attention, and an order of the MLP's neurons. Absent so far."""
 
 _OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
+
+
+class _Source(Stored):
+    name: Name
+    sha256: Name
+    model_type: Name
+
+
+class _Shape(Stored):
+    shape: list[Size] | None = None
+    padding_rows: Count = 0
+
+
+class _Row(Stored):
+    layer: Count
+    site: Name
+    sparsity: float
+    threshold: float
+
+
+class _Thresholds(Stored):
+    allocation: Name
+    criterion: Name
+    sparsity: float
+    upstream: Name
+    rows: list[_Row]
+
+
+class _Manifest(Stored):
+    """What is read of a manifest, by whomever."""
+
+    sparsepack: Name
+    model: _Source
+    tensors: dict[Name, _Shape]
+    notes: list[Name]
+    calibration: dict[str, Any] | None = None
+    thresholds: _Thresholds | None = None
+
+
 _LIBRARIES = ("torch", "transformers", "gguf", "numpy")
 
 
@@ -59,18 +99,16 @@ def read_manifest(stored: Any, where: str) -> dict[str, Any]:
     try:
         manifest = stored if isinstance(stored, dict) else json.loads(stored)
         schema, kind = manifest["schema"], manifest["kind"]
-        if not isinstance(schema, int):
-            raise TypeError(f"schema {schema!r}")
+        if type(schema) is not int or schema < 1:
+            raise TypeError(f"schema {str(schema)[:60]!r}")
         if schema > SCHEMA:
             raise ArtifactError(
-                f"{where} has schema {schema} (sparsepack {manifest.get('sparsepack')}), "
+                f"{where} has schema {schema} (sparsepack {str(manifest.get('sparsepack'))[:60]}), "
                 f"this sparsepack {__version__} knows {SCHEMA}; update sparsepack"
             )
-        if kind not in FORMATS:
-            raise ArtifactError(f"{where}: unknown kind {kind!r}; expected one of {', '.join(FORMATS)}")
-        for name, expected in (("model", dict), ("tensors", dict), ("notes", list)):
-            if not isinstance(manifest[name], expected):
-                raise TypeError(f"{name} is {type(manifest[name]).__name__}")
+        if not isinstance(kind, str) or kind not in FORMATS:
+            raise ArtifactError(f"{where}: unknown kind {str(kind)[:60]!r}; expected one of {', '.join(FORMATS)}")
+        checked(_Manifest, manifest)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{where} is missing or not understood ({error!r}); pack it again") from error
+        raise ArtifactError(f"{where} is missing or not understood ({shown(error)}); pack it again") from error
     return dict(manifest)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsepack.codecs.matrices import decode_matrix, zigzag_rows
 from sparsepack.errors import ArtifactError
+from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, Family
 from sparsepack.models.packed import PackedModel, PackedSite
@@ -59,8 +60,9 @@ def stock_config(packed: PackedModel) -> Any:
         values = json.loads(packed.config_json)
         return AutoConfig.for_model(**values)
     except Exception as error:  # transformers checks fields in several ways, each with its own kind
-        reason = " ".join(str(error).split())
-        raise ArtifactError(f"config.json inside the artifact is not understood ({reason}); pack it again") from error
+        raise ArtifactError(
+            f"config.json inside the artifact is not understood ({shown(error)}); pack it again"
+        ) from error
 
 
 def stock_tokenizer(packed: PackedModel) -> Any:
@@ -68,10 +70,14 @@ def stock_tokenizer(packed: PackedModel) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    backend, numbers = Tokenizer.from_str(packed.tokenizer_json), packed.architecture
-    special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
-    words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **words)
+    numbers = packed.architecture
+    try:
+        backend = Tokenizer.from_str(packed.tokenizer_json)
+        special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
+        words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **words)
+    except Exception as error:  # the libraries raise bare Exception
+        raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({shown(error)}); pack it again") from error
 
 
 def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:

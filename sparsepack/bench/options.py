@@ -38,7 +38,7 @@ class BenchSettings:
     @property
     def longest(self) -> int:
         """Tokens of the longest test."""
-        return max(self.n_prompt if self.batch == 1 else 0, self.n_gen)
+        return max(self.prompt if self.batch == 1 else 0, self.generate)
 
     @property
     def tokens(self) -> int:

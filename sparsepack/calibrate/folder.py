@@ -3,20 +3,65 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
-from sparsepack.calibrate.collectors import Statistics, added, named, of_block
+from sparsepack.calibrate.collectors import Statistics, added, check, named, of_block
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
+from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.models.checkpoint import Checkpoint
 
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
 _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "tokens.context", "tokens.sinks", "compute.dtype")
+
+
+class _Model(Stored):
+    name: Name
+    sha256: Name
+    model_type: Name
+    layers: Annotated[Size, Field(le=10_000)]
+
+
+class _Tokenizer(Stored):
+    sha256: Name
+
+
+class _Text(Stored):
+    name: Name
+    documents: Count
+
+
+class _Tokens(Stored):
+    windows: Size
+    context: Size
+    run: Count
+    counted: Count
+    sinks: Count
+    sinks_left_out: Count
+    padding_left_out: Count
+
+
+class _Compute(Stored):
+    dtype: Name
+
+
+class _Manifest(Stored):
+    """What is read of a manifest, by whomever."""
+
+    kind: Literal["calibration"]
+    model: _Model
+    tokenizer: _Tokenizer
+    texts: list[_Text]
+    tokens: _Tokens
+    compute: _Compute
+    statistics_sha256: Name
+    parts: list[Name] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +89,13 @@ class Calibration:
             raise CalibrationError(
                 f"{checkpoint.name}: the calibration is of {made_for['name']} ({made_for['sha256'][:12]}), "
                 f"this model's weights are {checkpoint.sha256[:12]}; calibrate this model"
+            )
+        vocabulary = int(checkpoint.config.vocab_size)
+        if len(self.layers) != checkpoint.layers or self.windows.min() < 0 or self.windows.max() >= vocabulary:
+            raise CalibrationError(
+                f"{checkpoint.name}: the calibration has {len(self.layers)} blocks and tokens up to "
+                f"{int(self.windows.max())}, the model {checkpoint.layers} blocks and {vocabulary} tokens; "
+                "calibrate again"
             )
 
 
@@ -75,19 +127,27 @@ def load(path: Path) -> Calibration:
         raise CalibrationError(f"{path}: no {_MANIFEST} in it; expected a folder made by `sparsepack calibrate`")
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        schema, layers, digest = manifest["schema"], manifest["model"]["layers"], manifest["statistics_sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{path / _MANIFEST}: damaged ({error!r}); calibrate again") from error
-    if schema != SCHEMA:
-        raise CalibrationError(f"{path}: schema {schema}; this sparsepack reads schema {SCHEMA}: calibrate again")
+        schema = manifest["schema"]
+        if schema != SCHEMA:
+            raise CalibrationError(
+                f"{path}: schema {str(schema)[:60]}; this sparsepack reads schema {SCHEMA}: calibrate again"
+            )
+        checked(_Manifest, manifest)
+        layers, digest = manifest["model"]["layers"], manifest["statistics_sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CalibrationError(f"{path / _MANIFEST}: damaged ({shown(error)}); calibrate again") from error
     if not (path / _TENSORS).is_file() or sha256_file(path / _TENSORS) != digest:
         raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")
     try:
         tensors = load_file(path / _TENSORS)
         statistics = tuple(of_block(layer, tensors) for layer in range(layers))
         windows = tensors["windows"]
-    except (SafetensorError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{path / _TENSORS}: damaged ({error}); calibrate again") from error
+        for tensor in (tensor for layer in statistics for tensor in layer.items()):
+            check(*tensor)
+        if windows.ndim != 2 or not windows.numel() or windows.dtype != torch.int32:
+            raise ValueError(f"windows are {windows.dtype} {list(windows.shape)}, expected int32 [windows, context]")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(f"{path / _TENSORS}: damaged ({shown(error)}); calibrate again") from error
     return Calibration(manifest, statistics, windows)
 
 

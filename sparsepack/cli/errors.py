@@ -5,14 +5,25 @@ import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
 
+from sparsepack.cli import streams
 from sparsepack.errors import UserError
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
+_LONGEST = 1500
+_NO_MEMORY = (
+    "can't allocate memory",  # torch's allocator
+    "annot allocate memory",  # the system, where a file is mapped or a library loaded
+    "bad_alloc",
+    "can't start new thread",
+    "Resource temporarily unavailable",  # a thread's stack, in C++
+    "failed to map segment",  # the loader of libraries
+)
 
 
 class Verbs(click.Group):
@@ -21,9 +32,18 @@ class Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        streams.prepare()
+        try:
+            return super().main(*arguments, **settings)
+        except OSError as error:  # of a help text, say
+            sys.exit(_refused_by_the_system(error))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except UserError as error:
             _say(error)
             ctx.exit(2)
@@ -31,15 +51,30 @@ class Verbs(click.Group):
             _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
             ctx.exit(INTERRUPTED)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not _output_is_full():
-                raise
-            _say("standard output: the disk is full; free some space and run again")
-            ctx.exit(1)
-        except (MemoryError, RuntimeError) as error:
+            ctx.exit(_refused_by_the_system(error))
+        except (MemoryError, RuntimeError, ImportError) as error:
             if not (missing := _memory_missing(error)):
                 raise
             _say(missing)
             ctx.exit(1)
+
+
+def _refused_by_the_system(error: OSError) -> int:
+    """Say what the system refused, and return the exit status: of a reader that went away, what a shell gives a program
+    that the pipe ended."""
+    output = streams.failure() if streams.may_be_output(error) else None
+    if output == "closed":
+        return 141 if error.errno == errno.EPIPE else 1
+    if output == "full":
+        _say("standard output: the disk is full; free some space and run again")
+    elif error.errno == errno.ENOMEM:
+        _say(_memory_missing(MemoryError()))
+    elif error.errno is None:
+        raise error
+    else:
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        _say(f"{where}{error.strerror}")
+    return 1
 
 
 def _memory_missing(error: Exception) -> str:
@@ -56,22 +91,20 @@ def _memory_missing(error: Exception) -> str:
     torch = sys.modules.get("torch")
     if torch and isinstance(error, torch.OutOfMemoryError):
         return f"out of memory on the device; {remedy}, or another --device"
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
         tried = re.search(r"you tried to allocate (\d+) bytes", text)
         return f"out of memory{f', {int(tried[1]) / 2**30:.1f} GiB more are needed' if tried else ''}; {remedy}"
     return ""
 
 
 def _say(what: object) -> None:
-    click.echo(f"sparsepack: {' '.join(str(what).split())}", err=True)
-
-
-def _output_is_full() -> bool:
-    """Whether not even a line's end can be printed. What was not is dropped then, so that leaving does not fail."""
     try:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        _print(what)
+    except MemoryError:  # there is none even for saying so
+        os.write(2, b"sparsepack: out of memory\n")
+
+
+def _print(what: object) -> None:
+    with suppress(OSError):  # of a standard error that is closed
+        line = streams.printable(" ".join(str(what).split()))
+        click.echo(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", err=True)

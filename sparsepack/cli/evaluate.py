@@ -33,6 +33,7 @@ _OLD_NAMES = {"runtime": "backend"}
     help="lm-eval tasks, comma-separated.",
 )
 @from_options(EvalRequest, "--task-path")
+@from_options(EvalRequest, "--trust-tasks")
 @from_options(EvalRequest, "--limit")
 @from_options(EvalRequest, "--num-fewshot")
 @from_options(EvalRequest, "--batch")

@@ -141,15 +141,27 @@ def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
     return None if values["sparsity"] is None else AllocationOptions(**values)
 
 
+def print_json(value: Any) -> None:
+    """JSON on standard output, with escapes where its encoding cannot print a character."""
+    import json
+    import sys
+
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2)
+    click.echo(text)
+
+
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
     """Print a result as a table, and write it as JSON to a file; for `-` print JSON alone."""
-    import json
-
+    from sparsepack.cli.streams import printable
     from sparsepack.files.atomic import write_json
 
     if json_path == "-":
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        print_json(result)
         return
-    click.echo(table(result))
+    click.echo(printable(table(result)))
     if json_path:
         write_json(Path(json_path), result)

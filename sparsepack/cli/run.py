@@ -1,13 +1,12 @@
 """`sparsepack run`."""
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, json_output
+from sparsepack.cli.options import PATH, json_output, print_json
 
 
 def _print_list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -22,6 +21,8 @@ def _print_list(context: click.Context, parameter: click.Parameter, asked: bool)
 def _print_schema(context: click.Context, parameter: click.Parameter, form: str | None) -> None:
     if form is None or context.resilient_parsing:
         return
+    import json
+
     from sparsepack.recipe.reference import json_schema, markdown
 
     click.echo(markdown() if form == "markdown" else json.dumps(json_schema(), indent=2) + "\n", nl=False)
@@ -77,7 +78,7 @@ def run(
     with contextlib.redirect_stdout(sys.stderr if json_path == "-" else sys.stdout):
         outcome = run_recipe(recipe, overrides, work, dry_run, overwrite)
     if json_path == "-":
-        click.echo(json.dumps(outcome.report, indent=2, ensure_ascii=False))
+        print_json(outcome.report)
     elif json_path:
         write_json(Path(json_path), outcome.report)
     if not outcome.passed:

@@ -52,9 +52,9 @@ def thresholds_table(summary: Mapping[str, Any]) -> str:
     by_key = {(row["layer"], row["site"]): row for row in rows}
     body = []
     for layer in sorted({row["layer"] for row in rows}):
-        cells = [by_key[layer, site] for site in sites]
-        body.append([layer, *map(_site_cell, cells)])
-    vectors = [name for name in ("channel_weights", "offset") if any(row[name] for row in rows)]
+        cells = [by_key.get((layer, site)) for site in sites]
+        body.append([layer, *(_site_cell(cell) if cell else "-" for cell in cells)])
+    vectors = [name for name in ("channel_weights", "offset") if any(row.get(name) for row in rows)]
     head = (
         f"{summary['allocation']}, {summary['criterion']}, target {summary['sparsity']}, upstream {summary['upstream']}"
         + (f"; per channel: {', '.join(vectors)}" if vectors else "")
@@ -96,9 +96,13 @@ def artifact_line(description: Mapping[str, Any]) -> str:
     bits = description["bits_per_weight"]
     return (
         f"{description['path']}: {description['kind']}, {description['file_bytes']:,} bytes, "
-        f"{bits['blocks']:.2f} bits per weight in the blocks, {bits['file']:.2f} overall, "
+        f"{_bits(bits['blocks'])} bits per weight in the blocks, {_bits(bits['file'])} overall, "
         f"{description['sparse_sites']} sparse sites"
     )
+
+
+def _bits(value: float | None) -> str:
+    return "no" if value is None else f"{value:.2f}"
 
 
 def artifact_table(description: Mapping[str, Any]) -> str:

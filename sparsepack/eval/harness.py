@@ -25,10 +25,10 @@ def offline() -> Iterator[None]:
     import huggingface_hub.constants
 
     with ExitStack() as stack:
-        stack.enter_context(_attribute(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
-        stack.enter_context(_attribute(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True))
-        stack.enter_context(_attribute(datasets.config, "HF_HUB_OFFLINE", True))
-        stack.enter_context(_attribute(datasets.config, "HF_DATASETS_OFFLINE", True))
+        stack.enter_context(attribute(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
+        stack.enter_context(attribute(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True))
+        stack.enter_context(attribute(datasets.config, "HF_HUB_OFFLINE", True))
+        stack.enter_context(attribute(datasets.config, "HF_DATASETS_OFFLINE", True))
         yield
 
 
@@ -51,7 +51,7 @@ def quiet() -> Iterator[None]:
         # the bootstrap would fork a process that holds a model and threads
         stack.enter_context(_environment("DISABLE_MULTIPROC", "1"))
         hidden_bar = functools.partial(lm_eval.api.task.tqdm, disable=True)
-        stack.enter_context(_attribute(lm_eval.api.task, "tqdm", hidden_bar))
+        stack.enter_context(attribute(lm_eval.api.task, "tqdm", hidden_bar))
         stack.enter_context(redirect_stdout(sys.stderr))
         yield
 
@@ -62,7 +62,8 @@ def _concerns_the_user(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, an attribute of a module has another value. Raises AttributeError where there is none."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -38,6 +38,11 @@ class EvalRequest:
     task_path: Path | None = option(  # noqa: RUF009, it is what `field` is
         "Folder of local task YAML; nothing is looked up on a network then.", default=None
     )
+    trust_tasks: bool = option(
+        "Run the code that the files of the task folder ask for (!function, metrics of their own); else they are "
+        "refused.",
+        default=False,
+    )
     limit: int | None = option("Documents per task (default: all).", default=None, least=1)
     num_fewshot: int | None = option(
         "Examples before each question (default: the task's own number).", default=None, least=0

@@ -130,6 +130,7 @@ def _tasks(
         limit=request.limit,
         batch_size=request.requests_at_once,
         num_fewshot=request.num_fewshot,
+        trust_tasks=request.trust_tasks,
     )
     return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
 

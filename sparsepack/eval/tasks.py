@@ -33,12 +33,14 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
     num_fewshot: int | None,
+    trust_tasks: bool = False,
 ) -> dict[str, Any]:
     """Evaluates lm-eval tasks, groups, tags or glob patterns and returns what is worth keeping of the result.
 
     With `task_path`, only the YAML files of that folder are known and nothing is looked up on the network (unless
     the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
-    filled HF_HOME. `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
+    filled HF_HOME. Code that the files of `task_path` ask for (`!function`) runs only with `trust_tasks`.
+    `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
     those that say 0 (as in lm-eval); each row says what was used. The protocols are those of `SparseLM`.
 
     Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "tasks", "groups"}`; `tasks[name]` is
@@ -58,11 +60,14 @@ def run_tasks(
             raise UserError(f"{name} is {value}; it must be at least {least}")
 
     from sparsepack.eval.harness import offline, quiet
+    from sparsepack.eval.trust import no_code
 
     with ExitStack() as stack:
         stack.enter_context(quiet())
         if task_path is not None:
             stack.enter_context(offline())
+            if not trust_tasks:
+                stack.enter_context(no_code())
         from lm_eval.evaluator import evaluate
 
         from sparsepack.eval.lm_eval_model import SparseLM
@@ -105,9 +110,11 @@ def load_tasks(names: list[str], task_path: Path | None) -> dict[str, Any]:
 
 
 def _load_task(manager: TaskManager, name: str, task_path: Path | None) -> dict[str, Any]:
+    from jinja2.exceptions import SecurityError
+
     try:
         part: dict[str, Any] = manager.load([name])
-    except UserError:
+    except (UserError, SecurityError):
         raise
     except Exception as error:  # task files run code of their own: anything can come out
         problem = f"{type(error).__name__}: {_first_line(error)}"

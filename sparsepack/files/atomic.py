@@ -83,7 +83,12 @@ def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically, replacing what is there."""
     with atomic_file(path, overwrite=True) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_bytes(_encoded(json.dumps(value, indent=2, ensure_ascii=False)) + b"\n")
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8, with JSON's escapes for halves of characters, which names of files may hold."""
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text).encode()
 
 
 def write_bytes(path: Path, value: bytes) -> None:

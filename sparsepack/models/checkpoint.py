@@ -16,6 +16,7 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import read_gguf
+from sparsepack.files.stored import Count, Stored, checked, shown
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.families import Family, family_of
 from sparsepack.models.gguf_config import gguf_config
@@ -107,10 +108,12 @@ class Checkpoint:
                 tokenizer = gguf_tokenizer(read_gguf(self.path), self.name)
             else:
                 tokenizer = folder_tokenizer(self.path)
+            # What does not fit together shows only in use.
+            list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])
         except CheckpointError:
             raise
         except Exception as error:  # the libraries raise many kinds for one mistake
-            reason = str(error).strip().split("\n")[0].rstrip(" :")
+            reason = shown(error).rstrip(" :")
             raise CheckpointError(
                 f"{self.name}: its tokenizer cannot be loaded ({reason}); expected in the GGUF itself, "
                 "or as tokenizer.json in the folder of the weights"
@@ -130,14 +133,16 @@ class Checkpoint:
         try:
             # Chat models end a turn with tokens that only this file names.
             generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            more_eos = token_ids(generation.get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: not a generation configuration ({error})") from error
+            more_eos = checked(_Generation, generation).eos_token_id
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a generation configuration ({shown(error)})") from error
         bos = self.tokenizer.bos_token_id
         try:
-            return architecture_of(self.config, bos, more_eos)
+            return architecture_of(self.config, bos, token_ids(more_eos))
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
+        except Exception as error:  # transformers' own code, on numbers that it did not check
+            raise CheckpointError(f"{self.name}: its configuration is not understood ({shown(error)})") from error
 
     def tokenizer_json(self) -> str:
         """The content of `tokenizer.json`, made where there is none; raises `CheckpointError` where it cannot be."""
@@ -153,6 +158,10 @@ class Checkpoint:
         return path.read_text(encoding="utf-8") if path.is_file() else str(self.tokenizer.backend_tokenizer.to_str())
 
 
+class _Generation(Stored):
+    eos_token_id: Count | list[Count] | None = None
+
+
 def open_checkpoint(name: str | Path) -> Checkpoint:
     """Open a checkpoint by folder, file or hub id.
 
@@ -162,6 +171,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     path = _located(name)
     config = _config(path, name)
     family = family_of(config.model_type, name)
+    _check_sizes(config, name)
     source: TensorSource
     if path.is_file():
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -170,7 +180,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         config.tie_word_embeddings = HEAD not in source.shapes
     else:
         source = SafetensorsSource(path)
-    checkpoint = Checkpoint(name, path, config, family, source)
+    shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
+    checkpoint = Checkpoint(shown_name, path, config, family, source)
     _check_understood(checkpoint)
     return checkpoint
 
@@ -218,8 +229,10 @@ def _config(path: Path, name: str) -> Any:
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
         model_type = raw["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({error!r})") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({shown(error)})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
     family_of(model_type, name)
     quantised = raw.get("quantization_config")
     if isinstance(quantised, dict) and quantised.get("quant_method") == "sparsepack":
@@ -229,8 +242,25 @@ def _config(path: Path, name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(str(path))
     except Exception as error:  # the library checks fields in several ways, each with its own kind
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({reason})") from error
+        raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})") from error
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_MOST_LAYERS = 10_000
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """Numbers with which others are made must be such, before anything is."""
+    limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
+    for field, limit in limits.items():
+        value = getattr(config, field, None)
+        if type(value) is not int or not 1 <= value < limit:
+            raise CheckpointError(
+                f"{name}: {field} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}"
+            )
+    head = getattr(config, "head_dim", None)
+    if head is not None and (type(head) is not int or not 1 <= head < 2**31):
+        raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
 
 
 def _packed_already(name: str) -> CheckpointError:
@@ -242,7 +272,11 @@ def _packed_already(name: str) -> CheckpointError:
 
 def _check_understood(checkpoint: Checkpoint) -> None:
     """Every tensor must have its place in the stock model, in its shape, and every place its tensor."""
-    found, expected = checkpoint.source.shapes, parameter_shapes(checkpoint.config)
+    found = checkpoint.source.shapes
+    try:
+        expected = parameter_shapes(checkpoint.config)
+    except Exception as error:  # transformers' own code, on numbers that it did not check
+        raise CheckpointError(f"{checkpoint.name}: its configuration is not understood ({shown(error)})") from error
     # A tied model's output matrix may be stored a second time; it is never read.
     unknown = sorted(n for n in found if n not in expected and n != HEAD and not n.endswith(_DERIVED))
     if unknown:

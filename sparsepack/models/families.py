@@ -59,7 +59,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 def family_of(model_type: str, where: str) -> Family:
     """The family of a `model_type`; raises `CheckpointError` naming the known ones."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        model_type = str(model_type)[:60]
         near = difflib.get_close_matches(model_type, FAMILIES, 1)
         hint = f" (nearest: {near[0]})" if near else ""
         raise CheckpointError(

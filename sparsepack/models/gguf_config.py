@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
+from sparsepack.files.stored import shown
 from sparsepack.models.families import FAMILIES
 
 OWN_CONFIG = "sparsepack.config"
@@ -39,20 +40,23 @@ def gguf_config(file: GgufFile, name: str) -> Any:
             values = json.loads(file.metadata[OWN_CONFIG])
             return AutoConfig.for_model(**values)
         except Exception as error:  # transformers checks fields in several ways, each with its own kind
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"{name}: {OWN_CONFIG} inside is not understood ({reason}); pack it again") from error
+            raise CheckpointError(
+                f"{name}: {OWN_CONFIG} inside is not understood ({shown(error)}); pack it again"
+            ) from error
     kind = file.metadata.get("general.architecture")
     model_type = next((family.model_type for family in FAMILIES.values() if family.gguf == kind), None)
     if model_type is None:
         known = sorted({family.gguf for family in FAMILIES.values()})
-        raise CheckpointError(f"{name}: a GGUF of architecture {kind!r}; expected one of {', '.join(known)}")
+        raise CheckpointError(f"{name}: a GGUF of architecture {str(kind)[:60]!r}; expected one of {', '.join(known)}")
     try:
         values = _values(file, f"{kind}.")
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+        config = AutoConfig.for_model(model_type, **values)
+    except KeyError as error:
+        raise CheckpointError(f"{name}: the key {error} is missing; convert the model again") from error
+    except Exception as error:  # transformers checks fields in several ways, each with its own kind
         raise CheckpointError(
-            f"{name}: the key {error} is missing or not understood; convert the model again"
+            f"{name}: its keys are not understood ({shown(error)}); convert the model again"
         ) from error
-    config = AutoConfig.for_model(model_type, **values)
     if "rope_freqs.weight" in file.tensors:
         _take_factors(config, file, name)
     return config

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import PackingError
+from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.sentencepiece_model import sentencepiece_config
 from sparsepack.models.tokenizer import only_sentencepiece
@@ -30,8 +31,8 @@ def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     path = checkpoint.path / "tokenizer_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise PackingError(f"{path}: not JSON ({error}); download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise PackingError(f"{path}: not JSON ({shown(error)}); download it again") from error
     if not isinstance(config, dict):
         raise PackingError(f"{path}: expected a JSON object; download it again")
     return _with_template(config, checkpoint.path)

@@ -11,6 +11,7 @@ import torch
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import sha256_file, sha256_files
+from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.models.gguf_names import gguf_names, unpermute_rotary
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -28,6 +29,10 @@ class TensorSource(Protocol):
 
     def sha256(self) -> str:
         """Hash of all weight bytes."""
+
+
+class _Index(Stored):
+    weight_map: dict[str, Name]
 
 
 class SafetensorsSource:
@@ -48,16 +53,21 @@ class SafetensorsSource:
                         self._file_of[name] = path
                         self._shapes[name] = tuple(file.get_slice(name).get_shape())
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: cannot be read ({error}); is it whole?") from error
+                raise CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?") from error
 
     @staticmethod
     def _listed(folder: Path) -> list[Path]:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{index}: not a shard index ({error!r})") from error
+                names = sorted(set(checked(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"{index}: not a shard index ({shown(error)}); download it again") from error
+            for name in names:
+                if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+                    raise CheckpointError(
+                        f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
+                    )
             missing = [name for name in names if not (folder / name).is_file()]
             if missing:
                 raise CheckpointError(f"{folder}: the shard {missing[0]} of {index.name} is missing; download it again")

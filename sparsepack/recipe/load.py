@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from sparsepack.errors import RecipeError
 from sparsepack.progress import say
 from sparsepack.recipe.consistency import check_sections
+from sparsepack.recipe.parse import MOST_CHARACTERS, read_yaml
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.shipped import shipped_recipes
@@ -49,7 +49,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for keys, override, text in given:
         _put(value, keys, override, text)
     try:
-        recipe = RecipeModel.model_validate_json(json.dumps(value, default=str))
+        recipe = RecipeModel.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise RecipeError(_told(path, error, {keys: text for keys, _, text in given})) from None
     try:
@@ -82,42 +82,16 @@ def locate(path: Path) -> Path:
     raise RecipeError(f"{path}: no such recipe; {hint}")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key may stand only once."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen and isinstance(key_node, yaml.ScalarNode):
-                line = key_node.start_mark.line + 1
-                raise RecipeError(f"line {line}: the key {key_node.value!r} stands twice; leave one of them")
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
-        made: dict[Any, Any] = super().construct_mapping(node, deep)
-        return made
-
-
-def _yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{where}{line}: not YAML ({error.problem or error.context})") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{where}: not YAML ({str(error).splitlines()[0]})") from None
-    except RecipeError as error:
-        raise RecipeError(f"{where}, {error}") from None
-
-
 def _parsed(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > 4 * MOST_CHARACTERS:  # of UTF-8
+            raise RecipeError(f"{path}: {path.stat().st_size:,} bytes; expected a YAML file as people write it")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}); expected a YAML file") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror})") from None
-    value = _yaml(text, str(path))
+    value = read_yaml(text, str(path))
     if value is None:
         raise RecipeError(f"{path}: empty; expected at least schema, name and model")
     if not isinstance(value, dict):
@@ -147,7 +121,7 @@ def _override(text: str) -> tuple[tuple[str, ...], Any, str]:
         raise RecipeError(f"--set {text}: expected PATH=VALUE, such as activation_sparsity.sparsity=0.4")
     if keys[0] in _RENAMED:
         keys = (_told_new_name(keys[0], f"--set {text}"), *keys[1:])
-    return keys, _yaml(value, f"--set {text}"), text
+    return keys, read_yaml(value, f"--set {text}"), text
 
 
 def _put(value: dict[str, Any], keys: tuple[str, ...], override: Any, text: str) -> None:
@@ -190,5 +164,5 @@ def _known_keys(place: tuple[str, ...]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHORT else text[:_SHORT] + "..."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparsepack.errors import OutputError
-from sparsepack.files.atomic import write_json
+from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.progress import progress
 
 Shape = tuple[int, int]
@@ -31,6 +31,8 @@ COPIES = 4096
 """At most: matrices so small that this many fit into a cache are served by one when a model runs, too."""
 ACTIVE = 0.5
 BYTES_PER_WEIGHT = 9 / 16
+_BYTES_PER_ROW = 1024
+"""Of a row as it is kept, more than it takes."""
 
 
 def tuned_path(kind: str, *machine: Any) -> Path:
@@ -66,7 +68,7 @@ def measure_shapes(
     """
     wanted = list(dict.fromkeys(shapes))
     rows = dict(known)
-    _make_folder(path.parent)
+    _check_room(path, len(known) + len(wanted))
     with progress("tune", len(wanted)) as advance:
         for shape in wanted:
             rows[shape] = best(shape)
@@ -102,11 +104,16 @@ def copies_of(blocks: torch.Tensor, rotation: int, most: int) -> int:
     return min(max(2, -(-rotation // blocks.numel())), most)
 
 
-def _make_folder(folder: Path) -> None:
+def _check_room(path: Path, rows: int) -> None:
+    """Make the folder, and write as much into it as will be kept: measuring takes minutes, and would be in vain."""
+    remedy = "set XDG_CACHE_HOME to a folder where what was measured can be kept"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"{folder}: cannot be made ({error.strerror}); "
-            "set XDG_CACHE_HOME to a folder where what was measured can be kept"
-        ) from error
+        raise OutputError(f"{path.parent}: cannot be made ({error.strerror}); {remedy}") from error
+    try:
+        with atomic_file(path.with_suffix(".room"), overwrite=True) as temporary:
+            temporary.write_bytes(b" " * (rows + 1) * _BYTES_PER_ROW)
+    except OutputError as error:
+        raise OutputError(f"{error}; {remedy}") from error
+    path.with_suffix(".room").unlink(missing_ok=True)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from sparsepack.errors import ThresholdsError
+from sparsepack.files import stored
 from sparsepack.files.atomic import atomic_file
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
@@ -27,6 +28,8 @@ from sparsepack.models.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
 from sparsepack.models.skipped import Skipped, skipped
 
 SCHEMA = 1
+_LONGEST = 1000
+_LARGEST = 3.4e38  # float32: what thresholds are compared in
 _VECTORS = ("channel_weights", "offset")
 _HEAD = ("model_sha256", "calibration_sha256", "allocation", "criterion", "sparsity", "upstream")
 
@@ -118,7 +121,7 @@ def read_thresholds(path: Path) -> Thresholds:
     except OSError as error:
         raise ThresholdsError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise ThresholdsError(f"{path}: not a thresholds table ({error})") from error
+        raise ThresholdsError(f"{path}: not a thresholds table ({stored.shown(error)})") from error
     if not isinstance(value, dict) or value.get("kind") != "thresholds" or value.get("schema") != SCHEMA:
         raise ThresholdsError(
             f"{path}: not a thresholds table of schema {SCHEMA}; make one with `sparsepack thresholds`"
@@ -127,6 +130,7 @@ def read_thresholds(path: Path) -> Thresholds:
     head = {name: _field(value, name, str, str(path)) for name in texts}
     rows = _field(value, "rows", list, str(path))
     rules = rules_of_json(rows, str(path))
+    _check_whole(rules, str(path))
     counted = {key: row["weights"] for key, row in zip(rules, rows, strict=True) if row.get("weights") is not None}
     for (layer, site), count in counted.items():
         if type(count) is not int or count < 1:
@@ -139,6 +143,15 @@ def read_thresholds(path: Path) -> Thresholds:
         weights=counted,
         sparse_sites=frozenset(allowed),
     )
+
+
+def _check_whole(rules: Rules, where: str) -> None:
+    """Raise `ThresholdsError` unless there are rows for every site of the layers from 0 on."""
+    layers = {layer for layer, _ in rules}
+    for layer in range(max(1, len(layers))):
+        for site in SITES:
+            if (layer, site) not in rules:
+                raise ThresholdsError(f"{where}: the row of layer {layer}, {site} is missing; make the table again")
 
 
 def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
@@ -171,7 +184,7 @@ def rules_of_json(rows: Sequence[Any], where: str) -> dict[SiteKey, SiteRule]:
 def _rule(row: Any, where: str) -> tuple[SiteKey, SiteRule]:
     layer, site = _field(row, "layer", int, where), _field(row, "site", str, where)
     if site not in SITES:
-        raise ThresholdsError(f"{where}: site {site!r}; expected one of {', '.join(SITES)}")
+        raise ThresholdsError(f"{where}: site {site[:60]!r}; expected one of {', '.join(SITES)}")
     sparsity, threshold, realised = (_field(row, name, float, where) for name in ("sparsity", "threshold", "realised"))
     if not 0 <= sparsity < 1 or not 0 <= threshold < math.inf:
         raise ThresholdsError(
@@ -195,9 +208,20 @@ def _field(value: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(value, dict) or name not in value:
         raise ThresholdsError(f"{where}: the field {name!r} is missing")
     accepted, expected = _KINDS[kind]
-    if not isinstance(value[name], accepted) or isinstance(value[name], bool):
-        raise ThresholdsError(f"{where}: {name} is {value[name]!r}; expected {expected}")
-    return value[name]
+    found = value[name]
+    if isinstance(found, bool) or not isinstance(found, accepted) or not _usable(found):
+        shown = repr(found)
+        raise ThresholdsError(
+            f"{where}: {name} is {shown if len(shown) <= 60 else shown[:60] + '...'}; expected {expected}"
+        )
+    return found
+
+
+def _usable(value: Any) -> bool:
+    """Whether text can be printed and a number computed with."""
+    if isinstance(value, str):
+        return value.isprintable() and len(value) <= _LONGEST
+    return not isinstance(value, int | float) or -_LARGEST <= value <= _LARGEST
 
 
 def _curve(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
@@ -219,7 +243,7 @@ def _vector(row: Mapping[str, Any], name: str, where: str) -> torch.Tensor | Non
     try:
         values = np.frombuffer(base64.b64decode(row[name], validate=True), dtype="<f4").astype(np.float32)
     except (ValueError, TypeError) as error:
-        raise ThresholdsError(f"{where}: {name} is not base64 of float32 ({error})") from error
+        raise ThresholdsError(f"{where}: {name} is not base64 of float32 ({stored.shown(error)})") from error
     if not np.isfinite(values).all():
         raise ThresholdsError(f"{where}: {name} holds values that are not finite; expected numbers")
     return torch.from_numpy(values)

@@ -1,6 +1,7 @@
 """The folder as a container: opened, its bytes checked; what they mean is the format's business."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from sparsepack.codecs.types import stored_bytes
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import TensorInfo
 from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
 
 
@@ -51,6 +53,8 @@ def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
     inside = unsealed(path / MANIFEST)
     manifest = read_manifest(inside.get("manifest"), f"{path / MANIFEST}: the manifest")
     try:
+        if not isinstance(inside["tensors"], dict):
+            raise ValueError("it lists no tensors")
         if any(Path(name).name != name for name in inside["files"]):
             raise ValueError("it lists files outside of itself")
         texts = {name: _text(path / name, listed) for name, listed in inside["files"].items() if name != WEIGHTS}
@@ -59,7 +63,7 @@ def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
         if list(tensors) != list(inside["tensors"]):
             raise ValueError(f"{WEIGHTS} holds other tensors than it lists")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"{path}: damaged ({error}); copy or pack it again") from error
+        raise ArtifactError(f"{path}: damaged ({shown(error)}); copy or pack it again") from error
     sizes = (path / MANIFEST).stat().st_size, len(raw), *(len(text.encode()) for text in texts.values())
     return ArtifactFolder(path, tensors, raw, texts, inside["tensors"], sum(sizes)), manifest
 
@@ -89,8 +93,11 @@ def _tensors(raw: np.ndarray, header_sha256: str) -> dict[str, TensorInfo]:
     for name, entry in json.loads(header[8:]).items():
         if name == "__metadata__":
             continue
-        shape, nbytes = tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0]
-        if data_start + entry["data_offsets"][0] != end or nbytes != stored_bytes(entry["dtype"], int(np.prod(shape))):
+        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
+            raise ValueError(f"{name[:60]!r} has a shape or a place that is none")
+        nbytes = last - first
+        if data_start + first != end or nbytes != stored_bytes(entry["dtype"], math.prod(shape)):
             raise ValueError(f"{name} has not the bytes of its shape, or not its place")
         tensors[name] = TensorInfo(name, shape, entry["dtype"], end, nbytes)
         end += nbytes
@@ -137,7 +144,10 @@ class FolderArtifact(Artifact):
     def stock(self) -> StockModel:
         from transformers import AutoConfig, AutoTokenizer
 
-        values = json.loads(self.folder.texts[CONFIG])
-        values.pop("quantization_config", None)  # the weights come decoded
-        tokenizer = AutoTokenizer.from_pretrained(str(self.path))
-        return StockModel(AutoConfig.for_model(**values), self.decoded, tokenizer)
+        try:
+            values = json.loads(self.folder.texts[CONFIG])
+            values.pop("quantization_config", None)  # the weights come decoded
+            tokenizer = AutoTokenizer.from_pretrained(str(self.path))
+            return StockModel(AutoConfig.for_model(**values), self.decoded, tokenizer)
+        except Exception as error:  # the library raises many kinds for one mistake
+            raise ArtifactError(f"{self.path}: its texts are not understood ({shown(error)}); pack it again") from error

@@ -17,6 +17,7 @@ from typing import Any
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.files.stored import shown
 
 MANIFEST, WEIGHTS, CONFIG = "sparsepack.json", "model.safetensors", "config.json"
 METHOD = "sparsepack"
@@ -39,5 +40,10 @@ def unsealed(path: Path) -> dict[str, Any]:
     digest, end = text[at : at + len(NO_HASH)], text[at + len(NO_HASH) :]
     if not text.startswith(_HEAD) or sha256_bytes(_HEAD + NO_HASH.encode() + end).encode() != digest:
         raise ArtifactError(f"{path}: damaged: it does not match its own SHA-256; copy or pack the folder again")
-    value: dict[str, Any] = json.loads(text)
+    try:
+        value: Any = json.loads(text)
+        if not isinstance(value, dict):
+            raise ValueError("no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: not understood ({shown(error)}); pack the folder again") from error
     return value

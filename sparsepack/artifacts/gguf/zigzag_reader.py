@@ -14,13 +14,15 @@ from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
-from sparsepack.models.architecture import Architecture
+from sparsepack.files.stored import shown
+from sparsepack.models.architecture import ACTIVATIONS, Architecture
 from sparsepack.models.families import FAMILIES, SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 
+_LARGEST = 3.4e38  # float32
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
 
 
@@ -130,7 +132,7 @@ class _Reader:
             architecture = Architecture.from_json(numbers)
             _check_numbers(architecture, len(self.file.tensors))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise self.wrong(f"{NUMBERS} is not understood ({error})") from error
+            raise self.wrong(f"{NUMBERS} is not understood ({shown(error)})") from error
         return architecture
 
 
@@ -139,15 +141,24 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
     sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "context")
     for name in sizes:
         value = getattr(architecture, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} {value!r}, expected a positive integer")
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ValueError(f"{name} {str(value)[:60]}, expected a positive integer below 2**31")
     real = (architecture.norm_eps, architecture.rotary_scale, *architecture.inv_freq)
-    if not all(type(value) in (int, float) for value in real):
+    if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in real):
         raise ValueError("norm_eps, rotary_scale or inv_freq hold something else than numbers")
-    if not all(type(value) is int for value in (*architecture.sliding_windows, *architecture.eos)):
-        raise ValueError("sliding_windows or eos hold something else than integers")
-    if architecture.model_type not in FAMILIES:
-        raise ValueError(f"model type {architecture.model_type!r}, expected one of {', '.join(FAMILIES)}")
+    if not all(
+        type(value) is int and 0 <= value < 2**31 for value in (*architecture.sliding_windows, *architecture.eos)
+    ):
+        raise ValueError("sliding_windows or eos hold something else than integers from 0 to below 2**31")
+    bos = architecture.bos
+    if bos is not None and not (type(bos) is int and 0 <= bos < architecture.vocabulary):
+        raise ValueError(f"bos {str(bos)[:60]}, expected a token of the {architecture.vocabulary}")
+    if type(architecture.qk_norm) is not bool or type(architecture.tied) is not bool:
+        raise ValueError("qk_norm or tied is neither true nor false")
+    if architecture.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if not isinstance(architecture.model_type, str) or architecture.model_type not in FAMILIES:
+        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(FAMILIES)}")
     windows = len(architecture.sliding_windows)
     if architecture.layers > tensors or windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {tensors} tensors, {windows} sliding windows")

@@ -42,6 +42,16 @@ def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
     return {name: tensors[f"layers.{layer}.{name}"] for name in _adders()}
 
 
+def check(name: str, value: Tensor) -> None:
+    """Raise ValueError unless a tensor from a file is what is collected by that PLACE.NAME."""
+    row = next(row for row in COLLECTORS for place in _PLACES[row.at] for n in row.names if f"{place}.{n}" == name)
+    rank = len(row.shape)
+    fits = value.dtype == row.dtype and value.ndim == rank
+    fits = fits and all(size == wanted for size, wanted in zip(value.shape, row.shape, strict=True) if wanted)
+    if not fits or not value.numel() or not bool(((value >= 0) & (value < float("inf"))).all()):
+        raise ValueError(f"{name} is {value.dtype} {list(value.shape)} or holds what is no count")
+
+
 def _add_to(into: Statistics, found: Statistics) -> None:
     add = _adders()
     for name, value in found.items():

@@ -14,5 +14,7 @@ def _count(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
     return tuple(amount.sum((0, 2), dtype=torch.float64).cpu() for amount in amounts)
 
 
-ATTENTION = Collector("attention", ("query_abs", "query_square", "key_abs", "key_square"), _count)
+ATTENTION = Collector(
+    "attention", ("query_abs", "query_square", "key_abs", "key_square"), torch.float64, (0, 0), _count
+)
 """float64 [heads, D] of the query, [kv_heads, D] of the key."""

@@ -15,11 +15,14 @@ class Collector:
     at    -- "site": of each site's input x [B, S, columns] and the norms of its matrix's columns [columns];
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention
     names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name or "attention" as PLACE
+    dtype, shape -- of each of them; 0 stands for a size that depends on the model
     count -- of the two inputs at such a place, a tensor for every name, on the CPU
     add   -- what was counted in one part and in another, as that of both
     """
 
     at: Literal["site", "attention"]
     names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     count: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     add: Callable[[Tensor, Tensor], Tensor] = torch.add

@@ -10,5 +10,5 @@ def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
     return (x.float().square().flatten(0, -2).sum(0, dtype=torch.float64).cpu(),)
 
 
-MOMENTS = Collector("site", ("second_moment",), _count)
+MOMENTS = Collector("site", ("second_moment",), torch.float64, (0,), _count)
 """float64 [columns]."""

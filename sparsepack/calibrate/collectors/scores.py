@@ -1,5 +1,6 @@
 """Histograms of the score |x_j| * c_j over tokens and channels, for every criterion: what thresholds are taken from."""
 
+import torch
 from torch import Tensor
 
 from sparsepack.calibrate.collectors import histogram
@@ -11,5 +12,5 @@ def _count(x: Tensor, column_norms: Tensor) -> tuple[Tensor, ...]:
     return histogram.count(size).cpu(), histogram.count(size * column_norms).cpu()
 
 
-SCORES = Collector("site", ("histogram.magnitude", "histogram.column-norm"), _count)
+SCORES = Collector("site", ("histogram.magnitude", "histogram.column-norm"), torch.int64, (histogram.BINS,), _count)
 """int64 [histogram.BINS] each; the names end in those of the criteria."""

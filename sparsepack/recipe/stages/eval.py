@@ -42,6 +42,7 @@ class Eval(Section):
     windows: int | None
     tasks: Names
     task_path: Annotated[str | None, PATH]
+    trust_tasks: bool
     runtime: str = Field(alias="backend")
     limit: int | None
     num_fewshot: int | None

@@ -12,7 +12,9 @@ from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import CalibrationError
 
 OPTIONS = CalibrateOptions(context=32, samples=4, sinks=2)
-LARGEST = Collector("site", ("largest",), lambda x, norms: (x.abs().amax((0, 1)).cpu(),), torch.maximum)
+LARGEST = Collector(
+    "site", ("largest",), torch.float32, (0,), lambda x, norms: (x.abs().amax((0, 1)).cpu(),), torch.maximum
+)
 
 
 def test_no_two_collectors_write_one_tensor():

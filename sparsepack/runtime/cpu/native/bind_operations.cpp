@@ -122,10 +122,9 @@ public:
                "y: expected [positions, heads * head_dim]");
         std::lock_guard<std::mutex> lock(mutex_);
         scratch_.resize(pool_.threads());
+        for (Buffer<float>& own : scratch_) own.grow(cache.scratch(KvCache::BLOCK));  // a region must not throw
         pool_.run([&](int thread) {
-            Buffer<float>& own = scratch_[thread];
-            own.grow(cache.scratch(KvCache::BLOCK));
-            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), own.data());
+            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), scratch_[thread].data());
         });
     }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -115,6 +116,12 @@ struct Pool::State {
         sleep_while(generation, before);
     }
 
+    void end() noexcept {
+        stop = true;
+        change(region);
+        for (std::thread& worker : workers) worker.join();
+    }
+
     void work(int thread) noexcept {
         for (uint32_t seen = 0;;) {
             seen = await(seen);
@@ -155,23 +162,27 @@ Pool::Pool(int threads) : threads_(threads) { spawn(); }
 Pool::~Pool() {
     // After a fork the workers exist in the parent only: nothing here may be waited for, or even destroyed.
     if (state_->owner != process()) return;
-    state_->stop = true;
-    state_->change(state_->region);
-    for (std::thread& worker : state_->workers) worker.join();
+    state_->end();
     delete state_;
 }
 
 void Pool::spawn() {
-    state_ = new State;
-    state_->threads = threads_;
+    auto made = std::make_unique<State>();
+    State* state = made.get();
+    state->threads = threads_;
     unsigned processors = std::thread::hardware_concurrency();
     if (processors && threads_ > static_cast<int>(processors)) {
-        state_->crowded = true;
-        state_->longest = state_->shortest = pauses(CROWDED_SPIN);
+        state->crowded = true;
+        state->longest = state->shortest = pauses(CROWDED_SPIN);
     }
-    state_->workers.reserve(threads_ - 1);
-    State* state = state_;
-    for (int thread = 1; thread < threads_; ++thread) state->workers.emplace_back([=] { state->work(thread); });
+    state->workers.reserve(threads_ - 1);
+    try {
+        for (int thread = 1; thread < threads_; ++thread) state->workers.emplace_back([=] { state->work(thread); });
+    } catch (...) {  // the system starts no more: those that run must not outlive what they look at
+        state->end();
+        throw;
+    }
+    state_ = made.release();
 }
 
 void Pool::start(Call call, void* body) {

@@ -11,7 +11,7 @@ namespace sparsepack {
 // one thread at a time. A process that forks may go on using its pool: the child starts workers of its own.
 class Pool {
 public:
-    explicit Pool(int threads);
+    explicit Pool(int threads);  // throws std::system_error where so many do not start
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -19,7 +19,7 @@ public:
     int threads() const noexcept { return threads_; }
 
     // Calls body(thread) once per thread, thread 0 being the caller's, and returns when all have ended. The body must
-    // not throw. What was written before the region is visible in it, and what it wrote is visible after.
+    // not throw, so all memory that it needs is there before. What was written before the region is visible in it, and what it wrote is visible after.
     template <class Body>
     void run(Body&& body) {
         start([](void* body, int thread) { (*static_cast<std::remove_reference_t<Body>*>(body))(thread); }, &body);

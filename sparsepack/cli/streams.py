@@ -1,0 +1,63 @@
+"""Standard output and error of a command: whatever they are connected to, printing never ends in a traceback."""
+
+import errno
+import os
+import re
+import sys
+from typing import TextIO
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
+
+
+def prepare() -> None:
+    """Give each standard stream something to be, and let it replace what its encoding cannot print.
+
+    A stream that was closed (`>&-`) would leave its number to the next file that is opened, which libraries then print
+    into. Output gets a descriptor that cannot be written, so that printing fails as it does in other programs.
+    """
+    for number, how in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, how)  # the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+
+
+def printable(text: str) -> str:
+    """The text without what would command a terminal: a file may say anything."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+
+
+def failure() -> str | None:
+    """Why no line's end can be printed: "full", "closed", or None where it can be.
+
+    A stream that fails drops what it holds and all that comes, so that leaving the program does not fail too.
+    """
+    found = None
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            if stream is sys.stdout:
+                stream.write("\n")
+            stream.flush()
+        except OSError as error:
+            found = "full" if error.errno in _FULL else "closed"
+            _silence(stream)
+    return found
+
+
+def may_be_output(error: OSError) -> bool:
+    """Whether an error is of the kind that printing raises."""
+    return error.errno in (*_FULL, *_CLOSED)
+
+
+def _silence(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

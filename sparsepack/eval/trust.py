@@ -1,0 +1,66 @@
+"""What a task file may not do unless it is trusted: run code.
+
+Three ways lead from the YAML file of an lm-eval task to code: `!function MODULE.NAME`, in it or in what it includes;
+a metric that lm-eval does not have, for which Hugging Face's `evaluate` runs a script; and a template, which in plain
+Jinja reaches every object of the program. lm-eval has no switch for any of them, so they are closed where it looks
+them up.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import UserError
+from sparsepack.eval.harness import attribute
+from sparsepack.eval.task_data import jsonl
+
+_OURS = f"{jsonl.__module__}.{jsonl.__name__}"
+_REMEDY = "give --trust-tasks (in a recipe eval.trust_tasks: true) if you trust these files as you trust a program"
+
+
+@contextmanager
+def no_code() -> Iterator[None]:
+    """Within the context, lm-eval loads and runs tasks without any code of theirs; our own loader of data stands.
+
+    Raises `UserError` where a task asks for code, before it runs.
+    """
+    import lm_eval.api.metrics
+    import lm_eval.api.task
+    import lm_eval.tasks._yaml_loader
+    import lm_eval.utils
+    import yaml
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval.api.registry import get_metric, metric_registry
+
+    def function(name: str, folder: Path) -> Any:
+        # Ours by itself: lm-eval would prefer a file of that name beside the task.
+        if name == _OURS:
+            return jsonl
+        raise UserError(f"a task in {folder} runs the code {name!r} (!function); {_REMEDY}")
+
+    def metric(name: str, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in metric_registry:
+            raise UserError(f"the metric {name!r} of a task is none of lm-eval's, a script would run for it; {_REMEDY}")
+        return get_metric(name)
+
+    open_templates = lm_eval.utils.env
+    templates = SandboxedEnvironment(
+        loader=open_templates.loader,
+        undefined=open_templates.undefined,
+        keep_trailing_newline=open_templates.keep_trailing_newline,
+    )
+    templates.filters.update(open_templates.filters)
+    with ExitStack() as stack:
+        stack.enter_context(attribute(lm_eval.tasks._yaml_loader, "_import_func_in_yml", function))
+        # Without libyaml it takes a loader that knows Python's names.
+        stack.enter_context(
+            attribute(lm_eval.tasks._yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        )
+        stack.enter_context(attribute(lm_eval.api.task, "get_metric", metric))
+        stack.enter_context(attribute(lm_eval.utils, "env", templates))
+        try:
+            yield
+        except SecurityError as error:
+            raise UserError(f"a template of a task reaches for code ({error}); {_REMEDY}") from error

@@ -1,0 +1,112 @@
+"""What a task file may not do unless it is trusted: run code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sparsepack.cli import main
+from sparsepack.errors import UserError
+from sparsepack.eval.tasks import run_tasks
+
+DATA = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}\n"
+TASK = """
+output_type: multiple_choice
+test_split: test
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+metadata: {version: 1.0}
+"""
+CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nprocess = lambda documents: documents\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    document = {"query": "Two and two make", "choices": ["five hundred", "4"], "gold": 1}
+    (tasks / "data.jsonl").write_text(json.dumps(document) + "\n")
+    (tasks / "code.py").write_text(CODE)
+    (tasks / "evil_metric.py").write_text(CODE)
+    asks = "process_docs: !function code.process\n"
+    (tasks / "clean.yaml").write_text(f"task: clean\n{DATA}{TASK}")
+    (tasks / "direct.yaml").write_text(f"task: direct\n{DATA}{asks}{TASK}")
+    (tasks / "_base").write_text(f"{asks}{TASK}")
+    (tasks / "included.yaml").write_text(f"task: included\ninclude: _base\n{DATA}")
+    (tasks / "group.yaml").write_text("group: group\ntask: [clean, included]\n")
+    (tasks / "classed.yaml").write_text("task: classed\nclass: !function code.process\n")
+    metric = TASK.replace("metric: acc,", f"metric: {tasks / 'evil_metric.py'},")
+    (tasks / "metric.yaml").write_text(f"task: metric\n{DATA}{metric}")
+    # From any object to every class of the program, one of which opens files.
+    reach = "{{ query.__class__.__mro__[1].__subclasses__() | length }}"
+    (tasks / "template.yaml").write_text(
+        f"task: template\n{DATA}{TASK.replace('doc_to_text: query', f'doc_to_text: {json.dumps(reach)}')}"
+    )
+    return tasks
+
+
+def run(scorer, tokenizer, folder, task, **options):
+    return run_tasks(
+        scorer,
+        tokenizer,
+        tasks=[task],
+        task_path=folder,
+        protocol="dense",
+        limit=None,
+        batch_size=4,
+        num_fewshot=None,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("task", ["direct", "included", "group", "classed", "metric", "template"])
+def test_a_task_that_asks_for_code_is_refused_before_any_runs(scorer, byte_tokenizer, folder, task):
+    with pytest.raises(UserError, match="--trust-tasks") as caught:
+        run(scorer, byte_tokenizer, folder, task)
+    assert "\n" not in str(caught.value)
+    assert not (folder / "ran").exists()
+
+
+def test_the_code_of_a_trusted_task_runs(scorer, byte_tokenizer, folder):
+    assert run(scorer, byte_tokenizer, folder, "included", trust_tasks=True)["tasks"]["included"]["samples"] == 1
+    assert (folder / "ran").exists()
+
+
+def test_a_file_by_the_name_of_our_own_loader_does_not_run(scorer, byte_tokenizer, folder):
+    (folder / "sparsepack" / "eval").mkdir(parents=True)
+    (folder / "sparsepack" / "eval" / "task_data.py").write_text(CODE + "jsonl = None\n")
+    assert run(scorer, byte_tokenizer, folder, "clean")["tasks"]["clean"]["samples"] == 1
+    assert not list(folder.rglob("ran"))
+
+
+def test_the_command_line_can_trust(folder):
+    asked = ["eval", "shipped:tiny", "--tasks", "direct", "--task-path", str(folder)]
+    refused = CliRunner().invoke(main, asked)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.output
+    assert "code.process" in refused.stderr
+    assert CliRunner().invoke(main, [*asked, "--trust-tasks"]).exit_code == 0
+
+
+def test_a_recipe_hands_its_trust_on(monkeypatch, tmp_path):
+    from sparsepack.eval import run as evaluation
+    from sparsepack.recipe.load import load_recipe
+    from sparsepack.recipe.stage import Job
+    from sparsepack.recipe.stages.eval import EVAL
+
+    class Asked(Exception):
+        pass
+
+    def asked(request):
+        raise Asked(request.trust_tasks)
+
+    (tmp_path / "r.yaml").write_text(
+        f"{{schema: 1, name: r, model: shipped:tiny, eval: {{tasks: t, task_path: {tmp_path}, trust_tasks: true}}}}"
+    )
+    monkeypatch.setattr(evaluation, "evaluate", asked)
+    recipe = load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(Asked, match="True"):
+        EVAL.run(Job(recipe, None, tmp_path), recipe.asked("eval"))

@@ -1,0 +1,45 @@
+"""Each reader on hostile input for a little while.
+
+Ten seconds a target: a few hundred inputs, enough to notice what a change broke, without a minute more on every run of
+the tests. The seed is fixed, so that a run fails for a change and not by chance; `make fuzz` takes another seed each
+time, and as long as one likes.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.harness import Broken, Target, fuzz
+from tests.fuzz.targets import TARGETS, make_targets
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
+SEED = int(os.environ.get("FUZZ_SEED", 0))
+KEPT = Path(__file__).parents[2] / "build" / "fuzz"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_input_ends_in_success_or_one_line(name: str, tmp_path: Path) -> None:
+    (target,) = make_targets(tmp_path, [name])
+    failures = fuzz(target, SEED, SECONDS, KEPT)
+    assert not failures, "\n".join(failures)
+
+
+def test_a_failure_is_found_told_and_kept(tmp_path: Path) -> None:
+    def write(random, into):
+        (into / "x").write_text(str(random.randrange(4)))
+
+    def read(inside):
+        if (inside / "x").read_text() == "3":
+            raise Broken("three")
+
+    target = Target("threes", write, read)
+    failures = fuzz(target, 7, 60, tmp_path, most=40)
+    assert failures
+    assert "seed 7" in failures[0]
+    assert "Broken: three" in failures[0]
+    kept = list(tmp_path.glob("threes-7-*"))
+    assert len(kept) == len(failures)
+    assert all((path / "x").read_text() == "3" for path in kept)
+    assert fuzz(target, 7, 60, tmp_path, most=40) == failures
