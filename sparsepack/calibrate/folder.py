@@ -71,6 +71,7 @@ def load(path: Path) -> Calibration:
     from safetensors.torch import load_file
 
     path = Path(path)
+    atomic.restore_folder(path)
     if not (path / _MANIFEST).is_file():
         raise CalibrationError(f"{path}: no {_MANIFEST} in it; expected a folder made by `sparsepack calibrate`")
     try:

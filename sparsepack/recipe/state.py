@@ -1,7 +1,8 @@
 """The work folder of a recipe: what each stage made, from which settings, so that only what changed runs again.
 
 `state.json` holds, per finished stage, its fingerprint (a hash of its settings and of what it was made from) and for
-every output its size, time of change and SHA-256. It is written after each stage, whole or not at all.
+every output its size, time of change and SHA-256, and the SHA-256 of all this. It is written after each stage, whole or
+not at all.
 """
 
 import json
@@ -93,15 +94,18 @@ class WorkFolder:
             value = json.loads(path.read_text(encoding="utf-8"))
             if value["schema"] != SCHEMA:
                 raise ValueError(f"schema {value['schema']}, expected {SCHEMA}")
+            if value["sha256"] != fingerprint(value["stages"]):
+                raise ValueError("changed since it was written")
             return {name: _finished(entry) for name, entry in value["stages"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.notes.append(f"{path}: not understood ({error!r}); every stage runs again")
             return {}
 
     def _write(self) -> None:
         stages = {name: vars(stage) for name, stage in self._finished.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(self.path / STATE, {"schema": SCHEMA, "kind": "recipe state", "written": written, "stages": stages})
+        head = {"schema": SCHEMA, "kind": "recipe state", "written": written, "sha256": fingerprint(stages)}
+        write_json(self.path / STATE, {**head, "stages": stages})
 
 
 def _files(output: Path) -> list[Path]:

@@ -151,7 +151,7 @@ def test_a_run_killed_while_it_writes_its_state_goes_on_from_the_block_before(
     write = unfinished.write_json
 
     def dies(path, value):
-        if value["blocks"] == 2:
+        if value["parts"]["blocks"]["done"] == 2:
             raise Killed
         write(path, value)
 

@@ -108,6 +108,10 @@ def _run(job: Job, asked: Eval) -> None:
         evaluations.append(evaluate(request))
     allowed = _share_of_sparse_sites(job)
     for evaluation in evaluations:
+        # Without the work folder's path, as in `verify.json`.
+        subject = evaluation["subject"]
+        subject["name"] = artifact_of(job).name if packed else recipe.model
+        subject["thresholds"] = TABLE if subject["thresholds"] else None
         for row in evaluation["perplexity"]:
             realised = row["realised_sparsity"]
             realised["of_sparse_sites"] = realised["overall"] / allowed if allowed else 0.0
