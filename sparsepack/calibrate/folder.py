@@ -49,7 +49,8 @@ class Calibration:
 
 def check_output(path: Path, overwrite: bool) -> None:
     """Raise `OutputError` unless a calibration can be written there: `overwrite` replaces calibrations only."""
-    atomic.check_output(path, overwrite, folder=True, marker=_MANIFEST)
+    marker = _TENSORS if (path / _TENSORS).is_file() else _MANIFEST  # one may have been lost
+    atomic.check_output(path, overwrite, folder=True, marker=marker)
 
 
 def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calibration:
