@@ -20,7 +20,8 @@ from sparsepack.errors import OutputError
 from sparsepack.files.exchange import exchange
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM)
+# The last three: another run has just put a folder there; an overlay does not move those of its lower layers.
+_REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTEMPTY, errno.EEXIST, errno.EXDEV)
 _FAILED = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EVERY, NAMES, Place
+from places import EVERY, NAMES, Place
 from verbs import VERBS, Verb
 
 _SEEDS = range(200 if EVERY else 1)

@@ -2,7 +2,7 @@
 as if nothing had been. `make test-kill` tries every operation, the ordinary tests some of them."""
 
 import pytest
-from conftest import EVERY, NAMES, Place, some
+from places import EVERY, NAMES, Place, some
 from verbs import VERBS, Verb, files_in, unit_of
 
 _EACH = pytest.mark.parametrize("name", NAMES)
