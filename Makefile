@@ -1,5 +1,6 @@
 # make demo   the quickstart on the shipped tiny model, in an environment of its own
 # make test   all tests, in the same environment
+# make test-kill   the verbs killed at each of their file operations, state of theirs damaged; `make test` tries some
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
@@ -15,7 +16,7 @@ NATIVE := CMakeLists.txt $(wildcard sparsepack/runtime/cpu/native/*)
 CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo build test fuzz test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
+.PHONY: demo build test fuzz test-kill test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -32,6 +33,11 @@ test: $(VENV)/.installed-test build
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-test build
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
+
+# Every verb killed, and failed by the disk, at each of its file operations; states of killed runs damaged at random.
+# `make test` tries some of these. One verb: PYTEST_ARGS="-k calibrate".
+test-kill: $(VENV)/.installed-test build
+	SPARSEPACK_TEST_KILL=every $(BIN)/python -m pytest tests/kill $(PYTEST_ARGS)
 
 # The kernels and what calls them under AddressSanitizer and UndefinedBehaviorSanitizer. Python and torch leak.
 SANITIZE := build/sanitize

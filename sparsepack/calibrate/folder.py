@@ -101,7 +101,8 @@ class Calibration:
 
 def check_output(path: Path, overwrite: bool) -> None:
     """Raise `OutputError` unless a calibration can be written there: `overwrite` replaces calibrations only."""
-    atomic.check_output(path, overwrite, folder=True, marker=_MANIFEST)
+    marker = _TENSORS if (path / _TENSORS).is_file() else _MANIFEST  # one may have been lost
+    atomic.check_output(path, overwrite, folder=True, marker=marker)
 
 
 def save(calibration: Calibration, path: Path, overwrite: bool = False) -> Calibration:
@@ -123,6 +124,7 @@ def load(path: Path) -> Calibration:
     from safetensors.torch import load_file
 
     path = Path(path)
+    atomic.restore_folder(path)
     if not (path / _MANIFEST).is_file():
         raise CalibrationError(f"{path}: no {_MANIFEST} in it; expected a folder made by `sparsepack calibrate`")
     try:

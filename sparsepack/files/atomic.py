@@ -1,4 +1,8 @@
-"""Outputs that appear whole or not at all: written under a temporary name beside the target, then renamed."""
+"""Outputs that appear whole or not at all: written under a temporary name beside the target, then renamed.
+
+A folder that replaces another one changes places with it in one step. Where the file system cannot do that, the old one
+steps aside first, as `.NAME.replaced`; a run that is killed right then leaves it there, and the next one restores it.
+"""
 
 import errno
 import glob
@@ -14,6 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import OutputError
+from sparsepack.files.exchange import exchange
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The last three: another run has just put a folder there; an overlay does not move those of its lower layers.
+_REFUSED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTEMPTY, errno.EEXIST, errno.EXDEV)
+_FAILED = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 
 
 def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str | None = None) -> None:
@@ -21,8 +31,10 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
     is done for it.
 
     Even `overwrite` replaces only a file by a file, and a folder by a folder: an empty one, or one that holds a file
-    named `marker` where that is given.
+    named `marker` where that is given. A folder that a killed run left aside is put back first.
     """
+    if folder:
+        restore_folder(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OutputError(f"{path}: a device or the like, which would be replaced; expected the name of a file")
     if path.exists() and path.is_dir() != folder:
@@ -48,18 +60,17 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
 def atomic_file(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary path; on success it is synced and renamed to `path`, on any failure removed.
 
-    Raises `OutputError` where the output exists or the disk refuses it (full, read-only, no permission).
+    Raises `OutputError` where the output exists or the disk refuses it (full, failing, read-only, no permission).
     """
     check_output(path, overwrite)
     temporary = _temporary(path)
     try:
         with _disk_errors(path):
             yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            _sync(temporary)
             temporary.replace(path)
     finally:
-        _remove(temporary)
+        remove(temporary)
 
 
 @contextmanager
@@ -69,15 +80,42 @@ def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     Raises `OutputError` as `atomic_file` does.
     """
     check_output(path, overwrite, folder=True)
-    temporary = _temporary(path)
-    _remove(temporary)
+    target = path.resolve()  # a link to a folder stays a link
+    temporary = _temporary(target)
+    remove(temporary)
     try:
         with _disk_errors(path):
             temporary.mkdir()
             yield temporary
-            _swap(temporary, path)
+            for file in temporary.rglob("*"):
+                if file.is_file():
+                    _sync(file)
+            _put(temporary, target)
     finally:
-        _remove(temporary)
+        remove(temporary)  # where it was exchanged, what it replaced
+
+
+def restore_folder(path: Path) -> None:
+    """Put back the folder `path` if a run was killed when it had stepped aside for another; else clear what is left of
+    such a one."""
+    target = path.resolve()
+    aside = _aside(target)
+    with suppress(OSError):
+        if not aside.is_dir():
+            return
+        if target.exists():
+            remove(aside)
+        else:
+            aside.rename(target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there and the disk lets go of it."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -104,7 +142,7 @@ def _temporary(path: Path) -> Path:
     for left in parent.glob(f"{glob.escape(start)}*"):
         process = left.name.removeprefix(start)
         if process.isdecimal() and not _runs(int(process)):
-            _remove(left)
+            remove(left)
     return parent / f"{start}{os.getpid()}"
 
 
@@ -129,30 +167,30 @@ def _runs(process: int) -> bool:
     return True
 
 
-def _remove(path: Path) -> None:
-    """A file or a folder, if it is there and the disk lets go of it."""
-    with suppress(OSError):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+def _sync(file: Path) -> None:
+    """Have the disk write it down: a name that survives a power failure must not stand for less."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
-def _swap(temporary: Path, path: Path) -> None:
-    """Put the folder `temporary` in the place of `path`, which keeps what it held if that fails."""
-    target = path.resolve()  # a link to a folder stays a link
-    retired = temporary.with_name(f"{temporary.name}.old")
-    exists = target.exists()
-    if exists:
-        target.rename(retired)
-    try:
-        temporary.rename(target)
-    except BaseException:
-        if exists:
-            retired.rename(target)
-        raise
-    if exists:
-        shutil.rmtree(retired)
+def _put(folder: Path, target: Path) -> None:
+    """Give `folder` the name `target`. What had it before, if anything, stands under the name of `folder` then, or is
+    removed; if this fails, it keeps its name."""
+    if not target.exists():
+        folder.rename(target)
+    elif not exchange(folder, target):
+        aside = _aside(target)
+        try:
+            target.rename(aside)
+            folder.rename(target)
+        except BaseException:
+            restore_folder(target)
+            raise
+        remove(aside)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
 
 
 @contextmanager
@@ -160,8 +198,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in _FULL:
             raise OutputError(f"{path}: the disk is full ({error.strerror}); free some space and run again") from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno in _REFUSED:
             raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
+        if error.errno in _FAILED:
+            raise OutputError(f"{path}: the disk fails ({error.strerror}); look after it and run again") from error
         raise

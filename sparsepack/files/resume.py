@@ -1,11 +1,12 @@
 """The state of a long run that has not finished: a folder beside its output, from which a killed run goes on.
 
-Tensors are kept in files of their own; `state.json`, always written after them, says which of them count. Until it is
-there, what was committed before is the state.
+Its values come in parts, each a JSON-able object: how far the blocks are, how far the learning. Tensors are kept in
+files of their own, each of them a part's. `state.json`, always written after them, holds the values, and the SHA-256 of
+every file and of itself: until it is there, what was committed before is the state. A part that lost a file, or has one
+that changed, is dropped, and so is everything where `state.json` changed: it is computed anew, and the user told.
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 
 from sparsepack.errors import OutputError
-from sparsepack.files.atomic import atomic_file, write_json
+from sparsepack.files.atomic import atomic_file, remove, write_json
+from sparsepack.files.hashing import fingerprint as hash_of
+from sparsepack.files.hashing import sha256_file
 from sparsepack.files.tensors import save_tensors
+from sparsepack.progress import say
 
 _STATE = "state.json"
+_BLOCKS = "blocks"
 
 
 def unfinished_path(output: Path) -> Path:
@@ -38,85 +43,135 @@ def state_beside(output: Path) -> Iterator[Path]:
         if not path.is_dir():
             raise
         raise KeyboardInterrupt(f"{path} keeps what was done, and the same command goes on from there") from interrupt
-    shutil.rmtree(path, ignore_errors=True)
+    _discard(path)
 
 
 class ResumeState:
     """A run's state in the folder `path` (None keeps nothing).
 
     fingerprint -- of everything the result depends on; the state of a run with another one is removed
-    state       -- the JSON-able values that were committed last; empty for a run that begins
+    parts       -- the values that were committed last, by part; empty for a run that begins
     """
 
     def __init__(self, path: Path | None, fingerprint: str) -> None:
         self.path, self.fingerprint = path, fingerprint
-        self.state: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
+        self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
+        self._unneeded: list[Path] = []
         if path is not None and path.exists():
-            file = path / _STATE
-            state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            if state.pop("fingerprint", None) == fingerprint:
-                self.state = state
-            else:
-                self.discard()
+            self._read(path)
 
-    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def keep(self, part: str, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
         if self.path is not None:
             _make(self.path)
-            with atomic_file(self._file(self.path, name), overwrite=True) as temporary:
+            file = self._file(name)
+            with atomic_file(file, overwrite=True) as temporary:
                 save_tensors(tensors, temporary)
+                digest = sha256_file(temporary)
+            self._files[file.name] = {"part": part, "sha256": digest}
 
-    def commit(self, **values: Any) -> None:
-        """Change these values of the state, in one step with the tensors kept before."""
-        self.state |= values
+    def drop(self, name: str) -> None:
+        """Do without tensors from the next `commit` on, which removes them."""
+        if self.path is not None and (file := self._file(name)).name in self._files:
+            del self._files[file.name]
+            self._unneeded.append(file)
+
+    def commit(self, part: str, **values: Any) -> None:
+        """Set a part's values, in one step with what was kept and dropped before."""
+        self.parts[part] = json.loads(json.dumps(values))  # as a run that goes on will find them
         if self.path is not None:
             _make(self.path)
-            write_json(self.path / _STATE, {"fingerprint": self.fingerprint, **self.state})
+            state = {"fingerprint": self.fingerprint, "files": self._files, "parts": self.parts}
+            write_json(self.path / _STATE, {**state, "sha256": hash_of(state)})
+            for file in self._unneeded:
+                if file.name not in self._files:
+                    remove(file)
+            self._unneeded.clear()
 
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors that were kept, on the CPU."""
         from safetensors.torch import load_file
 
-        assert self.path is not None
-        tensors: dict[str, torch.Tensor] = load_file(self._file(self.path, name))
+        tensors: dict[str, torch.Tensor] = load_file(self._file(name))
         return tensors
 
-    def drop(self, name: str) -> None:
-        """Remove tensors that the committed state no longer needs."""
-        if self.path is not None:
-            self._file(self.path, name).unlink(missing_ok=True)
+    @property
+    def done(self) -> int:
+        """How many decoder blocks are finished."""
+        return int(self.parts.get(_BLOCKS, {}).get("done", 0))
+
+    def value(self, name: str, otherwise: Any = None) -> Any:
+        """A value that was committed with the last finished block."""
+        return self.parts.get(_BLOCKS, {}).get(name, otherwise)
 
     def blocks(self) -> list[dict[str, torch.Tensor]]:
         """What was found at each finished decoder block, from the first on."""
-        return [self.load(f"block-{layer:05}") for layer in range(self.state.get("blocks", 0))]
+        return [self.load(f"block-{layer:05}") for layer in range(self.done)]
 
-    def hidden(self) -> torch.Tensor | None:
+    def hidden(self, name: str = "hidden") -> torch.Tensor | None:
         """The hidden states after the last finished block, if there is one."""
-        done = self.state.get("blocks", 0)
-        return self.load(f"hidden-{done:05}")["hidden"] if done else None
+        return self.load(f"{name}-{self.done:05}")["hidden"] if self.done else None
+
+    def keep_hidden(self, layer: int, hidden: torch.Tensor, name: str = "hidden") -> None:
+        """Keep the hidden states after block `layer` in place of those before it, from its `save_block` on."""
+        self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {"hidden": hidden})
+        self.drop(f"{name}-{layer:05}")
 
     def save_block(
         self, layer: int, found: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None, **values: Any
     ) -> None:
-        """Commit a finished block - tensors found there, values of the state - and the hidden states after it where the
-        run needs them."""
-        done = layer + 1
+        """Commit a finished block - tensors found there, values - and the hidden states after it where the run needs
+        them."""
         if found:
-            self.keep(f"block-{layer:05}", found)
+            self.keep(_BLOCKS, f"block-{layer:05}", found)
         if hidden is not None:
-            self.keep(f"hidden-{done:05}", {"hidden": hidden})
-        self.commit(blocks=done, **values)
-        self.drop(f"hidden-{layer:05}")
+            self.keep_hidden(layer, hidden)
+        self.commit(_BLOCKS, done=layer + 1, **values)
 
-    def discard(self) -> None:
-        """Forget everything."""
-        self.state = {}
-        if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+    def _read(self, path: Path) -> None:
+        """Take what is there and fits; remove the rest."""
+        try:
+            text = (path / _STATE).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return _discard(path)  # killed before it was first committed
+        except (OSError, ValueError):
+            text = ""
+        try:
+            state = json.loads(text)
+            intact = state.pop("sha256") == hash_of(state)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            intact = False
+        if not intact:
+            say(f"{path / _STATE}: damaged; everything that it kept is computed anew")
+        if not intact or state["fingerprint"] != self.fingerprint:
+            return _discard(path)
+        self.parts, self._files = state["parts"], state["files"]
+        damaged = {file["part"]: name for name, file in self._files.items() if not _intact(path / name, file)}
+        for part, name in damaged.items():
+            say(f"{path / name}: missing or damaged; what was kept with it is computed anew")
+            self.parts.pop(part, None)
+        self._files = {name: file for name, file in self._files.items() if file["part"] not in damaged}
+        for entry in path.glob("*.safetensors"):
+            if entry.name not in self._files:
+                remove(entry)
 
-    @staticmethod
-    def _file(folder: Path, name: str) -> Path:
-        return folder / f"{name}.safetensors"
+    def _file(self, name: str) -> Path:
+        assert self.path is not None
+        return self.path / f"{name}.safetensors"
+
+
+def _intact(path: Path, file: Mapping[str, str]) -> bool:
+    try:
+        return sha256_file(path) == file["sha256"]
+    except OSError:
+        return False
+
+
+def _discard(path: Path) -> None:
+    """Forget everything; without `state.json`, which goes first, nothing else counts."""
+    remove(path / _STATE)
+    remove(path)
 
 
 def _make(folder: Path) -> None:

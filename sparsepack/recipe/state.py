@@ -1,7 +1,8 @@
 """The work folder of a recipe: what each stage made, from which settings, so that only what changed runs again.
 
 `state.json` holds, per finished stage, its fingerprint (a hash of its settings and of what it was made from) and for
-every output its size, time of change and SHA-256. It is written after each stage, whole or not at all.
+every output its size, time of change and SHA-256, and the SHA-256 of all this. It is written after each stage, whole or
+not at all.
 """
 
 import json
@@ -111,17 +112,20 @@ class WorkFolder:
             value = json.loads(path.read_text(encoding="utf-8"))
             if value["schema"] != SCHEMA:
                 raise ValueError(f"schema {value['schema']}, expected {SCHEMA}")
+            if value["sha256"] != fingerprint([value["recipe"], value["stages"]]):
+                raise ValueError("changed since it was written")
             finished = {name: _finished(entry) for name, entry in value["stages"].items()}
-            self._found_owner = dict(value.get("recipe", self._owner))  # not kept before 0.2
+            self._found_owner = dict(value["recipe"])
             return finished
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.notes.append(f"{path}: not understood ({error!r}); every stage runs again")
             return {}
 
     def _write(self) -> None:
         stages = {name: vars(stage) for name, stage in self._finished.items()}
         written = datetime.now(UTC).isoformat(timespec="seconds")
-        head = {"schema": SCHEMA, "kind": "recipe state", "recipe": self._owner, "written": written}
+        said = {"recipe": self._owner, "sha256": fingerprint([self._owner, stages])}
+        head = {"schema": SCHEMA, "kind": "recipe state", "written": written, **said}
         write_json(self.path / STATE, {**head, "stages": stages})
 
 

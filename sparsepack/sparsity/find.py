@@ -162,13 +162,13 @@ class _Greedy:
     def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteRule]:
         base = _criterion_choices(stream, self.options.criterion)
         if self.hidden is None:
-            self.hidden = self.resume.load(f"greedy-{layer:05}")["hidden"] if layer else stream.embed(self.ids)
+            self.hidden = self.resume.hidden("greedy")
+        if self.hidden is None:
+            self.hidden = stream.embed(self.ids)
         given = dict.fromkeys(SITES, 0.0)
         if any((layer, site) in self.weights for site in SITES):
             given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
         upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
         self.hidden = run_at(stream, layer, self.hidden, upstream, base)
-        # These count once the block is committed; until then those before it do.
-        self.resume.keep(f"greedy-{layer + 1:05}", {"hidden": self.hidden})
-        self.resume.drop(f"greedy-{layer - 1:05}")
+        self.resume.keep_hidden(layer, self.hidden, "greedy")
         return {site: replace(base[site], sparsity=given[site]) for site in SITES}

@@ -55,8 +55,8 @@ def learn_rules(
     resume: ResumeState,
 ) -> dict[SiteKey, SiteRule]:
     """Target sparsity, channel weights and offsets of the sites in `weights`. Holds the whole model on one device."""
-    if "learnt" in resume.state:
-        return rules_of_json(resume.state["learnt"], str(resume.path))
+    if "learnt" in resume.parts:
+        return rules_of_json(resume.parts["learnt"]["rules"], str(resume.path))
     model = load_model(checkpoint, options.device, getattr(torch, options.dtype))
     parameters = _start(checkpoint, calibration, options, model, weights)
     training = _Training(parameters, options, resume)
@@ -67,7 +67,8 @@ def learn_rules(
             advance()
     realised = _realised(model, checkpoint, calibration.windows, options, parameters, weights)
     rules = _learnt(parameters, options, _shifted(realised, weights, options.sparsity))
-    resume.commit(learnt=rules_to_json(rules))
+    resume.drop(_kept_at(training.step))
+    resume.commit("learnt", rules=rules_to_json(rules))
     return rules
 
 
@@ -93,7 +94,7 @@ class _Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimiser, lambda step: min(1.0, 2 * (1 - step / options.steps))
         )
-        if "learning" in resume.state:
+        if "learning" in resume.parts:
             self._resume()
         self.saved = time.monotonic()
 
@@ -119,18 +120,18 @@ class _Training:
         adam = self.optimiser.state_dict()
         tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}
         tensors |= {f"adam.{n}.{name}": x for n, moments in adam["state"].items() for name, x in moments.items()}
-        before = self.resume.state.get("learning", {"step": None})["step"]
-        self.resume.keep(f"learning-{self.step}", {**tensors, "generator": self.generator.get_state()})
+        if "learning" in self.resume.parts:
+            self.resume.drop(_kept_at(self.resume.parts["learning"]["step"]))
+        self.resume.keep("learning", _kept_at(self.step), {**tensors, "generator": self.generator.get_state()})
         values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
-        self.resume.commit(learning={**values, "schedule": self.schedule.state_dict()})
-        self.resume.drop(f"learning-{before}")
+        self.resume.commit("learning", **values, schedule=self.schedule.state_dict())
         self.saved = time.monotonic()
 
     @torch.no_grad()
     def _resume(self) -> None:
-        kept = self.resume.state["learning"]
+        kept = self.resume.parts["learning"]
         self.step, self.price = kept["step"], kept["price"]
-        tensors = self.resume.load(f"learning-{self.step}")
+        tensors = self.resume.load(_kept_at(self.step))
         self.generator.set_state(tensors.pop("generator"))
         for n, parameter in enumerate(self._trained()):
             parameter.copy_(tensors.pop(f"parameter.{n}"))
@@ -140,6 +141,10 @@ class _Training:
             moments.setdefault(int(place), {})[name] = value
         self.optimiser.load_state_dict({"state": moments, "param_groups": kept["groups"]})
         self.schedule.load_state_dict(kept["schedule"])
+
+
+def _kept_at(step: int) -> str:
+    return f"learning-{step}"
 
 
 def _start(

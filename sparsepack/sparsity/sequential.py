@@ -58,7 +58,7 @@ def save_rules(resume: ResumeState, layer: int, rules: Rules, hidden: torch.Tens
 
 def finished_rules(resume: ResumeState) -> dict[SiteKey, SiteRule]:
     """The rules of all sites of the finished blocks."""
-    return rules_of_json(resume.state.get("rules", []), str(resume.path))
+    return rules_of_json(resume.value("rules", []), str(resume.path))
 
 
 def _block_rules(

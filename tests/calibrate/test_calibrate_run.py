@@ -151,7 +151,7 @@ def test_a_run_killed_while_it_writes_its_state_goes_on_from_the_block_before(
     write = unfinished.write_json
 
     def dies(path, value):
-        if value["blocks"] == 2:
+        if value["parts"]["blocks"]["done"] == 2:
             raise Killed
         write(path, value)
 
@@ -303,6 +303,21 @@ def test_a_damaged_calibration_is_refused(small_calibration, tmp_path):
     assert "damaged" in refused()
     manifest.unlink()
     assert "no calibration.json in it" in refused()
+
+
+@pytest.mark.parametrize("lost", ["calibration.json", "calibration.safetensors"])
+def test_a_calibration_that_lost_a_file_is_replaced(small_calibration, tmp_path, lost):
+    folder.save(small_calibration, tmp_path / "c")
+    whole = content(tmp_path / "c")
+    (tmp_path / "c" / lost).unlink()
+    folder.save(small_calibration, tmp_path / "c", overwrite=True)
+    assert content(tmp_path / "c") == whole
+
+
+def test_a_calibration_that_stood_aside_when_its_run_was_killed_is_read(small_calibration, tmp_path):
+    folder.save(small_calibration, tmp_path / ".c.replaced")
+    assert torch.equal(folder.load(tmp_path / "c").windows, small_calibration.windows)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 def test_overwriting_replaces_calibrations_only(small, text, small_calibration, tmp_path):

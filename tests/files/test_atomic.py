@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from sparsepack.errors import OutputError
+from sparsepack.files import atomic
 from sparsepack.files.atomic import atomic_file, atomic_folder, check_output, write_json
 from sparsepack.files.tensors import save_tensors
 
@@ -68,9 +70,7 @@ def test_an_interrupted_folder_leaves_nothing_and_keeps_the_old_one(tmp_path, fa
 
 
 def test_a_folder_interrupted_between_its_two_renames_keeps_the_old_one(tmp_path, monkeypatch):
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "before").write_text("kept")
+    old = _without_exchange(tmp_path, monkeypatch)
     rename, calls = Path.rename, []
 
     def second_is_interrupted(self, target):
@@ -84,6 +84,50 @@ def test_a_folder_interrupted_between_its_two_renames_keeps_the_old_one(tmp_path
         (temporary / "after").write_text("new")
     assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
     assert [entry.name for entry in old.iterdir()] == ["before"]
+
+
+def _without_exchange(tmp_path, monkeypatch) -> Path:
+    """A folder to replace, on a file system that exchanges nothing."""
+    monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "before").write_text("kept")
+    return old
+
+
+def test_a_folder_whose_run_was_killed_between_two_renames_is_put_back(tmp_path, monkeypatch):
+    old = _without_exchange(tmp_path, monkeypatch)
+    with atomic_folder(old, overwrite=True) as temporary:
+        (temporary / "after").write_text("new")
+    assert [entry.name for entry in old.iterdir()] == ["after"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+    old.rename(tmp_path / ".old.replaced")
+    check_output(old, overwrite=True, folder=True)
+    assert [entry.name for entry in old.iterdir()] == ["after"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
+
+
+def test_what_was_left_aside_by_a_killed_run_is_cleared(tmp_path):
+    for name in ("out", ".out.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of").write_text(name)
+    check_output(tmp_path / "out", overwrite=True, folder=True)
+    assert (tmp_path / "out" / "of").read_text() == "out"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="only there")
+def test_there_is_a_folder_under_the_name_at_every_moment(tmp_path, monkeypatch):
+    """Neither rename nor remove ever touches the name."""
+    path, renamed = tmp_path / "out", []
+    with atomic_folder(path):
+        pass
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, lambda self, target: renamed.append(self))
+    with atomic_folder(path, overwrite=True) as temporary:
+        (temporary / "after").write_text("new")
+    assert [entry.name for entry in path.iterdir()] == ["after"]
+    assert not renamed
 
 
 def test_overwriting_a_folder_leaves_nothing_of_the_old_one(tmp_path):
@@ -122,7 +166,7 @@ def test_a_disk_that_fills_up_under_safetensors_is_one_line_and_leaves_nothing(t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO])
 def test_what_the_disk_refuses_is_an_output_error(tmp_path, number):
     with pytest.raises(OutputError, match=str(tmp_path / "out")), atomic_file(tmp_path / "out"):
         raise OSError(number, "refused")
@@ -130,7 +174,7 @@ def test_what_the_disk_refuses_is_an_output_error(tmp_path, number):
 
 def test_other_failures_of_the_system_pass_through(tmp_path):
     with pytest.raises(OSError, match="cable"), atomic_file(tmp_path / "out"):
-        raise OSError(errno.EIO, "cable")
+        raise OSError(errno.ECONNRESET, "cable")
 
 
 def test_an_output_that_exists_or_has_no_folder_is_refused_before_any_work(tmp_path):

@@ -11,7 +11,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 
 def test_a_state_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"state: cannot be made \(No such file or directory\)"):
-        ResumeState(tmp_path / "none" / "state", "fingerprint").keep("x", {"x": torch.zeros(1)})
+        ResumeState(tmp_path / "none" / "state", "fingerprint").keep("blocks", "x", {"x": torch.zeros(1)})
 
 
 def test_an_interrupt_says_where_the_state_is_if_there_is_one(tmp_path: Path) -> None:
@@ -20,5 +20,99 @@ def test_an_interrupt_says_where_the_state_is_if_there_is_one(tmp_path: Path) ->
     assert str(bare.value) == ""
     kept = r"\.out\.unfinished keeps what was done"
     with pytest.raises(KeyboardInterrupt, match=kept), state_beside(tmp_path / "out") as path:
-        ResumeState(path, "fingerprint").keep("x", {"x": torch.zeros(1)})
+        ResumeState(path, "fingerprint").keep("blocks", "x", {"x": torch.zeros(1)})
         raise KeyboardInterrupt
+
+
+def _committed(path: Path) -> None:
+    """A state with a file for each of its parts, and a value beside."""
+    state = ResumeState(path, "fingerprint")
+    state.keep("learning", "learning", {"x": torch.ones(2)})
+    state.commit("learning", step=1)
+    state.commit("learnt", price=0.1)
+    state.save_block(0, {"y": torch.zeros(2)}, torch.ones(3), rows=[1 / 3])
+
+
+def test_a_state_is_read_back_as_it_was(tmp_path: Path) -> None:
+    _committed(tmp_path / "s")
+    state = ResumeState(tmp_path / "s", "fingerprint")
+    assert state.parts == {
+        "learning": {"step": 1},
+        "learnt": {"price": 0.1},
+        "blocks": {"done": 1, "rows": [1 / 3]},
+    }
+    assert torch.equal(state.load("learning")["x"], torch.ones(2))
+    assert [block.keys() for block in state.blocks()] == [{"y"}]
+    hidden = state.hidden()
+    assert hidden is not None
+    assert torch.equal(hidden, torch.ones(3))
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "emptied", "lost", "a folder"])
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [
+        ("learning", {"learnt", "blocks"}),
+        ("hidden-00001", {"learning", "learnt"}),
+        ("block-00000", {"learning", "learnt"}),
+    ],
+)
+def test_a_damaged_file_costs_its_own_part_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, left: set[str], damage: str
+) -> None:
+    _committed(tmp_path / "s")
+    path = tmp_path / "s" / f"{file}.safetensors"
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage != "lost":
+        changed = content[:-1] + bytes([content[-1] ^ 1])
+        path.write_bytes({"changed": changed, "cut": content[:-1], "emptied": b""}[damage])
+    state = ResumeState(tmp_path / "s", "fingerprint")
+    assert state.parts.keys() == left
+    assert capsys.readouterr().err.count("\n") == 1
+    assert state.done == ("blocks" in left)
+    state.save_block(0, {"y": torch.zeros(2)}, torch.ones(3))
+    assert ResumeState(tmp_path / "s", "fingerprint").done == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "1", "{}", "\udcff", "[" * 100_000, None])
+def test_a_damaged_list_of_what_counts_costs_everything_and_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    _committed(tmp_path / "s")
+    listed = tmp_path / "s" / "state.json"
+    text = listed.read_text()
+    listed.write_text(text.replace("0.1", "0.2") if content is None else content, errors="surrogateescape")
+    assert not ResumeState(tmp_path / "s", "fingerprint").parts
+    assert not (tmp_path / "s").exists()
+    err = capsys.readouterr().err
+    assert "state.json: damaged" in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_in_the_place_of_the_state_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "s").touch()
+    _committed(tmp_path / "s")
+    assert ResumeState(tmp_path / "s", "fingerprint").done == 1
+
+
+def test_what_was_never_committed_is_removed_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _committed(tmp_path / "s")
+    before = sorted(entry.name for entry in (tmp_path / "s").iterdir())
+    ResumeState(tmp_path / "s", "fingerprint").keep_hidden(1, torch.ones(4))
+    state = ResumeState(tmp_path / "s", "fingerprint")
+    assert state.done == 1
+    assert sorted(entry.name for entry in (tmp_path / "s").iterdir()) == before
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_not_needed_any_more_stays_until_the_next_commit(tmp_path: Path) -> None:
+    _committed(tmp_path / "s")
+    state = ResumeState(tmp_path / "s", "fingerprint")
+    state.keep_hidden(1, torch.ones(4))
+    assert (tmp_path / "s" / "hidden-00001.safetensors").exists()
+    state.save_block(1, {})
+    assert not (tmp_path / "s" / "hidden-00001.safetensors").exists()
+    assert (tmp_path / "s" / "hidden-00002.safetensors").exists()

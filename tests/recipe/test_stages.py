@@ -11,6 +11,7 @@ from recipes_for_tests import STAGES
 
 from sparsepack.data import TINY_MODEL
 from sparsepack.errors import OutputError
+from sparsepack.files.hashing import fingerprint
 from sparsepack.recipe import run_recipe, runner
 
 
@@ -95,11 +96,29 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(recipe_file, tmp_pa
 def test_an_output_whose_stage_was_not_recorded_is_made_again(finished_once, finished):
     state = json.loads((finished / "state.json").read_text())
     del state["stages"]["eval"]
-    (finished / "state.json").write_text(json.dumps(state))
+    (finished / "state.json").write_text(json.dumps({**state, "sha256": fingerprint(state["stages"])}))
     assert ran(run_recipe(finished_once[0], work=finished)) == ["eval"]
 
 
-@pytest.mark.parametrize("content", ["{", '{"schema": 2}', '{"schema": 1, "stages": {"pack": {}}}', "[]"])
+def test_a_state_that_was_changed_is_said_and_means_that_nothing_is_known(finished_once, finished, capsys):
+    state = json.loads((finished / "state.json").read_text())
+    state["stages"]["eval"]["outputs"] = {}
+    (finished / "state.json").write_text(json.dumps(state))
+    assert ran(run_recipe(finished_once[0], work=finished)) == list(STAGES)
+    assert "changed since it was written" in capsys.readouterr().err
+
+
+def test_what_the_stages_leave_does_not_depend_on_where_the_work_folder_is(finished_once, tmp_path):
+    recipe, work, _ = finished_once
+    run_recipe(recipe, work=tmp_path / "another")
+    for path in work.rglob("*"):
+        if path.is_file() and path.name not in ("state.json", "report.json"):
+            assert path.read_bytes() == (tmp_path / "another" / path.relative_to(work)).read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"schema": 2}', '{"schema": 1, "stages": {"pack": {}}}', "[]", "[" * 100_000]
+)
 def test_a_damaged_state_is_said_and_means_that_nothing_is_known(finished_once, finished, content, capsys):
     (finished / "state.json").write_text(content)
     outcome = run_recipe(finished_once[0], work=finished, dry_run=True)

@@ -175,7 +175,7 @@ def test_rules_are_read_back_as_they_were(tmp_path):
 def test_the_state_stays_until_the_output_is_written(tmp_path):
     output = tmp_path / "t.json"
     with pytest.raises(Killed), state_beside(output) as state:
-        ResumeState(state, "fingerprint").keep("piece", {"x": torch.zeros(1)})
+        ResumeState(state, "fingerprint").keep("blocks", "piece", {"x": torch.zeros(1)})
         raise Killed
     assert [entry.name for entry in tmp_path.iterdir()] == [".t.json.unfinished"]
     with state_beside(output):
@@ -241,7 +241,7 @@ def test_a_search_ended_by_sigkill_goes_on_and_ends_the_same(tiny, tmp_path, wor
     path = os.pathsep.join(sys.path)
     child = subprocess.run([sys.executable, "-c", _CHILD, *arguments], env={**os.environ, "PYTHONPATH": path})
     assert child.returncode == -signal.SIGKILL
-    assert json.loads((tmp_path / "s" / "state.json").read_text())["learning"]["step"] == 3
+    assert json.loads((tmp_path / "s" / "state.json").read_text())["parts"]["learning"]["step"] == 3
     work.clear()
     assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == whole
     assert work.count("step") == 3

@@ -143,6 +143,11 @@ def _run(job: Job, asked: Eval) -> None:
             **asked.model_dump(exclude={"protocols", "task_path"}),
         )
         evaluations.append(evaluate(request, lambda name: job.text([name])))
+    for evaluation in evaluations:
+        # Without the work folder's path, as in `verify.json`.
+        subject = evaluation["subject"]
+        subject["name"] = artifact_of(job).name if packed else recipe.model
+        subject["thresholds"] = TABLE if subject["thresholds"] else None
     write_json(job.folder / RESULT, {"evaluations": evaluations})
 
 
