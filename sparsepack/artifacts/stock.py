@@ -32,6 +32,11 @@ class StockModel:
     target_sparsity: float = 0.0
 
     @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+        return int(self.config.num_hidden_layers)
+
+    @property
     def family(self) -> Family:
         """The model's family."""
         return FAMILIES[self.config.model_type]

@@ -7,6 +7,9 @@ from sparsepack.errors import CalibrationError
 CRITERIA = ("magnitude", "column-norm")
 """The criteria whose scores are counted; see `calibrate.criteria`."""
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""What `dtype` may be; "auto" is float32 on a CPU and the model's own type on a GPU."""
+
 
 @dataclass(frozen=True)
 class CalibrateOptions:
@@ -15,7 +18,8 @@ class CalibrateOptions:
     context -- tokens per window (None: 2048, or what the model was made for if that is less)
     samples -- windows drawn at random with `seed` (0: all, in order)
     sinks   -- first positions of each window left out of the statistics (attention sinks)
-    batch   -- windows at a time;  device, dtype -- where and in what precision the blocks run
+    batch   -- windows at a time;  device -- where the blocks run
+    dtype   -- what they are computed in, "auto" as `models.precision.arithmetic` has it; statistics add up in 64 bits
     """
 
     context: int | None = None
@@ -24,7 +28,7 @@ class CalibrateOptions:
     sinks: int = 4
     batch: int = 2
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = DTYPES[0]
 
     def check(self) -> None:
         """Raise `CalibrationError` for values that make no sense."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
+from sparsepack.calibrate.options import CRITERIA, DTYPES, CalibrateOptions
 from sparsepack.errors import UserError
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.sparsity.options import ALLOCATIONS, AllocationOptions
@@ -77,7 +77,13 @@ backend_option = click.option(
 )
 compute = _options(
     device_option,
-    from_options(CalibrateOptions, "--dtype", type=click.Choice(("float32", "bfloat16", "float16"))),
+    from_options(
+        CalibrateOptions,
+        "--dtype",
+        type=click.Choice(DTYPES),
+        help="What blocks are computed in; auto: float32 on a CPU, the model's own type on a GPU. Weights are read as "
+        "they are stored, a block at a time.",
+    ),
 )
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import PROTOCOLS
 
@@ -18,6 +19,7 @@ class EvalRequest:
     batch      -- windows, and requests of a task, at a time (None: 1 window, 8 requests)
     runtime    -- "transformers": the stock model with the subject's weights and rules; or a backend of the engine
                   (`runtime.backends`), which runs a zigzag artifact as its users do
+    dtype      -- what blocks are computed in; see `models.precision.arithmetic`
     protocol   -- decode, all or dense; None: decode where the subject is sparse, else dense
     """
 
@@ -34,7 +36,7 @@ class EvalRequest:
     num_fewshot: int | None = None
     batch: int | None = None
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = CalibrateOptions.dtype
     runtime: str = "transformers"
 
     @property
@@ -60,7 +62,7 @@ class EvalRequest:
             raise UserError(f"runtime {self.runtime!r}: expected one of {', '.join(runtimes)}")
         if self.runtime != "transformers":
             backend_named(self.runtime).check_device(self.device)
-            if self.thresholds or self.dtype != "float32":
+            if self.thresholds or self.dtype not in ("auto", "float32"):
                 raise UserError(
                     f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.windows import rolling_windows, window_length
@@ -57,6 +57,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
                 "realised_sparsity": realised_sparsity(scorer, subject),
             }
         )
+    del scorer, reference  # tasks may need the memory
     result: dict[str, Any] = {
         "kind": "evaluation",
         "subject": {
@@ -72,7 +73,9 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         "tasks": None,
         "compute": {
             "batch": request.windows_at_once,
-            **{name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype")},
+            "runtime": request.runtime,
+            "device": request.device,
+            **subject.precision,
         },
         "versions": {
             "sparsepack": __version__,
@@ -81,7 +84,7 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
         },
     }
     if request.tasks:
-        result["tasks"] = _tasks(request, subject, scorer, protocol)
+        result["tasks"] = _tasks(request, subject, protocol)
     return result
 
 
@@ -91,7 +94,7 @@ def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | Engine
     return open_engine_subject(request.subject, request.runtime, request.device)
 
 
-def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> SparseScorer | None:
+def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> StreamedScorer | SparseScorer | None:
     if request.against is None:
         return None
     source = open_subject(request.against, None, request.device, request.dtype)
@@ -103,12 +106,10 @@ def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> Sparse
     return source.scorer()
 
 
-def _tasks(
-    request: EvalRequest, subject: Subject | EngineSubject, scorer: SparseScorer | EngineScorer, protocol: str
-) -> dict[str, Any]:
+def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
-    scorer.reset()
+    scorer = subject.task_scorer()
     result = run_tasks(
         scorer,
         subject.tokenizer,
@@ -122,7 +123,9 @@ def _tasks(
     return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
 
 
-def realised_sparsity(scorer: SparseScorer | EngineScorer, subject: Subject | EngineSubject) -> Mapping[str, Any]:
+def realised_sparsity(
+    scorer: StreamedScorer | SparseScorer | EngineScorer, subject: Subject | EngineSubject
+) -> Mapping[str, Any]:
     """Realised sparsity per site, and weighted by parameters.
 
     `overall` is what is skipped of all sites, dense ones counting as 0; `of_sparse_sites` leaves those out, as the

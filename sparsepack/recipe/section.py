@@ -9,9 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from sparsepack.calibrate.options import CalibrateOptions
-
-DTYPES = ("float32", "bfloat16", "float16")
+from sparsepack.calibrate.options import DTYPES, CalibrateOptions
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sparsepack.calibrate.options import CRITERIA
+from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
 from sparsepack.errors import ThresholdsError
 
 ALLOCATIONS = ("uniform", "teal", "global")
@@ -35,7 +35,7 @@ class AllocationOptions:
     length: int = 1024
     seed: int = 0
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = CalibrateOptions.dtype
 
     def check(self) -> None:
         """Raise `ThresholdsError` for values out of range."""
