@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sparsepack.eval.protocols import Done, WindowScorer, scored_from
-from sparsepack.eval.softmax import RunningSoftmax
+from sparsepack.eval.softmax import RunningSoftmax, wide
 from sparsepack.eval.standard_error import exp_mean, mean
 from sparsepack.progress import progress
 
@@ -98,7 +98,7 @@ def _score_rows(
             grown = [each.take(part, word, these) for each, these in zip(softmax, logits, strict=True)][-1]
             if len(scorers) == 2:
                 apart[part] *= torch.exp(before - softmax[1].largest[part])
-                apart[part] += (grown * (logits[1] - logits[0])).sum(-1).cpu().double()
+                apart[part] += (wide(grown) * (wide(logits[1]) - wide(logits[0]))).sum(-1).cpu()
     found = {"nll": softmax[0].nll()}
     if len(scorers) == 2:
         ours, theirs = softmax

@@ -3,6 +3,11 @@
 import torch
 
 
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """In float64: the divergence of two sure models is a small difference of large sums. Metal knows no float64."""
+    return values if values.device.type == "mps" else values.double()
+
+
 class RunningSoftmax:
     """Of N positions and the words seen so far, all on the CPU:
 
@@ -26,7 +31,7 @@ class RunningSoftmax:
         before, values = self.largest[part], values.double()
         largest = torch.maximum(before, values)
         grown = torch.exp(logits - largest.to(logits)[:, None])
-        self.total[part] = self.total[part] * torch.exp(before - largest) + grown.sum(-1).cpu().double()
+        self.total[part] = self.total[part] * torch.exp(before - largest) + wide(grown).sum(-1).cpu()
         self.top[part] = torch.where(values > before, words + first, self.top[part])
         self.largest[part] = largest
         place = self._wanted[part] - first

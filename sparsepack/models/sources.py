@@ -127,6 +127,7 @@ class GgufSource:
         gguf_name = self._gguf_name[name]
         info = self._file.tensors[gguf_name]
         data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
+        self._file.forget(gguf_name)
         value = data.view(_GGUF_DTYPES[info.type]).reshape(info.shape)
         for projection, heads in self._heads.items():
             if f"{projection}." in name:

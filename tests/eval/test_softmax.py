@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from sparsepack.eval.perplexity import score_windows
+from sparsepack.eval.protocols import Logits
 from sparsepack.eval.softmax import RunningSoftmax
 
 
@@ -38,3 +40,31 @@ def test_logits_far_from_zero_neither_overflow_nor_vanish() -> None:
 
 def test_what_is_no_number_stays_none() -> None:
     assert taken(torch.tensor([[1.0, float("nan"), 2.0, 0.0]]), torch.tensor([0]), 1).nll().isnan().all()
+
+
+def test_the_divergence_of_two_sure_models_is_no_rounding_error() -> None:
+    """Nearly all of both distributions is one word's; what is left is far below float32's last place."""
+
+    class Fixed:
+        device, vocabulary, steps = torch.device("cpu"), 3, 1
+
+        def __init__(self, *logits: float) -> None:
+            self.logits = torch.tensor([[logits]])
+
+        def rows_at_once(self, width: int, batch: int) -> int:
+            return 1
+
+        def hidden(self, *_: object) -> torch.Tensor:
+            return self.logits
+
+        def head(self, words: slice) -> Logits:
+            return lambda logits: logits[..., words]
+
+    p, q = Fixed(123.0, 101.0, 100.0), Fixed(121.7, 101.5, 100.0)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    found = score_windows(q, token, token, "dense", p)
+    log_p, log_q = (each.logits.double().log_softmax(-1) for each in (p, q))
+    expected = float((log_p.exp() * (log_p - log_q)).sum())
+    assert 0 < expected < 1e-7
+    assert found.kl is not None
+    assert float(found.kl) == pytest.approx(expected, rel=1e-4)

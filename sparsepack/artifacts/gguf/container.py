@@ -44,7 +44,9 @@ class GgufArtifact(Artifact):
         info = self.tensors[name]
         data = self.file.bytes(name).reshape(*info.shape[:-1], -1)
         data = data if len(info.shape) == 1 else data[first:last]
-        return decode_rows(torch.from_numpy(data.copy()), info.type)
+        copied = torch.from_numpy(data.copy())
+        self.file.forget(name)
+        return decode_rows(copied, info.type)
 
 
 def open_gguf(path: Path) -> tuple[GgufFile, dict[str, Any]]:
