@@ -44,9 +44,11 @@ class Size:
     heads: int
     kv_heads: int
     vocabulary: int
+    tied: bool = False
 
 
 BILLION = Size("llama-1b", 2048, 16, 8192, 32, 8, 32000)
+LLAMA_3_2_1B = Size("llama-3.2-1b", 2048, 16, 8192, 32, 8, 128256, tied=True)
 TINY = Size("llama-tiny", 256, 2, 512, 4, 2, 512)
 
 
@@ -134,7 +136,7 @@ def save_config(folder: Path, size: Size) -> Any:
         num_key_value_heads=size.kv_heads,
         head_dim=size.hidden // size.heads,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.tied,
         bos_token_id=None,
         eos_token_id=0,
         architectures=["LlamaForCausalLM"],

@@ -59,8 +59,8 @@ class Artifact(ABC):
         """Check every byte. Raises `ArtifactError` naming the first bad tensor or file."""
 
     @abstractmethod
-    def decoded(self, name: str) -> Tensor:
-        """The logical weights of a tensor: float32."""
+    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """The logical weights of a tensor, float32; of a matrix its rows [first, last) alone."""
 
     @abstractmethod
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:

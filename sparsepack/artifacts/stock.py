@@ -35,6 +35,11 @@ class StockModel:
     sparse_sites: Collection[Any] = ()
 
     @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+        return int(self.config.num_hidden_layers)
+
+    @property
     def family(self) -> Family:
         """The model's family."""
         return FAMILIES[self.config.model_type]

@@ -7,7 +7,9 @@ from sparsepack.option import LARGEST_SEED, check_options, option
 
 CRITERIA = ("magnitude", "column-norm")
 """The criteria whose scores are counted; see `calibrate.criteria`."""
-DTYPES = ("float32", "bfloat16", "float16")
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""What `dtype` may be; "auto" is float32 on a CPU and the model's own type on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,12 @@ class CalibrateOptions:
     sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
     batch: int = option("Windows at a time.", default=2, least=1)
     device: str = option("Where models run: cpu, cuda, cuda:1, mps.", default="cpu")
-    dtype: str = option("Numbers that models run in.", default="float32", choices=DTYPES)
+    dtype: str = option(
+        "What blocks are computed in; auto: float32 on a CPU, the model's own type on a GPU. Weights are read as they "
+        "are stored, a block at a time.",
+        default="auto",
+        choices=DTYPES,
+    )
 
     def check(self) -> None:
         """Raise `CalibrationError` for values that make no sense."""

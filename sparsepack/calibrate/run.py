@@ -4,7 +4,7 @@ After each block its statistics and the hidden states that enter the next one ar
 `.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sparsepack.files.text import Text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
+from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.windows import drawn_windows, window_length
 from sparsepack.progress import progress
 
@@ -69,7 +70,6 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
     import transformers
 
     count, context = windows.shape
-    compute = {name: value for name, value in asdict(options).items() if name in ("device", "dtype", "batch")}
     return {
         "schema": folder.SCHEMA,
         "kind": "calibration",
@@ -93,15 +93,24 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
             "samples_asked": options.samples,
             "seed": options.seed,
         },
-        "compute": compute,
+        "compute": {
+            "device": options.device,
+            "dtype": type_name(_dtype(checkpoint, options)),
+            "weights": type_name(checkpoint.dtype),
+            "batch": options.batch,
+        },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def _dtype(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtype:
+    return arithmetic(options.dtype, checkpoint.dtype, options.device)
 
 
 def _run(
     checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: "_Resume"
 ) -> list[Statistics]:
-    stream = BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
+    stream = BlockStream(checkpoint, options.device, _dtype(checkpoint, options))
     layers, hidden = resume.finished()
     if hidden is None:
         hidden = stream.embed(windows)
@@ -118,12 +127,10 @@ def _run(
             def watch(query: torch.Tensor, key: torch.Tensor, into: Any = statistics) -> None:
                 collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :])
 
-            outputs = []
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
                 for batch in torch.split(hidden, options.batch):
-                    outputs.append(stream(batch).cpu())
+                    batch.copy_(stream(batch))  # in place: the states of all windows are there once
                     advance()
-            hidden = torch.cat(outputs)
             layers.append(statistics)
             resume.save(layer, statistics, hidden)
     return layers

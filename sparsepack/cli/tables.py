@@ -41,8 +41,15 @@ def calibration_table(manifest: Mapping[str, Any]) -> str:
             "windows": f"{tokens['windows']} of {tokens['context']} tokens",
             "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
             f"{tokens['padding_left_out']:,} padding",
+            "computed in": _precision(manifest["compute"]),
         }
     )
+
+
+def _precision(compute: Mapping[str, Any]) -> str:
+    """In which type, where; calibrations made before weights were named do not name them."""
+    weights = f"; weights stored in {compute['weights']}" if "weights" in compute else ""
+    return f"{compute['dtype']} on {compute['device']}{weights}"
 
 
 def thresholds_table(summary: Mapping[str, Any]) -> str:
@@ -154,7 +161,7 @@ def verification(report: Mapping[str, Any]) -> str:
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
-    parts = [f"{result['subject']['name']} ({result['subject']['kind']})"]
+    parts = [f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {_precision(result['compute'])}"]
     if result["perplexity"]:
         rows = [_perplexity_row(row) for row in result["perplexity"]]
         header = [

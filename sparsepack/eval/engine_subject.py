@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.formats import those_with
+from sparsepack.artifacts.formats import FORMATS, those_with
 from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
+from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.rule import SiteKey
 from sparsepack.models.skipped import sparse_sites_of
@@ -21,25 +22,39 @@ from sparsepack.runtime.engine import Engine
 class EngineScorer:
     """As `eval.scorer.SparseScorer`, by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
 
+    steps = 1
+
     def __init__(self, packed: PackedModel, backend: str, device: str = "cpu") -> None:
-        self.context = packed.architecture.context
+        self.context, self.vocabulary = packed.architecture.context, packed.architecture.vocabulary
         self.device = torch.device(device)
         self._packed, self._backend = packed, backend
         self._engine: Engine | None = None
         self.reset()
 
-    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
+    def rows_at_once(self, width: int, batch: int) -> int:
+        """See `eval.protocols.WindowScorer`."""
+        return batch
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+        batch: int | None = None,
+        done: Done = ignored,
+    ) -> torch.Tensor:
         """The logits themselves, [B, S, V]: an engine does not show what enters its output matrix."""
         width = input_ids.shape[1]
         real = torch.full((len(input_ids),), width) if lengths is None else lengths
-        logits = torch.zeros(*input_ids.shape, self._packed.architecture.vocabulary, device=self.device)
+        logits = torch.zeros(*input_ids.shape, self.vocabulary, device=self.device)
         for row, (ids, length, start) in enumerate(zip(input_ids, real.tolist(), sparse_from.tolist(), strict=True)):
             logits[row, :length] = self._teacher_forced(ids[:length].tolist(), min(start, length))
+            done(1)
         return logits
 
-    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, words: slice) -> Logits:
         """`hidden` are the logits already."""
-        return hidden
+        return lambda logits: logits[..., words]
 
     def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
         """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
@@ -117,6 +132,15 @@ class EngineSubject:
     def scorer(self) -> EngineScorer:
         """A scorer over the engine, counts at zero."""
         return EngineScorer(self.packed, self.backend, self.device)
+
+    def task_scorer(self) -> EngineScorer:
+        """What scores the rows of tasks, counts at zero."""
+        return self.scorer()
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """For results: the type of the matrices as `weights`, and who chooses that of the arithmetic as `dtype`."""
+        return {"weights": FORMATS[self.kind].matrices, "dtype": "the runtime's own"}
 
     def parameter_shares(self) -> Mapping[SiteKey, float]:
         """Each site's share of the parameters of all sites."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.option import check_options, option
@@ -52,7 +53,7 @@ class EvalRequest:
     )
     second_half: bool = False
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = CalibrateOptions.dtype
     runtime: str = option(
         "What runs the model: transformers, or the engine's backend that runs a zigzag artifact for its users, with "
         "its own kernels and rounding (cuda: on device cuda).",
@@ -77,7 +78,7 @@ class EvalRequest:
             raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
         if self.runtime != "transformers":
             backend_named(self.runtime).check_device(self.device)
-            if self.thresholds or self.dtype != "float32":
+            if self.thresholds or self.dtype not in ("auto", "float32"):
                 raise UserError(
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"

@@ -5,17 +5,19 @@ the second half runs sparse and only it is scored.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sparsepack.eval.protocols import WindowScorer, scored_from
+from sparsepack.eval.protocols import Done, WindowScorer, scored_from
+from sparsepack.eval.softmax import RunningSoftmax, wide
 from sparsepack.eval.standard_error import exp_mean, mean
 from sparsepack.progress import progress
 
-CHUNK = 256
-"""Positions whose logits exist at one time."""
+POSITIONS, WORDS = 1024, 4096
+"""Logits that exist at one time: of so many positions, over so much of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -38,53 +40,73 @@ def score_windows(
     batch: int = 1,
     second_half: bool = False,
 ) -> WindowScores:
-    """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats."""
+    """Negative log-likelihood of `targets` [N, S] given `inputs` [N, S], and KL(reference || scored), both in nats.
+
+    The two models take turns: each runs a group of windows, then their logits are compared. Only hidden states of both
+    are in memory together.
+    """
     width = inputs.shape[1]
     first = scored_from(protocol, width, second_half)
     start = {"dense": width, "all": 0, "decode": first}[protocol]
-    sums: dict[str, list[torch.Tensor]] = {"nll": [], "kl": [], "same_top": [], "reference_nll": []}
+    scorers = [scorer] if reference is None else [scorer, reference]
+    rows = min(each.rows_at_once(width, batch) for each in scorers)
+    found: list[dict[str, torch.Tensor]] = []
     with progress(f"perplexity ({protocol})", len(inputs)) as advance:
-        for ids, wanted in zip(torch.split(inputs, batch), torch.split(targets, batch), strict=True):
-            sparse_from = torch.full((len(ids),), start)
-            hidden = scorer.hidden(ids, None, sparse_from)[:, first:]
-            plain = None
-            if reference is not None:
-                plain = reference.hidden(ids, None, torch.full((len(ids),), width))[:, first:]
-            _score_batch(scorer, reference, hidden, plain, wanted[:, first:].to(scorer.device), sums)
-            advance(len(ids))
-    joined = {name: torch.cat(values) if values else None for name, values in sums.items()}
-    nll = joined["nll"]
-    assert nll is not None
-    return WindowScores(nll, width - first, joined["kl"], joined["same_top"], joined["reference_nll"])
+        done = _whole(advance, sum(each.steps for each in scorers))
+        for ids, wanted in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
+            hidden = []
+            for each, sparse_from in zip(scorers, (start, width), strict=False):
+                states = each.hidden(ids, None, torch.full((len(ids),), sparse_from), batch, done)
+                hidden.append(states[:, first:].flatten(0, 1))
+                del states
+            sums = _score_rows(scorers, hidden, wanted[:, first:].flatten())
+            found.append({name: value.view(len(ids), -1).sum(1) for name, value in sums.items()})
+    joined = {name: torch.cat([sums[name] for sums in found]) for name in found[0]}
+    compared = (joined.get(name) for name in ("kl", "same_top", "reference_nll"))
+    return WindowScores(joined["nll"], width - first, *compared)
+
+
+def _whole(advance: Callable[[int], None], steps: int) -> Done:
+    """Advance by a row whenever so many of them have taken a step as make all `steps` of one."""
+    taken = shown = 0
+
+    def done(rows: int) -> None:
+        nonlocal taken, shown
+        taken += rows
+        if taken // steps > shown:
+            advance(taken // steps - shown)
+            shown = taken // steps
+
+    return done
 
 
 @torch.inference_mode()
-def _score_batch(
-    scorer: WindowScorer,
-    reference: WindowScorer | None,
-    hidden: torch.Tensor,
-    plain: torch.Tensor | None,
-    wanted: torch.Tensor,
-    sums: dict[str, list[torch.Tensor]],
-) -> None:
-    totals = {name: torch.zeros(len(hidden), dtype=torch.float64) for name in sums}
-    for at in range(0, hidden.shape[1], CHUNK):
-        piece = slice(at, at + CHUNK)
-        log_q = torch.log_softmax(scorer.output(hidden[:, piece]).float(), -1)
-        totals["nll"] -= _picked(log_q, wanted[:, piece])
-        if reference is None or plain is None:
-            continue
-        log_p = torch.log_softmax(reference.output(plain[:, piece]).float(), -1)
-        totals["kl"] += (log_p.exp() * (log_p - log_q)).sum((1, 2)).double().cpu()
-        totals["same_top"] += (log_p.argmax(-1) == log_q.argmax(-1)).sum(1).double().cpu()
-        totals["reference_nll"] -= _picked(log_p, wanted[:, piece])
-    for name, total in totals.items():
-        if name == "nll" or reference is not None:
-            sums[name].append(total)
+def _score_rows(
+    scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Of N positions, each scorer's `hidden` [N, ...]: by the names of `WindowScores`, float64 [N].
 
-
-def _picked(log_q: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return log_q.gather(-1, wanted[..., None]).sum((1, 2)).double().cpu()
+    The vocabulary is the outer loop: each part of an output matrix is made once.
+    """
+    softmax = [RunningSoftmax(wanted) for _ in scorers]
+    apart = torch.zeros(len(wanted), dtype=torch.float64)  # sum of exp(reference logit) * (reference - scored logit)
+    for word in range(0, scorers[0].vocabulary, WORDS):
+        heads = [scorer.head(slice(word, word + WORDS)) for scorer in scorers]
+        for at in range(0, len(wanted), POSITIONS):
+            part = slice(at, at + POSITIONS)
+            logits = [head(states[part]).float() for head, states in zip(heads, hidden, strict=True)]
+            before = softmax[-1].largest[part].clone()
+            grown = [each.take(part, word, these) for each, these in zip(softmax, logits, strict=True)][-1]
+            if len(scorers) == 2:
+                apart[part] *= torch.exp(before - softmax[1].largest[part])
+                apart[part] += (wide(grown) * (wide(logits[1]) - wide(logits[0]))).sum(-1).cpu()
+    found = {"nll": softmax[0].nll()}
+    if len(scorers) == 2:
+        ours, theirs = softmax
+        found["kl"] = apart / theirs.total - (theirs.log_sum() - ours.log_sum())
+        found["same_top"] = (ours.top == theirs.top).double()
+        found["reference_nll"] = theirs.nll()
+    return found
 
 
 def summarise(scores: WindowScores, scored_bytes: int) -> dict[str, Any]:

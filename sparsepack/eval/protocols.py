@@ -6,10 +6,15 @@ perplexity the first half of each window is the context, and only the second hal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+Logits = Callable[["torch.Tensor"], "torch.Tensor"]
+Done = Callable[[int], None]
+"""Told how many rows have taken another step."""
 
 PROTOCOLS = ("decode", "all", "dense")
 
@@ -19,16 +24,43 @@ def scored_from(protocol: str, width: int, second_half: bool = False) -> int:
     return width // 2 if protocol == "decode" or second_half else 0
 
 
+def ignored(rows: int) -> None:
+    """The `Done` of who needs no progress."""
+
+
 class WindowScorer(Protocol):
-    """What `score_windows` asks of a model: in two steps, so that few positions' logits exist at one time."""
+    """What `score_windows` asks of a model: in two steps, so that few logits exist at one time.
 
-    device: torch.device
+    steps -- how often `hidden` tells `done` of each row
+    """
 
-    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
-        """What `output` makes logits of: [B, S, ...]; row b sparse from position sparse_from[b] on."""
+    @property
+    def device(self) -> torch.device: ...
 
-    def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V]."""
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def rows_at_once(self, width: int, batch: int) -> int:
+        """How many rows of `width` positions `hidden` takes at best, of which `batch` run together."""
+
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+        batch: int | None = None,
+        done: Done = ignored,
+    ) -> torch.Tensor:
+        """What logits are made of: [B, S, ...]; row b sparse from position sparse_from[b] on.
+
+        `lengths` None means that there is no padding; `batch` rows run together, None: all.
+        """
+
+    def head(self, words: slice) -> Logits:
+        """A function from `hidden` [..., S, ...] to the logits of a range of the vocabulary [..., S, words]."""
 
 
 class Scorer(Protocol):

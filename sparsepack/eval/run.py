@@ -14,6 +14,7 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.skipped import skipped
@@ -63,6 +64,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
                 "realised_sparsity": realised_sparsity(scorer, subject),
             }
         )
+    del scorer, reference  # tasks may need the memory
     result: dict[str, Any] = {
         "kind": "evaluation",
         "subject": {
@@ -78,7 +80,9 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
         "tasks": None,
         "compute": {
             "batch": request.windows_at_once,
-            **{name: value for name, value in asdict(request).items() if name in ("runtime", "device", "dtype")},
+            "runtime": request.runtime,
+            "device": request.device,
+            **subject.precision,
         },
         "versions": {
             "sparsepack": __version__,
@@ -87,7 +91,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
         },
     }
     if request.tasks:
-        result["tasks"] = _tasks(request, subject, scorer, protocol)
+        result["tasks"] = _tasks(request, subject, protocol)
     return result
 
 
@@ -103,7 +107,7 @@ def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | Engine
     return open_engine_subject(request.subject, request.runtime, request.device)
 
 
-def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> SparseScorer | None:
+def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> StreamedScorer | SparseScorer | None:
     if request.against is None:
         return None
     source = open_subject(request.against, None, request.device, request.dtype)
@@ -115,12 +119,10 @@ def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> Sparse
     return source.scorer()
 
 
-def _tasks(
-    request: EvalRequest, subject: Subject | EngineSubject, scorer: SparseScorer | EngineScorer, protocol: str
-) -> dict[str, Any]:
+def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
-    scorer.reset()
+    scorer = subject.task_scorer()
     result = run_tasks(
         scorer,
         subject.tokenizer,
@@ -135,7 +137,9 @@ def _tasks(
     return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
 
 
-def realised_sparsity(scorer: SparseScorer | EngineScorer, subject: Subject | EngineSubject) -> Mapping[str, Any]:
+def realised_sparsity(
+    scorer: StreamedScorer | SparseScorer | EngineScorer, subject: Subject | EngineSubject
+) -> Mapping[str, Any]:
     """Realised sparsity: `overall` and `of_sparse_sites` as `models.skipped.Skipped`, and that of every sparse site.
 
     `target` is of the sparse sites, `target_overall` the same of all block weights.

@@ -1,52 +1,44 @@
-"""A stock transformers model with some positions of each row running sparse."""
+"""A stock transformers model in memory, with some positions of each row running sparse."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
+from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.models.families import Family
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.rule import Rules, SiteKey, active_channels, sparsify
 
 
-class SparseScorer:
-    """Runs `model` with `rules` on the positions that are asked to be sparse, and counts what they skipped.
+class SparsePositions:
+    """Makes some positions of stock decoder blocks run by `rules`, and counts what they skipped.
 
     A site without a rule always runs dense. Counts add up until `reset`; padding is never counted.
     """
 
-    def __init__(self, model: Any, family: Family, rules: Rules, context: int) -> None:
-        self.model, self.context = model, context
-        self.device: torch.device = model.lm_head.weight.device
-        self._family = family
-        self._rules = {key: rule.to(self.device) for key, rule in rules.items() if not rule.dense}
+    def __init__(self, family: Family, rules: Rules, device: torch.device | str = "cpu") -> None:
+        self._family, self._device = family, torch.device(device)
+        self._rules = {key: rule.to(self._device) for key, rule in rules.items() if not rule.dense}
         self._inactive: dict[SiteKey, torch.Tensor] = {}
         self._seen: dict[SiteKey, torch.Tensor] = {}
 
-    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
-        """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
-        return self.output(self.hidden(input_ids, lengths, sparse_from))
-
-    @torch.inference_mode()
-    def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of what enters the output matrix: [..., H] -> [..., V]."""
-        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
-
-    @torch.inference_mode()
-    def hidden(self, input_ids: torch.Tensor, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> torch.Tensor:
-        """What enters the output matrix: [B, S, H]. `lengths` None means that there is no padding."""
-        ids = input_ids.to(self.device)
-        with self._sparse(ids.shape[1], lengths, sparse_from):
-            # Right padding needs no attention mask: no real position looks at a later one.
-            return self.model.model(ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
-
     @contextmanager
-    def _sparse(self, width: int, lengths: torch.Tensor | None, sparse_from: torch.Tensor) -> Iterator[None]:
-        positions = torch.arange(width, device=self.device)
-        sparse = positions >= sparse_from.to(self.device)[:, None]  # [B, S]
-        counted = sparse if lengths is None else sparse & (positions < lengths.to(self.device)[:, None])
+    def within(
+        self,
+        blocks: Sequence[tuple[int, nn.Module]],
+        width: int,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+    ) -> Iterator[None]:
+        """Within the context, rows of `width` positions that pass through the (layer, block) pairs run row b sparse
+        from position sparse_from[b] on; `lengths` [B] are those without padding, None where there is none."""
+        positions = torch.arange(width, device=self._device)
+        sparse = positions >= sparse_from.to(self._device)[:, None]  # [B, S]
+        counted = sparse if lengths is None else sparse & (positions < lengths.to(self._device)[:, None])
         if not self._rules or not bool(sparse.any()):
             yield
             return
@@ -61,7 +53,7 @@ class SparseScorer:
             self._seen[key] = self._seen.get(key, 0) + counted.sum() * x.shape[-1]
             return torch.where(sparse[..., None], sparsify(x, rule), x)
 
-        with site_hooks(list(enumerate(self.model.model.layers)), self._family, function):
+        with site_hooks(blocks, self._family, function):
             yield
 
     def reset(self) -> None:
@@ -72,3 +64,56 @@ class SparseScorer:
     def realised(self) -> dict[SiteKey, float]:
         """Share of inactive channels per site over all sparse positions so far; sites never sparse are absent."""
         return {key: float(self._inactive[key]) / max(float(seen), 1.0) for key, seen in self._seen.items()}
+
+
+class SparseScorer:
+    """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse."""
+
+    steps = 1
+
+    def __init__(self, model: Any, family: Family, rules: Rules, context: int) -> None:
+        self.model, self.context = model, context
+        self.device: torch.device = model.lm_head.weight.device
+        self.vocabulary = int(model.config.vocab_size)
+        self._positions = SparsePositions(family, rules, self.device)
+        self.reset, self.realised = self._positions.reset, self._positions.realised
+
+    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
+        return self.head(slice(None))(self.hidden(input_ids, lengths, sparse_from))
+
+    def rows_at_once(self, width: int, batch: int) -> int:
+        """See `eval.protocols.WindowScorer`."""
+        return batch
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+        batch: int | None = None,
+        done: Done = ignored,
+    ) -> torch.Tensor:
+        """What enters the output matrix, [B, S, H]; all rows together, whatever `batch` is."""
+        ids = input_ids.to(self.device)
+        blocks = list(enumerate(self.model.model.layers))
+        with self._positions.within(blocks, ids.shape[1], lengths, sparse_from):
+            # Right padding needs no attention mask: no real position looks at a later one.
+            found: torch.Tensor = self.model.model(ids, use_cache=False).last_hidden_state
+        done(len(ids))
+        return found
+
+    def head(self, words: slice) -> Logits:
+        """See `eval.protocols.WindowScorer`."""
+        return linear(self.model.lm_head.weight[words])
+
+
+def linear(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product with `weight` [V, H]: [..., H] -> [..., V]."""
+
+    @torch.inference_mode()
+    def product(hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, weight)
+
+    return product

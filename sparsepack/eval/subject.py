@@ -1,8 +1,10 @@
 """What can be evaluated: a checkpoint, a checkpoint with a thresholds table, or an artifact.
 
-All become a stock transformers model with the sites' rules beside it, so one code path measures them all.
+All become a stock transformers model with the sites' rules beside it, so one code path measures them all. On a CPU
+windows of text are scored block by block, as the weights are read; on a GPU, and for tasks, by the whole model.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,48 +17,83 @@ from sparsepack.artifacts.artifact import Artifact
 from sparsepack.artifacts.open import is_artifact, open_artifact
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.models.blocks import BlockSource
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES, Family
+from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.rule import Rules
-from sparsepack.models.whole import build_model, load_model
+from sparsepack.models.skeleton import parameter_shapes
+from sparsepack.models.whole import build_model
 from sparsepack.sparsity.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under evaluation. `source_sha256` is the hash of the checkpoint it is, or was made from."""
+    """A model under evaluation.
+
+    kind          -- "checkpoint", or the name of a format
+    source        -- its weights, read when they are needed
+    source_sha256 -- hash of the checkpoint it is, or was made from
+    weights       -- the type in which its matrices are stored
+    dtype         -- the type in which it is computed, on `device`
+    """
 
     name: str
-    kind: str  # "checkpoint", or the name of a format
-    model: Any
+    kind: str
+    source: BlockSource
     tokenizer: Any
-    family: Family
     rules: Rules
     source_sha256: str
     target_sparsity: float
+    weights: str
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     sparse_sites: Collection[Any] = ()  # (layer, site) of those that may be sparse
 
     @property
     def context(self) -> int:
         """Positions the model was made for."""
-        return int(self.model.config.max_position_embeddings)
+        return int(self.source.config.max_position_embeddings)
+
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return self.source.family
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """For results: the types of `weights`, and of the arithmetic as `dtype`."""
+        return {"weights": self.weights, "dtype": type_name(self.dtype)}
+
+    @cached_property
+    def model(self) -> Any:
+        """The whole stock model in memory, in `dtype`."""
+        return build_model(self.source.config, self.source.tensor, self.device, self.dtype)
 
     @cached_property
     def sparse(self) -> bool:
         """Whether any site skips anything."""
         return any(not rule.dense for rule in self.rules.values())
 
-    def scorer(self) -> SparseScorer:
-        """A scorer over this model with its rules, counts at zero."""
+    def scorer(self) -> StreamedScorer | SparseScorer:
+        """What scores windows of text with its rules, counts at zero: block by block on a CPU."""
+        if self.device == "cpu":
+            return StreamedScorer(self.source, self.rules, self.context, self.dtype)
+        return self.task_scorer()
+
+    def task_scorer(self) -> SparseScorer:
+        """What scores the many short rows of tasks, counts at zero: the whole model in memory."""
         return SparseScorer(self.model, self.family, self.rules, self.context)
 
     def parameter_shares(self) -> dict[tuple[int, str], float]:
         """Each site's share of the parameters of all sites."""
-        sizes = {}
-        for layer, block in enumerate(self.model.model.layers):
-            for site in SITES:
-                names = self.family.projections[site]
-                sizes[layer, site] = sum(block.get_submodule(name).weight.numel() for name in names)
+        shapes = parameter_shapes(self.source.config)
+        sizes = {
+            (layer, site): sum(math.prod(shapes[f"model.layers.{layer}.{name}.weight"]) for name in names)
+            for layer in range(self.source.layers)
+            for site, names in ((site, self.family.projections[site]) for site in SITES)
+        }
         total = sum(sizes.values())
         return {key: size / total for key, size in sizes.items()}
 
@@ -64,30 +101,36 @@ class Subject:
 def open_subject(
     name: str, thresholds: Thresholds | None = None, device: str = "cpu", dtype: str = "float32"
 ) -> Subject:
-    """Open anything that can be evaluated. Raises `UserError` subclasses saying what does not fit."""
-    torch_dtype = getattr(torch, dtype)
+    """Open anything that can be evaluated; reads no weights yet.
+
+    dtype -- what it is computed in, "auto" as `models.precision.arithmetic` has it
+
+    Raises `UserError` subclasses saying what does not fit.
+    """
     if is_artifact(Path(name)):
-        return _artifact(open_artifact(Path(name)), thresholds, device, torch_dtype)
-    return _checkpoint(open_checkpoint(name), thresholds, device, torch_dtype)
+        return _artifact(open_artifact(Path(name)), thresholds, device, dtype)
+    return _checkpoint(open_checkpoint(name), thresholds, device, dtype)
 
 
-def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
+def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> Subject:
     if thresholds is not None:
         thresholds.check_model(checkpoint)
     return Subject(
         name=checkpoint.name,
         kind="checkpoint",
-        model=load_model(checkpoint, device, dtype),
+        source=checkpoint,
         tokenizer=checkpoint.tokenizer,
-        family=checkpoint.family,
         rules=thresholds.rules if thresholds else {},
         source_sha256=checkpoint.sha256,
         target_sparsity=thresholds.sparsity if thresholds else 0.0,
+        weights=type_name(checkpoint.dtype),
+        dtype=arithmetic(dtype, checkpoint.dtype, device),
+        device=device,
         sparse_sites=thresholds.may_skip() if thresholds else (),
     )
 
 
-def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: torch.dtype) -> Subject:
+def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: str) -> Subject:
     path, source_sha256 = artifact.path, artifact.manifest["model"]["sha256"]
     if thresholds is not None and artifact.format.thresholds:
         raise UserError(f"{path}: carries its own thresholds; give --thresholds with a checkpoint only")
@@ -95,14 +138,18 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         raise UserError(f"{path}: the thresholds are of another model than the one this was made from")
     artifact.check_bytes()
     stock = artifact.stock()
+    made_from = stock.config.dtype if isinstance(stock.config.dtype, torch.dtype) else torch.float32
+    own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(artifact.format.matrices, made_from)
     return Subject(
         name=str(path),
         kind=artifact.format.name,
-        model=build_model(stock.config, stock.tensor, device, dtype),
+        source=stock,
         tokenizer=stock.tokenizer,
-        family=stock.family,
         rules=thresholds.rules if thresholds else stock.rules,
         source_sha256=source_sha256,
         target_sparsity=thresholds.sparsity if thresholds else stock.target_sparsity,
+        weights=artifact.format.matrices,
+        dtype=arithmetic(dtype, own, device),
+        device=device,
         sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,
     )

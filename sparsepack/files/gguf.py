@@ -9,6 +9,7 @@ checked against the file before it is used, so a mutated file gives one clear er
 """
 
 import math
+import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,16 @@ class GgufFile:
         """The raw bytes of one tensor: uint8 [nbytes], mapped, not copied."""
         info = self.tensors[name]
         return self.raw[info.start : info.start + info.nbytes]
+
+    def forget(self, name: str) -> None:
+        """Give back the memory that a tensor's mapped bytes take once they were read; they can be read again."""
+        info, mapped = self.tensors[name], getattr(self.raw, "_mmap", None)
+        if mapped is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (info.start + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 def read_gguf(path: Path) -> GgufFile:

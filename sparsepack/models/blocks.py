@@ -4,41 +4,72 @@ The forward pass is transformers' own: a backbone with a single layer, into whic
 in turn, so masks, rotary embeddings and sliding windows are never re-implemented here.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from sparsepack.models.attention import Watcher, watched_attention
-from sparsepack.models.checkpoint import EMBEDDING, Checkpoint
+from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from sparsepack.models.families import Family
 from sparsepack.models.skeleton import single_layer
 
 
+class BlockSource(Protocol):
+    """A model whose tensors are read one at a time: a checkpoint, or what an artifact stands for."""
+
+    @property
+    def config(self) -> Any:
+        """The stock transformers configuration."""
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+
+    @property
+    def tensor(self) -> Callable[[str], torch.Tensor]:
+        """One tensor by its Hugging Face name, on the CPU."""
+
+
 class BlockStream:
-    """Holds one decoder block of a checkpoint on a device.
+    """Holds one decoder block of a model on a device.
 
     `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
-    hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again.
+    hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
+    `final_norm` and `head`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, source: BlockSource, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.source = source
         self.device, self.dtype = torch.device(device), dtype
         self._backbones: dict[str, Any] = {}
         self._backbone: Any = None
+        self._norm: Any = None
 
     def load(self, layer: int) -> None:
         """Let go of the block in memory, then read block `layer` from disk."""
-        if self._backbone is not None:
-            self._backbone.layers.to("meta")
-        kinds = getattr(self.checkpoint.config, "layer_types", None)
+        self.unload()
+        kinds = getattr(self.source.config, "layer_types", None)
         kind = kinds[layer] if kinds else "only"
         if kind not in self._backbones:
             self._backbones[kind] = self._empty(layer)
         self._backbone = self._backbones[kind]
-        tensors = {name: value.to(self.device, self.dtype) for name, value in self.checkpoint.block(layer)}
+        names = self.block.state_dict().keys()
+        tensors = {name: self._tensor(f"model.layers.{layer}.{name}") for name in names}
         self.block.load_state_dict(tensors, strict=True, assign=True)
+
+    def unload(self) -> None:
+        """Let go of the block in memory."""
+        if self._backbone is not None:
+            self._backbone.layers.to("meta")
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name).to(self.device, self.dtype)
 
     @property
     def block(self) -> nn.Module:
@@ -58,18 +89,30 @@ class BlockStream:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids [N, S] -> hidden states [N, S, H], on the CPU: the windows of a whole run may not fit elsewhere."""
-        table = self.checkpoint.tensor(EMBEDDING)
+        table = self.source.tensor(EMBEDDING)
         return nn.functional.embedding(ids.cpu(), table).to(self.dtype)
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The norm after the last block, which must have been run: [B, S, H] -> [B, S, H]."""
+        if self._norm.weight.is_meta:
+            self._norm.load_state_dict({"weight": self._tensor(FINAL_NORM)}, strict=True, assign=True)
+        normed: torch.Tensor = self._norm(hidden.to(self.device, self.dtype))
+        return normed
+
+    def head(self) -> torch.Tensor:
+        """The output matrix [V, H] as the source gives it, on the CPU."""
+        return self.source.tensor(EMBEDDING if self.source.config.tie_word_embeddings else HEAD)
 
     def _empty(self, layer: int) -> Any:
         """A stock backbone of one block like `layer`, still without weights."""
         from transformers import AutoModel
 
-        config = single_layer(self.checkpoint.config, layer)
+        config = single_layer(self.source.config, layer)
         config.dtype = self.dtype
         with torch.device("meta"):
             backbone = AutoModel.from_config(config, attn_implementation="sdpa")
         backbone.embed_tokens = nn.Identity()
+        self._norm = self._norm or backbone.norm.eval().requires_grad_(False)
         backbone.norm = nn.Identity()
         # Its frequencies are computed, not loaded: made again off the meta device.
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)

@@ -6,7 +6,8 @@ llama.cpp's converter, and `shipped:tiny`.
 
 import difflib
 import json
-from collections.abc import Iterator
+import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,14 @@ class Checkpoint:
         return bool(self.config.tie_word_embeddings)
 
     @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type in which most of the weights are stored."""
+        weights: Counter[torch.dtype] = Counter()
+        for name, dtype in self.source.dtypes.items():
+            weights[dtype] += math.prod(self.source.shapes[name])
+        return weights.most_common(1)[0][0]
+
+    @cached_property
     def sha256(self) -> str:
         """Hash of all weight bytes."""
         return self.source.sha256()
@@ -63,13 +72,6 @@ class Checkpoint:
             near = difflib.get_close_matches(name, self.source.shapes, 1)
             raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
         return self.source.tensor(name)
-
-    def block(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one decoder block, read one after the other: (name within the block, tensor)."""
-        prefix = f"model.layers.{layer}."
-        for name in self.source.shapes:
-            if name.startswith(prefix) and not name.endswith(_DERIVED):
-                yield name.removeprefix(prefix), self.source.tensor(name)
 
     def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""

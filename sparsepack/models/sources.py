@@ -15,6 +15,7 @@ from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.models.gguf_names import gguf_names, unpermute_rotary
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
 
 
 class TensorSource(Protocol):
@@ -23,6 +24,10 @@ class TensorSource(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor's name and shape, without reading any."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Every tensor's stored type, without reading any."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor in its stored dtype, on the CPU."""
@@ -44,6 +49,7 @@ class SafetensorsSource:
         self._files = self._listed(folder)
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         for path in self._files:
             try:
                 with safe_open(path, framework="pt") as file:
@@ -51,7 +57,9 @@ class SafetensorsSource:
                         if name in self._file_of:
                             raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
                         self._file_of[name] = path
-                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
+                        stored = file.get_slice(name)
+                        self._shapes[name] = tuple(stored.get_shape())
+                        self._dtypes[name] = _SAFETENSORS_DTYPES.get(stored.get_dtype(), torch.float32)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?") from error
 
@@ -82,6 +90,10 @@ class SafetensorsSource:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
 
     def tensor(self, name: str) -> torch.Tensor:
         from safetensors import safe_open
@@ -117,10 +129,15 @@ class GgufSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
 
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
         info = self._file.tensors[gguf_name]
         data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
+        self._file.forget(gguf_name)
         value = data.view(_GGUF_DTYPES[info.type]).reshape(info.shape)
         for projection, heads in self._heads.items():
             if f"{projection}." in name:

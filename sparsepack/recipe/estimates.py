@@ -4,6 +4,7 @@ import torch
 
 from sparsepack.models.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.precision import arithmetic
 from sparsepack.models.windows import count_windows
 from sparsepack.recipe.stage import Job
 
@@ -21,9 +22,15 @@ def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
 
 
+def block_parameters(checkpoint: Checkpoint) -> int:
+    """Of one decoder block."""
+    shapes = checkpoint.source.shapes
+    return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
+
+
 def dtype_bytes(job: Job) -> int:
-    """Of a number in the recipe's dtype."""
-    return int(getattr(torch, job.recipe.dtype).itemsize)
+    """Of a number in the type that the recipe computes in."""
+    return arithmetic(job.recipe.dtype, job.checkpoint.dtype, job.recipe.device).itemsize
 
 
 def windows_in(job: Job, names: tuple[str, ...], context: int, most: int | None) -> int:

@@ -17,6 +17,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
+from sparsepack.models.precision import arithmetic
 from sparsepack.models.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.windows import spread_windows
 from sparsepack.sparsity.allocation import sparse_sites, weights_of
@@ -93,7 +94,7 @@ def _fingerprint(checkpoint: Checkpoint, calibration: Calibration, options: Allo
 
 
 def _stream(checkpoint: Checkpoint, options: AllocationOptions) -> BlockStream:
-    return BlockStream(checkpoint, options.device, getattr(torch, options.dtype))
+    return BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def _from_histograms(
 
 def _criterion_choices(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
     """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
-    names = stream.checkpoint.family.projections
+    names = stream.source.family.projections
     choices = {}
     for site in SITES:
         c = channel_weights(criterion, stream.block, names[site])

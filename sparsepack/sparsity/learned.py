@@ -24,6 +24,7 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
+from sparsepack.models.precision import arithmetic
 from sparsepack.models.rule import SiteKey, SiteRule
 from sparsepack.models.whole import load_model
 from sparsepack.models.windows import spread_windows
@@ -57,7 +58,8 @@ def learn_rules(
     """Target sparsity, channel weights and offsets of the sites in `weights`. Holds the whole model on one device."""
     if "learnt" in resume.parts:
         return rules_of_json(resume.parts["learnt"]["rules"], str(resume.path))
-    model = load_model(checkpoint, options.device, getattr(torch, options.dtype))
+    dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
+    model = load_model(checkpoint, options.device, dtype)
     parameters = _start(checkpoint, calibration, options, model, weights)
     training = _Training(parameters, options, resume)
     with progress("learning thresholds", options.steps, training.step) as advance:

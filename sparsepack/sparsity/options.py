@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sparsepack.calibrate.options import CRITERIA
+from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
 from sparsepack.errors import ThresholdsError
 from sparsepack.option import LARGEST_SEED, check_options, option
 
@@ -43,7 +43,7 @@ class AllocationOptions:
     length: int = option("With global: tokens per window.", default=1024, least=2)
     seed: int = option("With global: which windows are drawn.", default=0, least=0, most=LARGEST_SEED)
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = CalibrateOptions.dtype
 
     def check(self) -> None:
         """Raise `ThresholdsError` for values out of range."""

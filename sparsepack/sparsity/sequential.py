@@ -31,7 +31,7 @@ def sequential_thresholds(
     stream: BlockStream, windows: torch.Tensor, choose: Chooser, batch: int, resume: ResumeState
 ) -> dict[SiteKey, SiteRule]:
     """Rules of all sites so that each realises its target sparsity on `windows` [N, S]."""
-    layers, batches = stream.checkpoint.layers, -(-len(windows) // batch)
+    layers, batches = stream.source.layers, -(-len(windows) // batch)
     rules, hidden = finished_rules(resume), resume.hidden()
     if hidden is None:
         hidden = stream.embed(windows)
@@ -41,12 +41,10 @@ def sequential_thresholds(
             stream.load(layer)
             found = _block_rules(stream, layer, hidden, choose(layer, stream), batch)
             rules |= found
-            outputs = []
             with sparse_second_half(stream, layer, found):
                 for part in torch.split(hidden, batch):
-                    outputs.append(stream(part).cpu())
+                    part.copy_(stream(part))  # in place: the states of all windows are there once
                     advance()
-            hidden = torch.cat(outputs)
             save_rules(resume, layer, rules, hidden)
     return rules
 
@@ -99,7 +97,7 @@ def _score_counts(
         counts.add_(histogram.count(score(second_half(x), choice)).cpu())
         raise _Reached
 
-    with site_hooks([(layer, stream.block)], stream.checkpoint.family, observe):
+    with site_hooks([(layer, stream.block)], stream.source.family, observe):
         for part in batches:
             with suppress(_Reached):
                 stream(part)
@@ -128,7 +126,7 @@ def sparsify_second_half(x: torch.Tensor, rule: SiteRule | None) -> torch.Tensor
 def sparse_second_half(stream: BlockStream, layer: int, rules: Rules) -> Iterator[None]:
     """Within the context the loaded block runs the second half of every window by `rules`."""
     function: SiteFunction = lambda at, site, x: sparsify_second_half(x, rules.get((at, site)))  # noqa: E731
-    with site_hooks([(layer, stream.block)], stream.checkpoint.family, function):
+    with site_hooks([(layer, stream.block)], stream.source.family, function):
         yield
 
 

@@ -72,5 +72,5 @@ def run_at(
         sparse = torch.where(scores > threshold, second_half(x), 0)
         return torch.cat([x[:, : x.shape[1] // 2], sparse], 1)
 
-    with site_hooks([(layer, stream.block)], stream.checkpoint.family, function):
+    with site_hooks([(layer, stream.block)], stream.source.family, function):
         return stream(hidden)

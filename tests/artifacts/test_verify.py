@@ -10,6 +10,7 @@ from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from models_for_tests import SMALL, make_model
 
 from sparsepack.artifacts.inspect import describe
+from sparsepack.artifacts.open import open_artifact
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import zigzag
 from sparsepack.errors import ArtifactError
@@ -34,6 +35,38 @@ def test_plain_files_are_their_models(checkpoints: Checkpoints, tmp_path: Path, 
     report = verify_against(tmp_path / "m.gguf", checkpoints[family])
     assert report.passed, report.problems
     assert len(report.tensors) == len(checkpoints[family].source.shapes)
+
+
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "f16", "f32"])
+def test_rows_are_decoded_as_the_whole_is(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
+    """Any rows: those of one band, of several, of the last one that is padded."""
+    path = tmp_path / "m.gguf"
+    name = "odd" if kind == "zigzag-q4_k" else "llama"
+    write_zigzag(checkpoints[name], {}, path) if name == "odd" else write_plain(checkpoints[name], path, type=kind)
+    artifact = open_artifact(path)
+    for tensor, info in artifact.tensors.items():
+        whole = artifact.decoded(tensor)
+        assert tuple(whole.shape) == artifact.logical_shape(tensor)
+        if len(info.shape) == 1:
+            continue
+        rows = len(whole)
+        for first, last in ((0, 256), (256, 512), (3, 5), (rows - 1, rows), (0, rows + 300), (250, 260)):
+            assert torch.equal(artifact.decoded(tensor, first, last), whole[first:last]), (tensor, first, last)
+
+
+def test_pieces_add_up_to_the_error_of_the_whole(
+    checkpoints: Checkpoints, zigzag_files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = verify_against(zigzag_files["odd"], checkpoints["odd"])
+    monkeypatch.setattr("sparsepack.artifacts.verify._PIECE", 1)
+    pieces = verify_against(zigzag_files["odd"], checkpoints["odd"])
+    artifact = open_artifact(zigzag_files["odd"])
+    for one, other in zip(whole.tensors, pieces.tensors, strict=True):
+        source = artifact.source(one.name, checkpoints["odd"])
+        assert source is not None
+        expected = float((artifact.decoded(one.name).double() - source.double()).norm() / source.double().norm())
+        assert one.error == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        assert other.error == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 def test_report_is_json(checkpoints: Checkpoints, zigzag_files: Files) -> None:

@@ -17,6 +17,7 @@ from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
+from sparsepack.cli.tables import calibration_table
 from sparsepack.errors import CalibrationError, OutputError, TextError
 from sparsepack.files import resume as unfinished
 from sparsepack.files.text import Text
@@ -32,6 +33,34 @@ OPTIONS = CalibrateOptions(context=48, samples=6)
 
 def content(path) -> dict[str, bytes]:
     return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir())}
+
+
+def test_the_manifest_states_the_types_of_weights_and_arithmetic_and_the_default_is_float32s_numbers(
+    small, text, tmp_path
+):
+    made = {
+        dtype: calibrate(small, text, tmp_path / dtype, replace(OPTIONS, dtype=dtype))
+        for dtype in ("auto", "float32", "bfloat16")
+    }
+    assert OPTIONS.dtype == "auto"
+    assert made["auto"].manifest["compute"] == {"device": "cpu", "dtype": "float32", "weights": "bfloat16", "batch": 2}
+    assert content(tmp_path / "auto") == content(tmp_path / "float32")
+    assert made["bfloat16"].manifest["compute"]["dtype"] == "bfloat16"
+    assert "float32 on cpu; weights stored in bfloat16" in calibration_table(made["auto"].manifest)
+    for statistics in made["bfloat16"].layers:
+        kinds = {value.dtype for value in statistics.values()}
+        assert kinds == {torch.int64, torch.float64}, "sums are exact whatever the blocks are computed in"
+
+
+def test_hidden_states_of_all_windows_exist_once(small, text, tmp_path, monkeypatch):
+    """Each block's outputs take the place of its inputs."""
+    places = []
+    call = BlockStream.__call__
+    monkeypatch.setattr(BlockStream, "__call__", lambda self, x: places.append(x.data_ptr()) or call(self, x))
+    calibrate(small, text, tmp_path / "c", OPTIONS)
+    batches = len(places) // small.layers
+    assert batches == 3
+    assert places == places[:batches] * small.layers
 
 
 def test_statistics_are_those_of_the_stock_model_without_the_sinks(small, text, tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
+from sparsepack.cli.tables import evaluation_table
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
@@ -48,6 +49,37 @@ def test_a_checkpoint_is_dense_and_says_so():
     assert row["realised_sparsity"] == nothing
     assert result["subject"]["kind"] == "checkpoint"
     assert result["tasks"] is None
+
+
+@pytest.mark.parametrize("name", ["shipped:tiny", "m.gguf"])
+def test_by_default_a_cpu_computes_in_float32_whatever_the_weights_are_stored_in_and_says_so(made, name):
+    """So the default changes no figure; 16 bits do, and only where they are asked for."""
+    asked = replace(TINY, subject=name if name == TINY.subject else str(made / name), against="shipped:tiny")
+    results = {dtype: evaluate(replace(asked, dtype=dtype)) for dtype in ("auto", "float32", "bfloat16")}
+    assert asked.dtype == "auto"
+    assert results["auto"] == results["float32"]
+    compute = results["auto"]["compute"]
+    stored = "bfloat16" if name == TINY.subject else "Q4_K"
+    assert (compute["dtype"], compute["weights"], compute["device"]) == ("float32", stored, "cpu")
+    assert f"computed in float32 on cpu; weights stored in {stored}" in evaluation_table(results["auto"])
+    assert results["bfloat16"]["compute"]["dtype"] == "bfloat16"
+    exact, rounded = (results[dtype]["perplexity"][0]["perplexity"]["value"] for dtype in ("auto", "bfloat16"))
+    assert exact != rounded
+    assert exact == pytest.approx(rounded, rel=0.02)
+
+
+def test_tasks_take_the_whole_model_and_texts_do_not(made, monkeypatch):
+    """Texts are scored by blocks; only tasks, whose rows are short and many, hold the model."""
+    from sparsepack.eval import subject
+
+    built = []
+    build = subject.build_model
+    monkeypatch.setattr(subject, "build_model", lambda *given: built.append(given) or build(*given))
+    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *_, **__: {})
+    evaluate(replace(TINY, subject=str(made / "m.gguf"), against="shipped:tiny", windows=1))
+    assert built == []
+    evaluate(replace(TINY, tasks=("any",), windows=1))
+    assert len(built) == 1
 
 
 def test_without_a_context_it_is_the_models_own_up_to_2048(shared):

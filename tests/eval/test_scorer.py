@@ -97,7 +97,7 @@ def test_rows_of_different_lengths_give_what_each_gives_alone(sparse_model, scor
 def test_padding_is_never_counted(scorer):
     """Sparse positions: 10 of 20, 6 of 9, none of 14."""
     scorer.logits(IDS, starts(20, 9, 14), starts(10, 3, 14))
-    assert {key: int(seen) for key, seen in scorer._seen.items()} == {
+    assert {key: int(seen) for key, seen in scorer._positions._seen.items()} == {
         (layer, site): 16 * (512 if site == "mlp_mid" else 256)
         for layer in range(2)
         for site in SITES
@@ -120,10 +120,10 @@ def test_what_stands_in_the_padding_changes_nothing(scorer):
 
 def test_counts_add_up_until_they_are_reset(scorer):
     scorer.logits(IDS, starts(20, 20, 20), starts(0, 0, 0))
-    once, seen = scorer.realised(), int(scorer._seen[0, "attn_in"])
+    once, seen = scorer.realised(), int(scorer._positions._seen[0, "attn_in"])
     scorer.logits(IDS, starts(20, 20, 20), starts(0, 0, 0))
     assert scorer.realised() == once
-    assert int(scorer._seen[0, "attn_in"]) == 2 * seen
+    assert int(scorer._positions._seen[0, "attn_in"]) == 2 * seen
     scorer.reset()
     assert scorer.realised() == {}
 

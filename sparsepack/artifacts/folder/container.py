@@ -134,9 +134,13 @@ class FolderArtifact(Artifact):
             if not fine:
                 raise ArtifactError(f"{self.path}: damaged: {name} does not match the SHA-256; copy or pack it again")
 
-    def decoded(self, name: str) -> Tensor:
+    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         info = self.tensors[name]
-        return decode_rows(torch.from_numpy(self.folder.bytes(name).copy()), info.type).reshape(info.shape)
+        data = self.folder.bytes(name)
+        if len(info.shape) == 1:
+            return decode_rows(torch.from_numpy(data.copy()), info.type)
+        rows = data.reshape(info.shape[0], -1)[first:last]
+        return decode_rows(torch.from_numpy(rows.copy()), info.type).reshape(-1, *info.shape[1:])
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         return checkpoint.tensor(name) if name in checkpoint.source.shapes else None

@@ -40,10 +40,13 @@ class GgufArtifact(Artifact):
     def check_bytes(self) -> None:
         check_tensors(self.file)
 
-    def decoded(self, name: str) -> Tensor:
+    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         info = self.tensors[name]
-        data = torch.from_numpy(self.file.bytes(name).copy())
-        return decode_rows(data.view(*info.shape[:-1], -1), info.type)
+        data = self.file.bytes(name).reshape(*info.shape[:-1], -1)
+        data = data if len(info.shape) == 1 else data[first:last]
+        copied = torch.from_numpy(data.copy())
+        self.file.forget(name)
+        return decode_rows(copied, info.type)
 
 
 def open_gguf(path: Path) -> tuple[GgufFile, dict[str, Any]]:

@@ -43,15 +43,21 @@ class ZigzagArtifact(GgufArtifact):
     def holds_weights(self, name: str) -> bool:
         return not name.endswith(RULE_VECTORS) and not reserved(name, self.manifest)
 
-    def decoded(self, name: str) -> Tensor:
-        info = self.tensors[name]
-        if len(info.shape) != 3:
-            return super().decoded(name)
-        return zigzag.unpack(self._blocks(name), self.logical_shape(name)[0])
+    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        if len(self.tensors[name].shape) != 3:
+            return super().decoded(name, first, last)
+        rows = self.logical_shape(name)[0]
+        last = rows if last is None else min(last, rows)
+        top = first // zigzag.BAND_ROWS
+        blocks = self._blocks(name, top, zigzag.bands(last))
+        top *= zigzag.BAND_ROWS
+        return zigzag.unpack(blocks, min(rows - top, blocks.shape[0] * zigzag.BAND_ROWS))[first - top : last - top]
 
-    def _blocks(self, name: str) -> Tensor:
-        """uint8 [bands, columns, 144]."""
-        return torch.from_numpy(self.file.bytes(name).copy()).view(*self.tensors[name].shape[:2], -1)
+    def _blocks(self, name: str, first: int, last: int) -> Tensor:
+        """The bands [first, last): uint8 [bands, columns, 144]."""
+        bands, columns = self.tensors[name].shape[:2]
+        stored = self.file.bytes(name).reshape(bands, columns, -1)
+        return torch.from_numpy(stored[first:last].copy())
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name in _OUTSIDE:
@@ -76,7 +82,8 @@ class ZigzagArtifact(GgufArtifact):
             rows = self.logical_shape(name)[0]
             if len(info.shape) != 3 or rows % zigzag.BAND_ROWS == 0:
                 continue
-            last = zigzag.unpack(self._blocks(name)[-1:], zigzag.BAND_ROWS).view(-1, SUB, info.shape[1])
+            bands = info.shape[0]
+            last = zigzag.unpack(self._blocks(name, bands - 1, bands), zigzag.BAND_ROWS).view(-1, SUB, info.shape[1])
             shared, held = divmod(rows % zigzag.BAND_ROWS, SUB)
             step = last[shared].amax(0).clamp_min(0) - last[shared].amin(0).clamp_max(0)
             step /= 10  # of 14 or 15 on the grid, to which dmin's rounding comes

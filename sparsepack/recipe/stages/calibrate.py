@@ -69,17 +69,15 @@ def _memory(job: Job, asked: Calibrate) -> int:
     import torch
 
     from sparsepack.models.checkpoint import EMBEDDING
-    from sparsepack.recipe.estimates import activation_bytes, dtype_bytes
+    from sparsepack.recipe.estimates import activation_bytes, block_parameters, dtype_bytes
 
     checkpoint, size = job.checkpoint, dtype_bytes(job)
     count, context = windows(job, asked)
-    shapes = checkpoint.source.shapes
-    block = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
     hidden = count * context * int(checkpoint.config.hidden_size) * size
-    # The table is stored in 16 bits at least; a block's inputs, its outputs, and these joined are there at once.
-    embedding = 2 * torch.Size(shapes[EMBEDDING]).numel()
+    # Rows of the table are taken as it is stored, then brought into the type of the arithmetic.
+    embedding = torch.Size(checkpoint.source.shapes[EMBEDDING]).numel() * checkpoint.dtype.itemsize
     batch = activation_bytes(checkpoint, asked.batch * context)
-    return max(embedding + 2 * hidden, block * size + 3 * hidden + batch)
+    return max(embedding + 2 * hidden, block_parameters(checkpoint) * size + hidden + batch)
 
 
 CALIBRATE = Stage(

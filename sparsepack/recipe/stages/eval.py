@@ -167,14 +167,22 @@ def _tokens(job: Job, asked: Eval) -> int:
 
 
 def _memory(job: Job, asked: Eval) -> int:
-    from sparsepack.eval.perplexity import CHUNK
-    from sparsepack.recipe.estimates import LIVE, activation_bytes, dtype_bytes, parameters
+    from sparsepack.eval.perplexity import POSITIONS, WORDS
+    from sparsepack.eval.streamed import HIDDEN_BYTES
+    from sparsepack.recipe.estimates import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
 
-    checkpoint, context = job.checkpoint, _context(job, asked)
+    checkpoint, context, size = job.checkpoint, _context(job, asked), dtype_bytes(job)
+    config, whole = checkpoint.config, parameters(job.checkpoint) * size
     batch = asked.batch or 1
-    models = (2 if asked.perplexity else 1) * parameters(checkpoint) * dtype_bytes(job)
-    logits = batch * min(CHUNK, context) * int(checkpoint.config.vocab_size) * 4 * LIVE
-    return models + logits + activation_bytes(checkpoint, batch * context)
+    activations = activation_bytes(checkpoint, batch * context)
+    logits = POSITIONS * WORDS * 4 * LIVE
+    if not asked.perplexity or job.recipe.device != "cpu":
+        return int((2 if asked.perplexity else 1) * whole + logits + activations)
+    waiting = 2 * max(HIDDEN_BYTES, batch * context * int(config.hidden_size) * size)
+    # The artifact's output matrix is decoded to float32, the source model's stays as it is stored.
+    heads = int(config.vocab_size) * int(config.hidden_size) * (4 + checkpoint.dtype.itemsize)
+    streamed = waiting + max(block_parameters(checkpoint) * size + activations, heads + logits)
+    return int(max(streamed, whole if asked.tasks else 0))
 
 
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,129 @@
+"""Seconds and peak memory of every step of the command line, each in a process of its own, as one Markdown table.
+
+    python benchmarks/steps.py [--size llama-3.2-1b|llama-1b|llama-tiny] [--command "PYTHON -m sparsepack.cli"]
+
+The model is random, of a real one's shape, and made once in --work (`synthetic.make_checkpoint`). --command names what
+is measured, so that another version of sparsepack can be put beside this one. The peak is resident memory, mapped files
+included. This script imports nothing large: a process's peak begins with that of the one that started it.
+"""
+
+import json
+import os
+import platform
+import pydoc_data.topics
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+DEFAULT_WORK = Path("/tmp/sparsepack-bench")
+_MAKE = """
+import sys
+from pathlib import Path
+import synthetic
+sizes = {size.name: size for size in (synthetic.BILLION, synthetic.LLAMA_3_2_1B, synthetic.TINY)}
+folder = Path(sys.argv[2])
+folder.mkdir(parents=True)
+synthetic.make_checkpoint(folder, sizes[sys.argv[1]])
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step took; `code` is its exit code."""
+
+    name: str
+    seconds: float
+    peak_bytes: int
+    code: int
+
+
+def commands(model: Path, out: Path, text: Path, context: int, windows: int) -> dict[str, list[str]]:
+    """Every step by its name, in the order in which one needs the output of another."""
+    artifact, calibration, table = out / "m.gguf", out / "calibration", out / "thresholds.json"
+    span = ["--context", str(context)]
+    scored = ["--perplexity", str(text), *span, "--windows", str(windows)]
+    taken = ["--calibration", str(calibration), "--sparsity", "0.5", "--windows", "2"]
+    return {
+        "calibrate": ["calibrate", str(model), "--text", str(text), *span, "--samples", "8", "-o", str(calibration)],
+        "thresholds": ["thresholds", str(model), *taken, "-o", str(table)],
+        "pack": ["pack", str(model), "--thresholds", str(table), "-o", str(artifact)],
+        "inspect": ["inspect", str(artifact)],
+        "verify": ["verify", str(artifact)],
+        "verify --against": ["verify", str(artifact), "--against", str(model)],
+        "eval of the model": ["eval", str(model), *scored],
+        "eval of the artifact": ["eval", str(artifact), *scored],
+        "eval --against": ["eval", str(artifact), "--against", str(model), *scored],
+        "eval --runtime cpu": ["eval", str(artifact), "--runtime", "cpu", *scored],
+        "bench": ["bench", str(artifact), "-p", "64", "-n", "16", "-r", "1"],
+        "generate": ["generate", str(artifact), "--prompt", "It was a cold evening", "-n", "16"],
+    }
+
+
+def measured(name: str, command: list[str]) -> Step:
+    """Run a command to its end; what it prints is shown where it fails."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        start = time.perf_counter()
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        click.echo(printed.decode(errors="replace")[-2000:], err=True)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Step(name, time.perf_counter() - start, usage.ru_maxrss * unit, process.returncode)
+
+
+def table(steps: list[Step]) -> str:
+    """As Markdown."""
+    rows = ["| step | seconds | peak, MiB |", "|---|--:|--:|"]
+    for step in steps:
+        failed = f" (failed: exit {step.code})" if step.code else ""
+        rows.append(f"| {step.name}{failed} | {step.seconds:.1f} | {step.peak_bytes / 2**20:,.0f} |")
+    return "\n".join(rows)
+
+
+@click.command()
+@click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
+@click.option("--size", type=click.Choice(("llama-3.2-1b", "llama-1b", "llama-tiny")), default="llama-3.2-1b")
+@click.option("--command", default=f"{sys.executable} -m sparsepack.cli", help="What is measured.")
+@click.option("--context", default=512, show_default=True, help="Tokens per window.")
+@click.option("--windows", default=2, show_default=True, help="Windows that eval scores.")
+@click.option("--steps", "wanted", default="", help="Only these, separated by commas; what they need must be there.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(work: Path, size: str, command: str, context: int, windows: int, wanted: str, json_path: Path | None) -> None:
+    """Run every step and print the table."""
+    model, out = work / size / "checkpoint", work / size / "steps"
+    if not (model / "model.safetensors").is_file():
+        click.echo(f"making {model}", err=True)
+        shutil.rmtree(model, ignore_errors=True)
+        here = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+        subprocess.run([sys.executable, "-c", _MAKE, size, str(model)], check=True, env=here)
+    if not wanted:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    text = out / "text.txt"
+    text.write_text("\n".join(pydoc_data.topics.topics.values())[:200_000], encoding="utf-8")
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    steps = []
+    for name, arguments in commands(model, out, text, context, windows).items():
+        if not names or name in names:
+            steps.append(measured(name, [*shlex.split(command), *arguments]))
+            click.echo(table(steps[-1:]).splitlines()[-1], err=True)
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    click.echo(f"{size}, {weights / 2**20:,.0f} MiB as stored; {where}; {now} UTC; `{command}`\n\n{table(steps)}")
+    if json_path:
+        values = {"size": size, "command": command, "bytes": weights, "steps": [asdict(step) for step in steps]}
+        json_path.write_text(json.dumps(values, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A model that is scored block by block: rows of tokens wait as hidden states while one decoder block is in memory.
+
+Memory: one block in the type that it is computed in, the hidden states of the rows of a call (`HIDDEN_BYTES` at most
+unless a single batch has more), and for the logits the output matrix as it is stored. The numbers are those of the
+whole model in memory.
+"""
+
+import torch
+
+from sparsepack.eval.protocols import Done, Logits, ignored
+from sparsepack.eval.scorer import SparsePositions, linear
+from sparsepack.models.blocks import BlockSource, BlockStream
+from sparsepack.models.rule import Rules
+
+HIDDEN_BYTES = 128 << 20
+"""Hidden states of the rows that wait together. Each such group reads the model once: with 128 MiB, a model 2048 wide
+reads it for 16,384 tokens, whose products take far longer than reading."""
+
+
+class StreamedScorer:
+    """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse."""
+
+    def __init__(self, source: BlockSource, rules: Rules, context: int, dtype: torch.dtype = torch.float32) -> None:
+        self.source, self.context = source, context
+        self.device = torch.device("cpu")
+        self.vocabulary, self.steps = int(source.config.vocab_size), source.layers
+        self._stream = BlockStream(source, "cpu", dtype)
+        self._positions = SparsePositions(source.family, rules)
+        self._output: torch.Tensor | None = None
+        self.reset, self.realised = self._positions.reset, self._positions.realised
+
+    def rows_at_once(self, width: int, batch: int) -> int:
+        """As many rows as may wait together, a batch at least; see `eval.protocols.WindowScorer`."""
+        row = width * int(self.source.config.hidden_size) * self._stream.dtype.itemsize
+        return max(batch, HIDDEN_BYTES // row)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+        batch: int | None = None,
+        done: Done = ignored,
+    ) -> torch.Tensor:
+        """What enters the output matrix, [B, S, H]; see `eval.protocols.WindowScorer`."""
+        self._output = None
+        stream, width = self._stream, input_ids.shape[1]
+        parts = [slice(at, at + (batch or len(input_ids))) for at in range(0, len(input_ids), batch or len(input_ids))]
+        hidden = stream.embed(input_ids)
+        for layer in range(self.source.layers):
+            stream.load(layer)
+            for part in parts:
+                real = None if lengths is None else lengths[part]
+                with self._positions.within([(layer, stream.block)], width, real, sparse_from[part]):
+                    hidden[part] = stream(hidden[part])
+                done(len(hidden[part]))
+        stream.unload()
+        for row in hidden:
+            row.copy_(stream.final_norm(row))
+        return hidden
+
+    def head(self, words: slice) -> Logits:
+        """See `eval.protocols.WindowScorer`. The output matrix stays as it is stored until `hidden` is called again."""
+        if self._output is None:
+            self._output = self._stream.head()
+        return linear(self._output[words].to(self._stream.dtype))

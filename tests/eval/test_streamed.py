@@ -1,0 +1,157 @@
+"""Block by block is the whole model in memory: the same bits, the same counts, and one block at a time."""
+
+import weakref
+
+import pytest
+import torch
+from models_for_tests import VOCABULARY, make_model
+
+from sparsepack.eval import streamed
+from sparsepack.eval.perplexity import score_windows
+from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.streamed import StreamedScorer
+from sparsepack.eval.subject import open_subject
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteRule
+from sparsepack.models.whole import load_model
+from sparsepack.pack import PackRequest, pack
+
+IDS = torch.randint(VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(3))
+TARGETS = IDS.roll(-1, 1)
+MODELS = {
+    "llama": {"family": "llama"},
+    "mistral": {"family": "mistral", "sliding_window": 6},
+    "qwen2": {
+        "family": "qwen2",
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "qwen3": {"family": "qwen3"},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    return open_checkpoint(make_model(tmp_path_factory.mktemp("m") / "m", **MODELS[request.param]))
+
+
+def rules_of(checkpoint):
+    rules = {(layer, site): SiteRule(torch.tensor(0.4)) for layer in range(checkpoint.layers) for site in SITES}
+    return rules | {(1, "attn_out"): SiteRule()}
+
+
+@pytest.fixture(scope="module")
+def scorers(checkpoint):
+    """The whole model in memory, and the same by blocks."""
+    rules = rules_of(checkpoint)
+    whole = SparseScorer(load_model(checkpoint), checkpoint.family, rules, 64)
+    return whole, StreamedScorer(checkpoint, rules, 64)
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2])
+@pytest.mark.parametrize("sparse_from", [0, 12, 24])
+def test_hidden_states_logits_and_counts_are_those_of_the_whole_model_bit_for_bit(scorers, sparse_from, batch):
+    whole, blocks = scorers
+    start = torch.full((5,), sparse_from)
+    parts = torch.split(torch.arange(5), batch or 5)
+    for scorer in scorers:
+        scorer.reset()
+    expected = torch.cat([whole.hidden(IDS[part], None, start[part]) for part in parts])
+    found = blocks.hidden(IDS, None, start, batch)
+    assert torch.equal(found, expected)
+    assert blocks.realised() == whole.realised()
+    every = slice(None)
+    assert torch.equal(blocks.head(every)(found), whole.head(every)(expected))
+    words = [slice(at, at + 200) for at in range(0, VOCABULARY, 200)]
+    parts = torch.cat([blocks.head(part)(found) for part in words], -1)
+    torch.testing.assert_close(parts, whole.head(every)(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_changes_no_real_position_and_is_not_counted(scorers):
+    whole, blocks = scorers
+    lengths = torch.tensor([24, 20, 7, 13, 1])
+    for scorer in scorers:
+        scorer.reset()
+    found, expected = (each.hidden(IDS, lengths, torch.zeros(5, dtype=torch.int64)) for each in (blocks, whole))
+    assert torch.equal(found, expected)
+    assert blocks.realised() == whole.realised()
+
+
+def test_stored_weights_are_read_a_tensor_at_a_time_and_one_block_is_held(checkpoint, monkeypatch):
+    source, alive, most = type(checkpoint.source), [], []
+    tensor, load = source.tensor, streamed.BlockStream.load
+
+    def read(self, name):
+        value = tensor(self, name)
+        alive.append(weakref.ref(value))
+        most.append(sum(ref() is not None for ref in alive))
+        return value
+
+    def loaded(self, layer):
+        load(self, layer)
+        blocks = [backbone.layers[0] for backbone in self._backbones.values()]
+        assert sum(not next(block.parameters()).is_meta for block in blocks) == 1
+
+    monkeypatch.setattr(source, "tensor", read)
+    monkeypatch.setattr(streamed.BlockStream, "load", loaded)
+    scorer = StreamedScorer(checkpoint, {}, 64)
+    hidden = scorer.hidden(IDS, None, torch.full((5,), 24), 1)
+    assert max(most) <= 2
+    assert scorer._stream.block.self_attn.q_proj.weight.is_meta, "a block is still held when the logits are made"
+    scorer.head(slice(0, 10))(hidden)
+    scorer.head(slice(10, 20))(hidden)
+    reads = len(most)
+    expected = 9 if checkpoint.family.model_type in ("llama", "mistral") else len(scorer._stream.block.state_dict())
+    assert reads == 1 + checkpoint.layers * expected + 1 + 1  # embedding, blocks, norm, output matrix
+
+
+@pytest.mark.parametrize("protocol", ["dense", "decode", "all"])
+def test_groups_of_windows_give_the_figures_of_the_whole_model(checkpoint, scorers, monkeypatch, protocol):
+    """Two windows wait together, so the last group is smaller; the vocabulary comes in uneven parts."""
+    monkeypatch.setattr(streamed, "HIDDEN_BYTES", 2 * 24 * checkpoint.config.hidden_size * 4)
+    monkeypatch.setattr("sparsepack.eval.perplexity.WORDS", 200)
+    monkeypatch.setattr("sparsepack.eval.perplexity.POSITIONS", 10)
+    whole, blocks = scorers
+    assert (whole.rows_at_once(24, 1), blocks.rows_at_once(24, 1), blocks.rows_at_once(24, 4)) == (1, 2, 4)
+    references = SparseScorer(whole.model, checkpoint.family, {}, 64), StreamedScorer(checkpoint, {}, 64)
+    results = [
+        score_windows(each, IDS, TARGETS, protocol, reference)
+        for each, reference in zip(scorers, references, strict=True)
+    ]
+    for name in ("nll", "kl", "same_top", "reference_nll"):
+        one, other = (getattr(result, name) for result in results)
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert results[0].nll.dtype == torch.float64
+
+
+def test_progress_counts_windows_once_whatever_the_steps(checkpoint, monkeypatch):
+    shown = []
+
+    class Bars:
+        def __init__(self, label, total):
+            assert total == 5
+
+        def __enter__(self):
+            return shown.append
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr("sparsepack.eval.perplexity.progress", Bars)
+    score_windows(StreamedScorer(checkpoint, {}, 64), IDS, TARGETS, "dense", StreamedScorer(checkpoint, {}, 64))
+    assert sum(shown) == 5
+    assert len(shown) > 1, "a group of windows must show progress before it ends"
+
+
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "bf16"])
+def test_an_artifact_by_blocks_is_its_stock_model_bit_for_bit(checkpoint, tmp_path, kind):
+    path = pack(PackRequest(checkpoint.name, tmp_path / "m.gguf", format=kind)).path
+    subject = open_subject(str(path))
+    none = torch.full((5,), 24)
+    found, expected = (each.hidden(IDS, None, none) for each in (subject.scorer(), subject.task_scorer()))
+    assert torch.equal(found, expected)
+    every = slice(None)
+    assert torch.equal(subject.scorer().head(every)(found), subject.task_scorer().head(every)(expected))
