@@ -27,6 +27,7 @@ from sparsepack.runtime.generate import (
     prompt_tokens,
 )
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
+from sparsepack.verb_module import callable_as
 
 
 @dataclass(frozen=True)
@@ -146,3 +147,6 @@ def what_runs(engine: Engine | BatchEngine) -> tuple[str, ...]:
 
 def _with(options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
     return checked(replace(options or GenerateOptions(), **changes))
+
+
+callable_as(__name__, "sparsepack.load:load")

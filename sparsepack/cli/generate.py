@@ -1,5 +1,6 @@
 """`sparsepack generate`."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 @click.pass_context
 def generate(
     called: click.Context,
+    /,
     path: Path,
     prompts: tuple[str, ...],
     files: tuple[Path, ...],
@@ -113,7 +115,7 @@ def generate(
 def _text_of(path: Path) -> str:
     """A file's text without the end of its last line; `-` is standard input."""
     try:
-        data = click.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); expected a text file") from error
     try:

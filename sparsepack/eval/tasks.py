@@ -40,10 +40,12 @@ def run_tasks(
     With `task_path`, only the YAML files of that folder are known and nothing is looked up on the network (unless
     the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
     filled HF_HOME. `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
-    those that say 0 (as in lm-eval); each row says what was used. `apply_chat_template` is lm-eval's: a document is a
-    user's message, and so are few-shot examples, with their answers as the assistant's. The protocols are those of `SparseLM`.
+    those that say 0 (as in lm-eval); each row says what was used. The protocols are those of `SparseLM`.
+    `apply_chat_template` is lm-eval's: a document is a user's message, and so are few-shot examples, with their answers
+    as the assistant's.
 
-    Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "apply_chat_template", "tasks", "groups"}`; `tasks[name]` is
+    Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "apply_chat_template", "tasks", "groups"}`;
+    `tasks[name]` is
     `{"metrics", "samples", "samples_available", "num_fewshot", "version"}`, `groups[name]` is `{"metrics", "tasks"}`,
     and `metrics[key]` is `{"value", "stderr", "higher_is_better"}` with numbers or None. A metric's key is lm-eval's
     name for it, followed by `,filter` where the task has a named filter.
