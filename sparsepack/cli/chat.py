@@ -26,7 +26,7 @@ def converse(
     Raises `UserError` for a conversation that the model's template does not take or that the context has no room for;
     on a terminal it says so and forgets the message.
     """
-    typed = sys.stdin.isatty()
+    typed = on_a_terminal()
     begun = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begun)
     if not first or typed:
@@ -48,6 +48,11 @@ def converse(
         answers.add(text, made)
         messages = [*asked, {"role": "assistant", "content": made.text}]
     answers.close()
+
+
+def on_a_terminal() -> bool:
+    """Whether somebody types."""
+    return sys.stdin.isatty()
 
 
 def _messages(first: Sequence[str], typed: bool) -> Iterator[str]:
