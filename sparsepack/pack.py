@@ -15,6 +15,7 @@ from sparsepack.codecs.types import TYPES
 from sparsepack.errors import PackingError
 from sparsepack.option import option
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.verb_module import callable_as
 
 if TYPE_CHECKING:
     from sparsepack.artifacts.plan import Plan
@@ -116,3 +117,6 @@ def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | N
     if request.allocation is None or request.calibration is None:
         return None
     return find_thresholds(checkpoint, load(request.calibration), request.allocation, state)
+
+
+callable_as(__name__, "sparsepack.pack:pack")

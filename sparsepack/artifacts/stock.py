@@ -80,7 +80,7 @@ def stock_tokenizer(packed: PackedModel) -> Any:
         backend = Tokenizer.from_str(packed.tokenizer_json)
         special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
         words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **words)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=packed.chat_template, **words)
     except Exception as error:  # the libraries raise bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({shown(error)}); pack it again") from error
 

@@ -11,7 +11,7 @@ import torch
 from sparsepack.artifacts.artifact import Artifact
 from sparsepack.artifacts.open import open_artifact
 from sparsepack.errors import ArtifactError
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 
 ERROR_BOUNDS = {"Q4_K": 0.12, "Q6_K": 0.05, "Q8_0": 0.015, "Q5_0": 0.08, "F16": 1e-3, "BF16": 2**-8, "F32": 1e-6}
 """Largest relative Frobenius error that the type itself can cause.
@@ -62,11 +62,15 @@ class Report:
         return {"path": self.path, "kind": self.kind, "passed": self.passed, **listed}
 
 
-def verify(path: Path) -> Report:
+def verify(path: Path | str, against: Checkpoint | str | None = None) -> Report:
     """Check an artifact by itself: every byte's hash, shapes, zeros in padding.
+
+    against -- also compare every tensor with this checkpoint: see `verify_against`
 
     Raises `ArtifactError` where there is nothing to check.
     """
+    if against is not None:
+        return verify_against(Path(path), open_checkpoint(against) if isinstance(against, str) else against)
     path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")

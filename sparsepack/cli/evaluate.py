@@ -36,6 +36,7 @@ _OLD_NAMES = {"runtime": "backend"}
 @from_options(EvalRequest, "--trust-tasks")
 @from_options(EvalRequest, "--limit")
 @from_options(EvalRequest, "--num-fewshot")
+@from_options(EvalRequest, "--apply-chat-template")
 @from_options(EvalRequest, "--batch")
 @from_options(EvalRequest, "--backend", "runtime")
 @compute

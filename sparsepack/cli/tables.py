@@ -188,6 +188,8 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             for metric, value in task["metrics"].items()
         ]
         parts.append(table(["task", "metric", "value", "samples", "protocol"], rows))
+        if result["tasks"]["apply_chat_template"]:
+            parts.append("documents of the tasks are in the model's chat template")
         realised = result["tasks"]["realised_sparsity"]
         parts.append(
             f"skipped in tasks: {shown(realised['overall'], realised['of_sparse_sites'])} of the block weights"

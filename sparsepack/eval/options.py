@@ -48,6 +48,9 @@ class EvalRequest:
     num_fewshot: int | None = option(
         "Examples before each question (default: the task's own number).", default=None, least=0
     )
+    apply_chat_template: bool = option(
+        "Put each document of a task, and its examples, into the model's chat template.", default=False
+    )
     batch: int | None = option(
         "Windows, and requests of a task, at a time (default 1 window, 8 requests).", default=None, least=1
     )
@@ -83,3 +86,5 @@ class EvalRequest:
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
+        if self.apply_chat_template and not self.tasks:
+            raise UserError("--apply-chat-template is for tasks, perplexity has no conversations; give --tasks NAMES")

@@ -36,11 +36,11 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
     request.check()
     texts = [read(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
-    subject = _subject(request, table)
+    subject = subject_of(request, table)
     context = window_length(request.context, subject.context)
     if texts and context > subject.context:
         raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
-    protocol = request.protocol or ("decode" if subject.sparse else "dense")
+    protocol = protocol_of(request, subject)
     reference = _reference(request, subject)
     scorer = subject.scorer()
     rows = []
@@ -101,10 +101,16 @@ def _bytes_of(tokenizer: Any, scored: torch.Tensor) -> int:
     return sum(len(text.encode()) for text in windows)
 
 
-def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | EngineSubject:
+def subject_of(request: EvalRequest, table: Thresholds | None = None) -> Subject | EngineSubject:
+    """What a request is about, opened to be measured. Raises `UserError` subclasses for what cannot be."""
     if request.runtime == "transformers":
         return open_subject(request.subject, table, request.device, request.dtype)
     return open_engine_subject(request.subject, request.runtime, request.device)
+
+
+def protocol_of(request: EvalRequest, subject: Subject | EngineSubject) -> str:
+    """The protocol asked for; by itself, decode for what is sparse, else dense."""
+    return request.protocol or ("decode" if subject.sparse else "dense")
 
 
 def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> StreamedScorer | SparseScorer | None:
@@ -133,6 +139,7 @@ def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str
         batch_size=request.requests_at_once,
         num_fewshot=request.num_fewshot,
         trust_tasks=request.trust_tasks,
+        apply_chat_template=request.apply_chat_template,
     )
     return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
 

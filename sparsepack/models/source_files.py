@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import PackingError
+from sparsepack.files.gguf import read_gguf
 from sparsepack.files.stored import shown
+from sparsepack.models.chat import CHAT_TEMPLATE, template_of
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.sentencepiece_model import sentencepiece_config
 from sparsepack.models.tokenizer import only_sentencepiece
@@ -41,3 +43,11 @@ def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def _with_template(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     return config | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
+
+
+def chat_template(checkpoint: Checkpoint) -> str | None:
+    """The model's chat template, the default one of several; None where it brings none. Raises as
+    `tokenizer_config`."""
+    if checkpoint.path.is_file():
+        return template_of({"chat_template": read_gguf(checkpoint.path).metadata.get(CHAT_TEMPLATE)})
+    return template_of(tokenizer_config(checkpoint))

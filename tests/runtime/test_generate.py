@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
+from sparsepack.runtime.options import GenerateOptions
 from sparsepack.runtime.sampling import Sampler
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -58,7 +60,7 @@ class Script:
 
     def __init__(self, script: Sequence[int], bos: int | None = 1, eos: tuple[int, ...] = (2,), context: int = 4096):
         self.architecture = SimpleNamespace(bos=bos, eos=eos, context=1024)
-        self.script, self.context = script, context
+        self.script, self.context, self.said = script, context, 0
         self.fed: list[int] = []
 
     @property
@@ -68,6 +70,19 @@ class Script:
     def reset(self) -> None:
         self.fed = []
         self.said = 0
+
+    def counts(self) -> None:
+        return None
+
+    def skipped(self, since: None) -> float:
+        return 0.5
+
+    def keep(self, ids: Sequence[int]) -> int:
+        kept = 0
+        while kept < min(len(self.fed), len(ids) - 1) and self.fed[kept] == ids[kept]:
+            kept += 1
+        del self.fed[kept:]
+        return kept
 
     def prefill(self, ids: Sequence[int]) -> torch.Tensor:
         self.fed += ids
@@ -95,13 +110,8 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def run(engine: object, tokenizer: Tokenizer, prompt: str, max_tokens: int = 99) -> tuple[list[str], str]:
-    pieces = generate(engine, tokenizer.to_str(), prompt, max_tokens)  # type: ignore[arg-type]
-    found = []
-    while True:
-        try:
-            found.append(next(pieces))
-        except StopIteration as end:
-            return found, end.value
+    made = generate(engine, tokenizer, prompt, GenerateOptions(max_tokens))  # type: ignore[arg-type]
+    return list(made), made.result().reason
 
 
 # text in pieces
@@ -202,6 +212,58 @@ def test_any_eos_of_several_ends_the_text() -> None:
     assert run(Script([*encoded(tokenizer, "ab"), 0], eos=(2, 0)), tokenizer, "x") == (["a", "b"], "eos")
 
 
+def test_a_generation_tells_what_it_made() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script([*encoded(tokenizer, "abc"), 2])
+    made = generate(engine, tokenizer, "xy").result()  # type: ignore[arg-type]
+    assert (made.text, made.tokens, made.reason, made.stop) == ("abc", tuple(encoded(tokenizer, "abc")), "eos", None)
+    assert (made.prompt_tokens, made.prefilled, made.decoded, made.skipped) == (3, 3, 3, 0.5)
+    assert made.tokens_per_second == made.decoded / made.decode_seconds > 0
+    nothing = generate(engine, tokenizer, "xy", GenerateOptions(0)).result()  # type: ignore[arg-type]
+    assert (nothing.text, nothing.reason, nothing.decoded, nothing.tokens_per_second) == ("", "tokens", 0, None)
+
+
+def test_a_generation_that_is_closed_tells_what_there_was() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script(encoded(tokenizer, "abcdef"))
+    made = generate(engine, tokenizer, "x")  # type: ignore[arg-type]
+    assert next(made) + next(made) == "ab"
+    made.close()
+    assert (made.result().text, made.result().reason, engine.said) == ("ab", "cancelled", 2)
+
+
+@every_tokenizer
+def test_a_stop_string_ends_the_text_and_is_not_told(tokenizer: Tokenizer) -> None:
+    whole, start = encoded(tokenizer, "a bc d e f"), encoded(tokenizer, "a")
+    engine = Script(whole[len(start) :])
+    made = generate(engine, tokenizer, "a", GenerateOptions(stop=("zz", "c d")))  # type: ignore[arg-type]
+    assert "".join(made) == " b"
+    assert (made.result().reason, made.result().stop) == ("stop", "c d")
+    assert engine.said < len(whole) - len(start), "stopped late"
+
+
+def test_what_looked_like_a_stop_string_is_told_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    made = generate(Script([*encoded(tokenizer, "abc"), 2]), tokenizer, "x", GenerateOptions(stop=("cd",)))  # type: ignore[arg-type]
+    assert (made.result().text, made.result().reason) == ("abc", "eos")
+
+
+def test_the_name_of_a_special_token_is_a_stop_string_too() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    made = generate(Script([*encoded(tokenizer, "ab"), 0]), tokenizer, "x", GenerateOptions(stop=("<unk>",)))  # type: ignore[arg-type]
+    assert (made.result().text, made.result().reason, made.result().stop) == ("ab", "stop", "<unk>")
+
+
+def test_only_what_is_new_is_prefilled_where_the_text_is_kept() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script(encoded(tokenizer, "abcdef"))
+    first = generate(engine, tokenizer, "xy", GenerateOptions(3), keep=True).result()  # type: ignore[arg-type]
+    engine.said = 0
+    second = generate(engine, tokenizer, "xyabc z", GenerateOptions(2), keep=True).result()  # type: ignore[arg-type]
+    assert (first.prefilled, second.prompt_tokens, second.prefilled) == (3, 8, 3)  # c was chosen, not yet fed
+    assert engine.fed == [1, *encoded(tokenizer, "xyabc za")]
+
+
 def test_an_empty_prompt_begins_with_bos() -> None:
     tokenizer = TOKENIZERS["sentencepiece-like"]
     engine = Script([*encoded(tokenizer, "a bc"), 2])
@@ -211,7 +273,7 @@ def test_an_empty_prompt_begins_with_bos() -> None:
 
 def test_an_empty_prompt_without_bos_is_an_error() -> None:
     with pytest.raises(UserError, match=r"empty prompt: .*\(BOS\)"):
-        generate(Script([], bos=None), TOKENIZERS["byte-level"].to_str(), "", 5)  # type: ignore[arg-type]
+        generate(Script([], bos=None), TOKENIZERS["byte-level"], "")  # type: ignore[arg-type]
 
 
 def test_bos_comes_once() -> None:
@@ -222,15 +284,20 @@ def test_bos_comes_once() -> None:
 
 def test_a_prompt_longer_than_the_context_is_an_error_before_anything_runs() -> None:
     with pytest.raises(UserError, match="prompt of 6 tokens: the context holds 4; shorten it or give a larger context"):
-        generate(Script([], context=4), TOKENIZERS["byte-level"].to_str(), "abcde", 5)  # type: ignore[arg-type]
+        generate(Script([], context=4), TOKENIZERS["byte-level"], "abcde")  # type: ignore[arg-type]
 
 
 def test_options_are_checked_before_anything_runs() -> None:
-    engine, tokenizer_json = Script([]), TOKENIZERS["byte-level"].to_str()
-    with pytest.raises(UserError, match="-1 tokens"):
-        generate(engine, tokenizer_json, "a", -1)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="temperature -1"):
-        generate(engine, tokenizer_json, "a", 1, temperature=-1)  # type: ignore[arg-type]
+    wrong = {
+        "-1 tokens": {"tokens": -1},
+        "temperature -1": {"temperature": -1.0},
+        "repeat penalty 0": {"repeat_penalty": 0.0},
+        "repeat-last-n -2": {"repeat_last_n": -2},
+        "stop: an empty string": {"stop": ("a", "")},
+    }
+    for message, options in wrong.items():
+        with pytest.raises(UserError, match=message):
+            generate(Script([]), TOKENIZERS["byte-level"], "a", GenerateOptions(**options))  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_is_no_text_is_an_error() -> None:
@@ -249,8 +316,8 @@ def test_a_real_engine_generates_the_same_text_for_the_same_seed(backend: str) -
     engine = engine_of(random_model("llama", vocab_size=tokenizer.get_vocab_size()), backend)
     engine.architecture = dataclasses.replace(engine.architecture, eos=())
 
-    def text(**options: float) -> str:
-        return "".join(generate(engine, tokenizer.to_str(), "Once", 30, **options))  # type: ignore[arg-type]
+    def text(**options: Any) -> str:
+        return "".join(generate(engine, tokenizer, "Once", GenerateOptions(30, **options)))
 
     assert text() == text()
     assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1)

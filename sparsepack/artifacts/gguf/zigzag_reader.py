@@ -16,6 +16,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.models.architecture import ACTIVATIONS, Architecture
+from sparsepack.models.chat import CHAT_TEMPLATE
 from sparsepack.models.families import FAMILIES, SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.gguf_tokenizer import OWN_TOKENIZER
@@ -61,6 +62,7 @@ class _Reader:
             config_json=self.text(OWN_CONFIG),
             tokenizer_json=self.text(OWN_TOKENIZER),
             manifest=self.manifest,
+            chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
         )
 
     def layer(self, layer: int) -> PackedLayer:
@@ -120,7 +122,7 @@ class _Reader:
     def text(self, key: str) -> str:
         value = self.file.metadata.get(key)
         if not isinstance(value, str):
-            raise self.wrong(f"{key} is missing")
+            raise self.wrong(f"{key} is {'missing' if value is None else 'no text'}")
         return value
 
     def wrong(self, what: str) -> ArtifactError:

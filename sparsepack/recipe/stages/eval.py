@@ -46,6 +46,7 @@ class Eval(Section):
     runtime: str = Field(alias="backend")
     limit: int | None
     num_fewshot: int | None
+    apply_chat_template: bool
     batch: int | None
 
 
@@ -75,6 +76,8 @@ def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
             backend_named(asked.runtime).check_device(recipe.device)
         except UserError as error:
             yield f"eval.backend: {error}"
+    if asked.apply_chat_template and not asked.tasks:
+        yield "eval.apply_chat_template: it is for tasks, and there are none; add eval.tasks or leave it out"
     if asked.task_path and not Path(asked.task_path).is_dir():
         yield f"eval.task_path: {asked.task_path} is no folder (relative paths start at the working directory)"
 
@@ -226,7 +229,8 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
 
 
 def _tasks(found: Mapping[str, Any]) -> Table:
-    made = table(f"tasks, protocol {found['protocol']}", "task", ">samples", "metric", ">value")
+    chat = ", in the chat template" if found["apply_chat_template"] else ""
+    made = table(f"tasks, protocol {found['protocol']}{chat}", "task", ">samples", "metric", ">value")
     for name, task in found["tasks"].items():
         for metric, value in task["metrics"].items():
             shown = "-" if value["value"] is None else with_error(value, 4)
