@@ -1,0 +1,89 @@
+"""`sparsepack serve`."""
+
+from pathlib import Path
+
+import click
+
+from sparsepack.cli.options import PATH, backend_option, device_option, from_options, torch_threads
+from sparsepack.errors import UserError
+from sparsepack.serve.options import ServeOptions
+
+KEY = "SPARSEPACK_API_KEY"
+
+
+def _key(context: click.Context, parameter: click.Parameter, key: str | None) -> str | None:
+    """Refuse a key that no client could send."""
+    if key is not None and not (key and key.isascii() and key.isprintable() and not any(map(str.isspace, key))):
+        raise UserError(f"--api-key, {KEY}: expected at least one character, ASCII without spaces")
+    return key
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@from_options(ServeOptions, "--host", help="Address to listen on; 0.0.0.0 for all of this machine.")
+@from_options(ServeOptions, "--port", type=click.IntRange(0, 65535), help="0 takes any that is free.")
+@click.option(
+    "--api-key",
+    envvar=KEY,
+    callback=_key,
+    help=f"Key that clients must send. Safer in the environment, as {KEY}: others can see a command line.",
+)
+@click.option("--model-name", help="Name that clients ask for (default: that of the file, without its ending).")
+@from_options(ServeOptions, "--queue", type=click.IntRange(0), help="Texts that may wait while another is made.")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    help="Let web pages from there ask, https://example.org, or * for all. Repeats.",
+)
+@from_options(
+    ServeOptions,
+    "--grace",
+    type=click.FloatRange(0, 3600),
+    help="Seconds that a text in the making has left when the server is told to end.",
+)
+@from_options(
+    ServeOptions,
+    "--send-timeout",
+    type=click.FloatRange(1, 3600),
+    help="Seconds after which a client that takes nothing is dropped.",
+)
+@click.option("--dense", is_flag=True, help="Skip nothing.")
+@click.option("--context", type=click.IntRange(2), help="Room for so many tokens.")
+@device_option
+@backend_option
+@torch_threads
+def serve(
+    path: Path,
+    host: str,
+    port: int,
+    api_key: str | None,
+    model_name: str | None,
+    queue: int,
+    cors_origins: tuple[str, ...],
+    grace: float,
+    send_timeout: float,
+    dense: bool,
+    context: int | None,
+    device: str,
+    backend: str | None,
+) -> None:
+    """Serve a zigzag artifact over HTTP, by the protocol of OpenAI: completions and chat completions.
+
+    One text is made at a time; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
+    """
+    try:
+        from sparsepack.serve.server import bound_socket
+        from sparsepack.serve.server import serve as serve_model
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
+    from sparsepack.load import load, what_runs
+    from sparsepack.progress import say
+
+    options = ServeOptions(host, port, model_name, api_key, queue, cors_origins, grace, send_timeout)
+    with bound_socket(host, port, send_timeout) as listening:  # before a large file is read
+        model = load(path, device, context, dense=dense, backend=backend)
+        say(*what_runs(model.engine))
+        serve_model(model, path.resolve().stem, options, listening)
