@@ -2,12 +2,11 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sparsepack.runtime.sampling import Sampling
+from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
 from sparsepack.serve.delivery import Delivery
 from sparsepack.serve.guards import LOOPBACK, Guard, json_body, refused
@@ -26,21 +25,19 @@ from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParamete
 from sparsepack.serve.worker import Closing, QueueFull, TextRequest, Ticket, Worker
 
 
-@dataclass(frozen=True)
 class Service:
-    """What the routes share.
+    """The routes of one model.
 
     name        -- of the model
     fingerprint -- changes with the model and what runs it
-    created     -- when the model was loaded, in seconds since 1970
     """
 
-    worker: Worker
-    prompts: Prompts
-    options: ServeOptions
-    name: str
-    fingerprint: str
-    created: int
+    def __init__(self, worker: Worker, prompts: Prompts, options: ServeOptions, name: str, fingerprint: str) -> None:
+        self.worker, self.prompts, self.options = worker, prompts, options
+        self.name, self.fingerprint = name, fingerprint
+        self._created = int(time.time())
+        self._preparing = 0
+        self._one_at_a_time = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """Whether texts are made: 200, or 503 where the server ends."""
@@ -73,18 +70,29 @@ class Service:
         self, form: Form, asked: TextParameters, most_tokens: int | None, prompt: Callable[[], list[int]]
     ) -> Delivery:
         self._check_model(asked.model)
-        ids = await run_in_threadpool(prompt)  # a long prompt takes seconds, in which others are served
+        ids = await self._prepared(prompt)
         max_tokens = self.prompts.checked_tokens(len(ids), most_tokens)
-        ticket = self._submitted(TextRequest(tuple(ids), max_tokens, sampling_of(asked), asked.stops))
+        ticket = self._submitted(TextRequest(tuple(ids), options_of(asked, max_tokens)))
         with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         answer = Answer(form, self.name, self.fingerprint, len(ids), with_usage)
         return Delivery(ticket, answer, bool(asked.stream), self.options.send_timeout)
+
+    async def _prepared(self, prompt: Callable[[], list[int]]) -> list[int]:
+        """A prompt's tokens. A long one takes a second: in a thread, while others are served, one at a time."""
+        if self._preparing > self.options.queue:
+            raise _queue_full(QueueFull(1))
+        self._preparing += 1
+        try:
+            async with self._one_at_a_time:
+                return await asyncio.to_thread(prompt)
+        finally:
+            self._preparing -= 1
 
     def _submitted(self, request: TextRequest) -> Ticket:
         try:
             return self.worker.submit(request)
         except QueueFull as error:
-            raise Refusal(503, str(error), code="queue_full", retry_after=error.seconds) from error
+            raise _queue_full(error) from error
         except Closing as error:
             raise Refusal(503, str(error), code="server_ending") from error
 
@@ -93,17 +101,23 @@ class Service:
             raise Refusal(404, f"model {name!r}: this server has {self.name!r}", "model", "model_not_found")
 
     def _model(self) -> dict[str, Any]:
-        common = {"id": self.name, "object": "model", "created": self.created, "owned_by": "sparsepack"}
+        common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
         return {**common, "max_model_len": self.prompts.context}
 
 
-def sampling_of(asked: TextParameters) -> Sampling:
-    """How tokens are chosen: as OpenAI does unless told otherwise, by a new seed for each text."""
-    return Sampling(
+def _queue_full(error: QueueFull) -> Refusal:
+    return Refusal(503, str(error), code="queue_full", retry_after=error.seconds)
+
+
+def options_of(asked: TextParameters, tokens: int) -> GenerateOptions:
+    """How tokens are chosen: as at OpenAI unless told otherwise, and by a new seed for each text."""
+    return GenerateOptions(
+        tokens=tokens,
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_k=asked.top_k,
         top_p=asked.top_p,
         seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        stop=asked.stops,
     )
 
 
@@ -138,7 +152,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}; docs/serve.md has what there is")
+    refusal = Refusal(
+        error.status_code, f"{request.method} {request.url.path}: {error.detail}; docs/serve.md has what there is"
+    )
     response = refused(refusal)
     response.headers.update(error.headers or {})
     return response

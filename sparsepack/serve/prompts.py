@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from sparsepack.errors import UserError
 from sparsepack.load import Model
-from sparsepack.runtime.generate import open_tokenizer, prompt_tokens
+from sparsepack.runtime.generate import prompt_tokens
 from sparsepack.serve.refusals import Refusal
 
 
@@ -15,8 +15,8 @@ class Prompts:
     """
 
     def __init__(self, model: Model) -> None:
-        self._packed = model.packed
-        self._tokenizer = open_tokenizer(model.packed.tokenizer_json)
+        self._model = model
+        self._tokenizer = model.tokenizer
         self._architecture = model.engine.architecture
         self.context = model.engine.context
 
@@ -30,7 +30,11 @@ class Prompts:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation, up to where the model's answer begins. Raises `Refusal`."""
-        raise NotImplementedError
+        try:
+            prompt = self._model.chat_prompt(messages)
+        except UserError as error:
+            raise Refusal(400, str(error), "messages") from error
+        return self._tokens(prompt, "messages")
 
     def checked_tokens(self, prompt: int, asked: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.

@@ -5,6 +5,7 @@ ignored (`IGNORED`); or it would have one that this server does not have, and is
 (`NEUTRAL`). A parameter that the protocol does not know is refused, as OpenAI does.
 """
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -90,7 +91,7 @@ class TextParameters(BaseModel):
         for name, accepted in NEUTRAL.items():
             value = body.get(name)
             if value is not None and not any(value == other for other in accepted):
-                values = " or ".join(repr(other) for other in accepted)
+                values = " or ".join(json.dumps(other) for other in accepted)
                 remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
                 raise PydanticCustomError("unsupported", "{name}: not supported by this server{remedy}", locals())
         return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
@@ -98,7 +99,9 @@ class TextParameters(BaseModel):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "TextParameters":
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("unsupported", "stream_options: only with stream: true", {"name": "stream_options"})
+            raise PydanticCustomError(
+                "unsupported", "stream_options: only with stream: true", {"name": "stream_options"}
+            )
         return self
 
     @property

@@ -5,9 +5,9 @@ import hashlib
 import json
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from types import FrameType
 
 import uvicorn
@@ -58,7 +58,7 @@ def serve(model: Model, default_name: str, options: ServeOptions, listening: soc
     name = options.model_name or default_name
     worker = Worker(Texts(model).make, options.queue)
     try:
-        service = Service(worker, Prompts(model), options, name, fingerprint(model), int(time.time()))
+        service = Service(worker, Prompts(model), options, name, fingerprint(model))
         asyncio.run(_Server(create_app(service), worker, options).serve_on(listening, name))
     finally:
         listening.close()
@@ -71,24 +71,28 @@ def fingerprint(model: Model) -> str:
     return f"fp_{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
+def uvicorn_config(app: Starlette, options: ServeOptions) -> uvicorn.Config:
+    """How uvicorn runs the application: HTTP/1.1, and nothing said but warnings."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=ceil(options.grace) + AFTER_GRACE,
+    )
+
+
 class _Server(uvicorn.Server):
     """uvicorn, which tells the worker when a signal comes, and ends without one."""
 
     def __init__(self, app: Starlette, worker: Worker, options: ServeOptions) -> None:
-        config = uvicorn.Config(
-            app,
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(options.grace) + AFTER_GRACE,
-        )
-        super().__init__(config)
+        super().__init__(uvicorn_config(app, options))
         self._worker, self._options = worker, options
 
     async def serve_on(self, listening: socket.socket, name: str) -> None:

@@ -12,22 +12,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from sparsepack.runtime.sampling import Sampling
+from sparsepack.runtime.options import GenerateOptions
 
 
 @dataclass(frozen=True)
 class TextRequest:
     """A text to continue, checked.
 
-    ids        -- of the prompt; they and `max_tokens` more fit into the engine's context
-    max_tokens -- to make at most; at least 1
-    stop       -- strings before which the text ends
+    ids     -- of the prompt; they and `options.tokens` more fit into the engine's context
+    options -- how many tokens at most, how they are chosen, what ends the text
     """
 
     ids: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
+    options: GenerateOptions
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Ended:
     """The text is made.
 
     reason -- "stop": the model or a stop string ended it; "length": as many tokens are made as were asked for
-    tokens -- that the model made
+    tokens -- that the model made, those of a stop string included, its end of text not
     cached -- of the prompt's tokens, those that the engine still had from the text before
     """
 
