@@ -68,7 +68,7 @@ def stock_tokenizer(packed: PackedModel) -> Any:
     backend, numbers = Tokenizer.from_str(packed.tokenizer_json), packed.architecture
     special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
     words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **words)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=packed.chat_template, **words)
 
 
 def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:

@@ -185,7 +185,7 @@ def _located(name: str) -> Path:
 def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model"]
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: many kinds, one meaning

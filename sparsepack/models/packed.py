@@ -34,7 +34,10 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Everything that running a model needs. `output` is the embedding itself where the two are tied."""
+    """Everything that running a model needs. `output` is the embedding itself where the two are tied.
+
+    chat_template -- how a conversation becomes text (`models.chat.render_chat`); None: the model brings none
+    """
 
     architecture: Architecture
     layers: tuple[PackedLayer, ...]
@@ -44,6 +47,7 @@ class PackedModel:
     config_json: str
     tokenizer_json: str
     manifest: Mapping[str, Any]
+    chat_template: str | None = None
 
     @property
     def rules(self) -> Rules:

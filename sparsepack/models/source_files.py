@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 from sparsepack.errors import PackingError
+from sparsepack.files.gguf import read_gguf
+from sparsepack.models.chat import CHAT_TEMPLATE, template_of
 from sparsepack.models.checkpoint import Checkpoint
 
 
@@ -32,3 +34,11 @@ def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
     return config
+
+
+def chat_template(checkpoint: Checkpoint) -> str | None:
+    """The model's chat template, the default one of several; None where it brings none. Raises as
+    `tokenizer_config`."""
+    if checkpoint.path.is_file():
+        return template_of({"chat_template": read_gguf(checkpoint.path).metadata.get(CHAT_TEMPLATE)})
+    return template_of(tokenizer_config(checkpoint))

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.backends import batch_backend
-from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares
+from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares, skipped_share
 from sparsepack.runtime.sampling import Sampler
 
 
@@ -84,6 +84,10 @@ class BatchEngine:
         """
         return shares(self.packed, self._decoder.active(), self._decoder.stepped)
 
+    def skipped(self) -> float | None:
+        """Share of the weights of all blocks that a step skipped, for all sequences at once; None before the first."""
+        return skipped_share(self.packed, self.activity())
+
     @torch.no_grad()
     def prefill(self, sequence: int, ids: Sequence[int]) -> Tensor:
         """Append tokens to one sequence, every site dense. Returns the logits after the last: float32 [vocabulary].
@@ -114,6 +118,8 @@ class BatchEngine:
         `ArtifactError` as the samplers do."""
         if len(samplers) != len(self.positions):
             raise ValueError(f"{len(samplers)} samplers for {len(self.positions)} sequences")
+        if any(sampler.sampling.penalises for sampler in samplers):
+            return [sampler.choose(row) for sampler, row in zip(samplers, self.step(ids), strict=True)]
         self._check_step(ids)
         return self._decoder.decode_next(ids, not self.dense, samplers)
 

@@ -43,6 +43,9 @@ class Decoder(Protocol):
     def reset(self) -> None:
         """Forget the text and what was counted."""
 
+    def truncate(self, length: int) -> None:
+        """Forget what the text has beyond its first tokens; what was counted stays."""
+
     def prefill(self, ids: Tensor) -> Tensor:
         """Append int64 [S > 0], dense. Returns the logits after the last: float32 [vocabulary]."""
 

@@ -1,6 +1,7 @@
 """The decoder: a packed model, run token by token, skipping the columns that its rules call inactive."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.sampling import Sampler
 
 DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many positions were decoded, and how many columns were active in them, per (layer, site)."""
+
+    stepped: int = 0
+    active: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
 
 class Engine:
@@ -57,6 +66,7 @@ class Engine:
         cache_type = row.checked_cache_type(cache_type)
         self._module = row.open()
         self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type)
+        self._ids: list[int] = []
 
     @property
     def position(self) -> int:
@@ -84,14 +94,36 @@ class Engine:
 
     def reset(self) -> None:
         """Forget the text and the activity counted so far."""
+        self._ids.clear()
         self._decoder.reset()
 
-    def activity(self) -> dict[tuple[int, str], float]:
-        """Share of active columns per (layer, site) over the positions decoded since the last reset.
+    def truncate(self, length: int) -> None:
+        """Forget what the text has beyond its first `length` tokens; the activity counted stays. Raises `UserError`
+        where it has fewer."""
+        if not 0 <= length <= self.position:
+            raise UserError(f"length {length}: expected 0 to {self.position}, the tokens in the context")
+        if length < self.position:
+            self._decoder.truncate(length)
+            del self._ids[length:]
+
+    def counts(self) -> Counts:
+        """What was counted since the last reset; positions of `prefill` do not count."""
+        return Counts(self._decoder.stepped, dict(self._decoder.active()))
+
+    def activity(self, since: Counts | None = None) -> dict[tuple[int, str], float]:
+        """Share of active columns per (layer, site) over the positions decoded since the last reset, or since what
+        `counts` returned then.
 
         Positions of `prefill` do not count; dense sites are wholly active. Empty before the first step.
         """
-        return shares(self.packed, self._decoder.active(), self._decoder.stepped)
+        now, since = self.counts(), since or Counts()
+        active = {key: count - since.active.get(key, 0) for key, count in now.active.items()}
+        return shares(self.packed, active, now.stepped - since.stepped)
+
+    def skipped(self, since: Counts | None = None) -> float | None:
+        """Share of the weights of all blocks that a decoded token skipped, over the positions of `activity`; None
+        where nothing was."""
+        return skipped_share(self.packed, self.activity(since))
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[int]) -> Tensor:
@@ -101,7 +133,21 @@ class Engine:
         """
         if not len(ids):
             raise UserError("prefill of 0 tokens; expected at least one")
-        return self._decoder.prefill(self._checked(ids))
+        logits = self._decoder.prefill(self._checked(ids))
+        self._ids += ids
+        return logits
+
+    def keep(self, ids: Sequence[int]) -> int:
+        """Forget what the text does not have in common with `ids`, so that `prefill` can go on from there. Returns how
+        many tokens are kept, as they were prefilled or decoded: at most all but the last, whose logits are wanted."""
+        common = 0
+        if self.position == len(self._ids):  # otherwise a call was interrupted, and what lies in the cache is not known
+            for known, id in zip(self._ids, ids[:-1], strict=False):
+                if known != id:
+                    break
+                common += 1
+        self.truncate(common)
+        return common
 
     @torch.no_grad()
     def step(self, id: int) -> Tensor:
@@ -110,14 +156,20 @@ class Engine:
         Raises `UserError` for an id the model does not have, or a full cache.
         """
         self._check(1, id, id)
-        return self._decoder.step(id, not self.dense)
+        logits = self._decoder.step(id, not self.dense)
+        self._ids.append(id)
+        return logits
 
     @torch.no_grad()
     def decode_next(self, id: int, sampler: Sampler) -> int:
         """Append one token as `step` does, and choose the next: `sampler.choose` of the logits, without the detour
         through torch where the backend can. Raises `UserError` as `step`, `ArtifactError` as the sampler does."""
+        if sampler.sampling.penalises:
+            return sampler.choose(self.step(id))
         self._check(1, id, id)
-        return self._decoder.decode_next(id, not self.dense, sampler)
+        chosen = self._decoder.decode_next(id, not self.dense, sampler)
+        self._ids.append(id)
+        return chosen
 
     @torch.no_grad()
     def teacher_forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
@@ -132,7 +184,9 @@ class Engine:
         if not 0 <= sparse_from <= len(ids):
             raise ValueError(f"sparse_from {sparse_from} of {len(ids)} positions")
         self.reset()
-        return self._decoder.teacher_forced(self._checked(ids), sparse_from, not self.dense)
+        logits = self._decoder.teacher_forced(self._checked(ids), sparse_from, not self.dense)
+        self._ids += ids
+        return logits
 
     def _checked(self, ids: Sequence[int]) -> Tensor:
         if len(ids):
@@ -168,6 +222,17 @@ def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: 
         (layer, name): count / (stepped * packed.layers[layer].sites[name].matrix.columns)
         for (layer, name), count in active.items()
     }
+
+
+def skipped_share(packed: PackedModel, activity: Mapping[tuple[int, str], float]) -> float | None:
+    """Share of the weights of all blocks that is skipped where so much of each site is active; None for no activity."""
+    weights = {
+        (n, name): site.matrix.rows * site.matrix.columns
+        for n, layer in enumerate(packed.layers)
+        for name, site in layer.sites.items()
+    }
+    read = sum(weights[key] * share for key, share in activity.items())
+    return 1 - read / sum(weights.values()) if activity else None
 
 
 def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ...]]:

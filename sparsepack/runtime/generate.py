@@ -1,6 +1,8 @@
 """Talk to a packed model: a prompt in, text out as it is made."""
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
@@ -8,79 +10,234 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.options import GenerateOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.stopping import StopText
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A continuation, and how it was made.
+
+    text          -- what was made, without the stop string
+    tokens        -- its ids, those of the stop string included, the model's end of text not
+    reason        -- why it ended: "eos" (the model ended it), "stop" (a stop string came), "tokens" (as many as asked
+                     for), "context" (it is full), "cancelled" (nobody asked for the rest)
+    stop          -- the stop string that came
+    prompt_tokens -- of the prompt; prefilled -- how many of them were not in the cache yet
+    decoded       -- steps after the prefill, each of one token; with several texts together, of all of them
+    skipped       -- share of the weights of all blocks that a step skipped; None without one
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    reason: str
+    stop: str | None
+    prompt_tokens: int
+    prefilled: int
+    prefill_seconds: float
+    decoded: int
+    decode_seconds: float
+    skipped: float | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoded tokens per second, the prefill and what the caller did in between left out; None without one."""
+        return self.decoded / self.decode_seconds if self.decoded and self.decode_seconds else None
+
+
+class Generation(Iterator[str]):
+    """A text that is being made: pieces of it, never a part of a character, until it ends.
+
+    `result` says how it ended, and makes what is left where some is. `close` ends it early. The engine works for one
+    generation at a time: a new one takes it away from an old one.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], options: GenerateOptions, keep: bool
+    ) -> None:
+        self._engine, self._ids, self._options, self._keep = engine, list(ids), options, keep
+        self._sampler = Sampler(_sampling(options), ids)
+        self._answer = _Answer(tokenizer, ids, options, engine.architecture.eos)
+        self._prefilled, self._decoded = 0, 0
+        self._prefill_seconds = self._decode_seconds = 0.0
+        self._skipped: float | None = None
+        self._pieces = self._run()
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End it here; `result` is what was made until now."""
+        self._pieces.close()
+
+    def result(self) -> Generated:
+        """The whole, once it has ended: runs what is left."""
+        for _ in self:
+            pass
+        return Generated(
+            text=self._answer.text,
+            tokens=tuple(self._answer.tokens),
+            reason=self._answer.reason or "cancelled",
+            stop=self._answer.stop,
+            prompt_tokens=len(self._ids),
+            prefilled=self._prefilled,
+            prefill_seconds=self._prefill_seconds,
+            decoded=self._decoded,
+            decode_seconds=self._decode_seconds,
+            skipped=self._skipped,
+        )
+
+    def _run(self) -> Iterator[str]:
+        engine, answer = self._engine, self._answer
+        if not self._keep:
+            engine.reset()
+        since = engine.counts()
+        id = 0
+        try:
+            for made in range(self._options.tokens):
+                if made and engine.position == engine.context:
+                    answer.reason = "context"
+                    break
+                id = self._step(id) if made else self._first()
+                if piece := answer.take(id):
+                    yield piece
+                if answer.reason:
+                    break
+            else:
+                answer.reason = "tokens"
+            if rest := answer.rest():
+                yield rest
+        finally:
+            self._skipped = engine.skipped(since)
+
+    def _first(self) -> int:
+        began = time.perf_counter()
+        kept = self._engine.keep(self._ids) if self._keep else 0
+        self._prefilled = len(self._ids) - kept
+        id = self._sampler.choose(self._engine.prefill(self._ids[kept:]))
+        self._prefill_seconds = time.perf_counter() - began
+        return id
+
+    def _step(self, id: int) -> int:
+        began = time.perf_counter()
+        id = self._engine.decode_next(id, self._sampler)
+        self._decode_seconds += time.perf_counter() - began
+        self._decoded += 1
+        return id
 
 
 def generate(
-    engine: Engine,
-    tokenizer_json: str,
-    prompt: str,
-    max_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> Generator[str, None, str]:
-    """Continue a prompt. Yields pieces of text, never a part of a character; forgets the engine's text before.
+    engine: Engine, tokenizer: Tokenizer, prompt: str, options: GenerateOptions | None = None, *, keep: bool = False
+) -> Generation:
+    """Continue a prompt. The prompt runs dense, all later tokens sparse.
 
-    tokenizer_json        -- content of the model's tokenizer.json (`PackedModel.tokenizer_json`)
-    prompt                -- BOS goes before it where the model has one; may then be empty
-    max_tokens            -- to generate at most
-    temperature, ..., top_p -- as in `Sampling`
-
-    The prompt runs dense, all later tokens sparse. The generator's return value says why it ended: "eos" (the model
-    ended the text), "tokens" (max_tokens are made) or "context" (the engine's context is full).
+    tokenizer -- the model's: `open_tokenizer(PackedModel.tokenizer_json)`
+    prompt    -- BOS goes before it where the model has one; may then be empty
+    keep      -- go on from what the engine's text and the prompt begin with, so that only the rest is prefilled (a
+                 conversation); otherwise the engine forgets its text, and the same prompt gives the same text
 
     Raises `UserError`, before anything runs, for a prompt that is empty without a BOS, longer than the context or not
-    text, and for options out of range; `ArtifactError` for a tokenizer that cannot be read.
+    text, and for options out of range.
     """
-    _check_count(max_tokens)
-    sampler = Sampler(Sampling(temperature, top_k, top_p, seed))
-    tokenizer = open_tokenizer(tokenizer_json)
-    ids = _fitting_prompt(engine, tokenizer, prompt)
-    return _stream(engine, TextStream(tokenizer, ids), sampler, ids, max_tokens)
+    options = checked(options)
+    return Generation(engine, tokenizer, _fitting_prompt(engine, tokenizer, prompt), options, keep)
 
 
 def generate_together(
-    engine: BatchEngine,
-    tokenizer_json: str,
-    prompts: Sequence[str],
-    max_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> list[str]:
-    """Continue a prompt in each of an engine's sequences, as `generate` does; returns the continuations.
+    engine: BatchEngine, tokenizer: Tokenizer, prompts: Sequence[str], options: GenerateOptions | None = None
+) -> list[Generated]:
+    """Continue a prompt in each of an engine's sequences, as `generate` does.
 
-    Prompt n draws by `seed` + n. A text that has ended costs the others little: what its sequence still computes, from
-    an empty cache, is not looked at. Raises as `generate`, before anything runs.
+    Prompt n draws by the seed + n. A text that has ended costs the others little: what its sequence still computes,
+    from an empty cache, is not looked at. Raises as `generate`, before anything runs.
     """
-    _check_count(max_tokens)
-    samplers = [Sampler(Sampling(temperature, top_k, top_p, seed + n)) for n in range(len(prompts))]
-    tokenizer = open_tokenizer(tokenizer_json)
+    options = checked(options)
     ids = [_fitting_prompt(engine, tokenizer, prompt) for prompt in prompts]
-    texts = [TextStream(tokenizer, prompt) for prompt in ids]
-    made = ["" for _ in prompts]
+    samplers = [Sampler(_sampling(options, n), prompt) for n, prompt in enumerate(ids)]
+    answers = [_Answer(tokenizer, prompt, options, engine.architecture.eos) for prompt in ids]
     engine.reset()
-    going = set(range(len(prompts))) if max_tokens else set()
+    began = time.perf_counter()
+    going = set(range(len(prompts))) if options.tokens else set()
     chosen = [samplers[n].choose(engine.prefill(n, ids[n])) for n in sorted(going)]
-    for count in range(1, max_tokens + 1):
+    prefill_seconds, began = time.perf_counter() - began, time.perf_counter()
+    decoded = 0
+    for count in range(1, options.tokens + 1):
         for n in sorted(going):
-            if chosen[n] in engine.architecture.eos:
-                going.remove(n)
-                continue
-            made[n] += texts[n].push(chosen[n])
-            if count == max_tokens or engine.positions[n] == engine.context:
+            answers[n].take(chosen[n])
+            if not answers[n].reason and count < options.tokens and engine.positions[n] == engine.context:
+                answers[n].reason = "context"
+            if answers[n].reason or count == options.tokens:
                 going.remove(n)
         if not going:
             break
         for n in set(range(len(prompts))) - going:
             engine.truncate(n, 0)
         chosen = engine.decode_next(chosen, samplers)
-    return [piece + text.finish() for piece, text in zip(made, texts, strict=True)]
+        decoded += len(going)
+    for answer in answers:
+        answer.reason = answer.reason or "tokens"
+        answer.rest()
+    decode_seconds, skipped = time.perf_counter() - began, engine.skipped()
+    return [
+        Generated(
+            text=answer.text,
+            tokens=tuple(answer.tokens),
+            reason=answer.reason or "tokens",
+            stop=answer.stop,
+            prompt_tokens=len(prompt),
+            prefilled=len(prompt) if options.tokens else 0,
+            prefill_seconds=prefill_seconds,
+            decoded=decoded,
+            decode_seconds=decode_seconds,
+            skipped=skipped,
+        )
+        for answer, prompt in zip(answers, ids, strict=True)
+    ]
+
+
+class _Answer:
+    """One continuation while it is made: its tokens, its text, and what ended it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], options: GenerateOptions, eos: Sequence[int]
+    ) -> None:
+        self._stream, self._stops, self._eos = TextStream(tokenizer, prompt), StopText(options.stop), eos
+        special = tokenizer.get_added_tokens_decoder() if options.stop else {}
+        # Special tokens have no text of their own in the answer.
+        self._stop_ids = {id: t.content for id, t in special.items() if t.special and t.content in options.stop}
+        self._told: list[str] = []
+        self.tokens: list[int] = []
+        self.reason = ""
+        self.stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What was told."""
+        return "".join(self._told)
+
+    def take(self, id: int) -> str:
+        """Add a token. Returns the text that is certain now; `reason` is there once it was the last."""
+        if id in self._eos and id not in self._stop_ids:
+            self.reason = "eos"
+            return ""
+        self.tokens.append(id)
+        if id in self._stop_ids:
+            self.reason, self.stop = "stop", self._stop_ids[id]
+            return ""
+        return self._tell(self._stops.push(self._stream.push(id)))
+
+    def rest(self) -> str:
+        """What was held back, when no more tokens come."""
+        held = "" if self._stops.found else self._stops.push(self._stream.finish()) + self._stops.finish()
+        return self._tell(held)
+
+    def _tell(self, piece: str) -> str:
+        if self._stops.found is not None:
+            self.reason, self.stop = "stop", self._stops.found
+        if piece:
+            self._told.append(piece)
+        return piece
 
 
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
@@ -108,9 +265,27 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[in
     return ids
 
 
-def _check_count(max_tokens: int) -> None:
-    if max_tokens < 0:
-        raise UserError(f"{max_tokens} tokens to generate: expected 0 or more")
+def checked(options: GenerateOptions | None) -> GenerateOptions:
+    """The options, the usual ones for None. Raises `UserError` where one is out of range."""
+    options = options or GenerateOptions()
+    if options.tokens < 0:
+        raise UserError(f"{options.tokens} tokens to generate: expected 0 or more")
+    _sampling(options)
+    StopText(options.stop)
+    return options
+
+
+def _sampling(options: GenerateOptions, number: int = 0) -> Sampling:
+    """How the tokens of prompt `number` are chosen."""
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        repeat_penalty=options.repeat_penalty,
+        repeat_last_n=options.repeat_last_n,
+    )
+    return replace(sampling, seed=options.seed + number)
 
 
 def _fitting_prompt(engine: Engine | BatchEngine, tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -119,23 +294,3 @@ def _fitting_prompt(engine: Engine | BatchEngine, tokenizer: Tokenizer, prompt: 
         larger = " or give a larger context" if engine.context < engine.architecture.context else ""
         raise UserError(f"prompt of {len(ids)} tokens: the context holds {engine.context}; shorten it{larger}")
     return ids
-
-
-def _stream(
-    engine: Engine, text: TextStream, sampler: Sampler, ids: list[int], max_tokens: int
-) -> Generator[str, None, str]:
-    engine.reset()
-    id, reason = 0, "tokens"
-    for made in range(max_tokens):
-        if made and engine.position == engine.context:
-            reason = "context"
-            break
-        id = engine.decode_next(id, sampler) if made else sampler.choose(engine.prefill(ids))
-        if id in engine.architecture.eos:
-            reason = "eos"
-            break
-        if piece := text.push(id):
-            yield piece
-    if rest := text.finish():
-        yield rest
-    return reason

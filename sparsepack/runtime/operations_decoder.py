@@ -109,6 +109,9 @@ class OperationsDecoder:
             for name in layer.sites
         }
 
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
+
     def prefill(self, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
             return self._logits(self._run(ids, _Mode.PREFILL)[-1:])[0]

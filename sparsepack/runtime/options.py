@@ -5,10 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How many tokens at most, and how they are chosen: see `runtime.sampling.Sampling`."""
+    """How many tokens at most, how they are chosen (see `runtime.sampling.Sampling`), and what ends the text.
+
+    stop -- texts that end it; they are not part of it
+    """
 
     tokens: int = 64
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    stop: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
+from sparsepack.runtime.options import GenerateOptions
 from sparsepack.runtime.sampling import Sampler
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -69,6 +71,19 @@ class Script:
         self.fed = []
         self.said = 0
 
+    def counts(self) -> None:
+        return None
+
+    def skipped(self, since: None) -> float:
+        return 0.5
+
+    def keep(self, ids: Sequence[int]) -> int:
+        kept = 0
+        while kept < min(len(self.fed), len(ids) - 1) and self.fed[kept] == ids[kept]:
+            kept += 1
+        del self.fed[kept:]
+        return kept
+
     def prefill(self, ids: Sequence[int]) -> torch.Tensor:
         self.fed += ids
         return self.say()
@@ -95,13 +110,8 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def run(engine: object, tokenizer: Tokenizer, prompt: str, max_tokens: int = 99) -> tuple[list[str], str]:
-    pieces = generate(engine, tokenizer.to_str(), prompt, max_tokens)  # type: ignore[arg-type]
-    found = []
-    while True:
-        try:
-            found.append(next(pieces))
-        except StopIteration as end:
-            return found, end.value
+    made = generate(engine, tokenizer, prompt, GenerateOptions(max_tokens))  # type: ignore[arg-type]
+    return list(made), made.result().reason
 
 
 # text in pieces
@@ -211,7 +221,7 @@ def test_an_empty_prompt_begins_with_bos() -> None:
 
 def test_an_empty_prompt_without_bos_is_an_error() -> None:
     with pytest.raises(UserError, match=r"empty prompt: .*\(BOS\)"):
-        generate(Script([], bos=None), TOKENIZERS["byte-level"].to_str(), "", 5)  # type: ignore[arg-type]
+        generate(Script([], bos=None), TOKENIZERS["byte-level"], "")  # type: ignore[arg-type]
 
 
 def test_bos_comes_once() -> None:
@@ -222,15 +232,20 @@ def test_bos_comes_once() -> None:
 
 def test_a_prompt_longer_than_the_context_is_an_error_before_anything_runs() -> None:
     with pytest.raises(UserError, match="prompt of 6 tokens: the context holds 4; shorten it or give a larger context"):
-        generate(Script([], context=4), TOKENIZERS["byte-level"].to_str(), "abcde", 5)  # type: ignore[arg-type]
+        generate(Script([], context=4), TOKENIZERS["byte-level"], "abcde")  # type: ignore[arg-type]
 
 
 def test_options_are_checked_before_anything_runs() -> None:
-    engine, tokenizer_json = Script([]), TOKENIZERS["byte-level"].to_str()
-    with pytest.raises(UserError, match="-1 tokens"):
-        generate(engine, tokenizer_json, "a", -1)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="temperature -1"):
-        generate(engine, tokenizer_json, "a", 1, temperature=-1)  # type: ignore[arg-type]
+    wrong = {
+        "-1 tokens": {"tokens": -1},
+        "temperature -1": {"temperature": -1.0},
+        "repeat penalty 0": {"repeat_penalty": 0.0},
+        "repeat-last-n -2": {"repeat_last_n": -2},
+        "stop: an empty string": {"stop": ("a", "")},
+    }
+    for message, options in wrong.items():
+        with pytest.raises(UserError, match=message):
+            generate(Script([]), TOKENIZERS["byte-level"], "a", GenerateOptions(**options))  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_is_no_text_is_an_error() -> None:
@@ -249,8 +264,8 @@ def test_a_real_engine_generates_the_same_text_for_the_same_seed(backend: str) -
     engine = engine_of(random_model("llama", vocab_size=tokenizer.get_vocab_size()), backend)
     engine.architecture = dataclasses.replace(engine.architecture, eos=())
 
-    def text(**options: float) -> str:
-        return "".join(generate(engine, tokenizer.to_str(), "Once", 30, **options))  # type: ignore[arg-type]
+    def text(**options: Any) -> str:
+        return "".join(generate(engine, tokenizer, "Once", GenerateOptions(30, **options)))
 
     assert text() == text()
     assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1)

@@ -15,7 +15,8 @@ from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.whole import build_model
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.generate import generate
+from sparsepack.runtime.generate import generate, open_tokenizer
+from sparsepack.runtime.options import GenerateOptions
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, "
 START = 12
@@ -70,7 +71,8 @@ def test_steps_agree_with_the_whole_text(backend: str, packed: PackedModel) -> N
 @every_backend
 def test_it_writes_english(backend: str, packed: PackedModel) -> None:
     engine = engine_of(packed, backend, context=64)
-    text = "".join(generate(engine, packed.tokenizer_json, "The old man sat down by", 12))
+    tokenizer = open_tokenizer(packed.tokenizer_json)
+    text = "".join(generate(engine, tokenizer, "The old man sat down by", GenerateOptions(12)))
     assert text.startswith(" ")
     assert text.isascii()
     assert " the " in text + " "

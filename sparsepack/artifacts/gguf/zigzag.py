@@ -16,7 +16,7 @@ Since schema 2 of the manifest two more are reserved, which nothing writes yet a
 
 `general.architecture` is "sparsepack", which no other program runs by mistake; every tensor is a valid one of its type,
 which any of them can show. The model's config.json and tokenizer.json, the numbers an engine needs and the manifest
-stand in `sparsepack.*` strings.
+stand in `sparsepack.*` strings, the chat template of a model that has one in `tokenizer.chat_template`.
 """
 
 import json
@@ -43,11 +43,12 @@ from sparsepack.codecs.matrices import encode_rows
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.chat import CHAT_TEMPLATE
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.rule import Rules, SiteRule
-from sparsepack.models.source_files import config_json
+from sparsepack.models.source_files import chat_template, config_json
 
 ALIGNMENT = 64  # a cache line: what the kernels load
 
@@ -75,6 +76,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         TOKENIZER: string(checkpoint.tokenizer_json()),
         NUMBERS: string(json.dumps(architecture.to_json())),
     }
+    if template := chat_template(checkpoint):
+        values[CHAT_TEMPLATE] = string(template)
     return GgufPlan(
         format=format.name,
         tensors=tensors,

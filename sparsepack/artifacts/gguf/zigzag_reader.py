@@ -15,6 +15,7 @@ from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.chat import CHAT_TEMPLATE
 from sparsepack.models.families import FAMILIES, SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
@@ -58,6 +59,7 @@ class _Reader:
             config_json=self.text(OWN_CONFIG),
             tokenizer_json=self.text(TOKENIZER),
             manifest=self.manifest,
+            chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
         )
 
     def layer(self, layer: int) -> PackedLayer:
@@ -117,7 +119,7 @@ class _Reader:
     def text(self, key: str) -> str:
         value = self.file.metadata.get(key)
         if not isinstance(value, str):
-            raise self.wrong(f"{key} is missing")
+            raise self.wrong(f"{key} is {'missing' if value is None else 'no text'}")
         return value
 
     def wrong(self, what: str) -> ArtifactError:

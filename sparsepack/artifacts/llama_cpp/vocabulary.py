@@ -20,6 +20,7 @@ from gguf import GGUFValueType, TokenType
 
 from sparsepack.artifacts.llama_cpp.pretokenizers import ZIGZAG, pretokenizer_names, refused, steps
 from sparsepack.errors import PackingError
+from sparsepack.models.chat import CHAT_TEMPLATE, template_of
 
 _KEY = "tokenizer.ggml."
 
@@ -37,7 +38,7 @@ VALUE_TYPES: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {
     _KEY + "add_bos_token": (GGUFValueType.BOOL, None),
     _KEY + "add_eos_token": (GGUFValueType.BOOL, None),
     _KEY + "add_space_prefix": (GGUFValueType.BOOL, None),
-    "tokenizer.chat_template": (GGUFValueType.STRING, None),
+    CHAT_TEMPLATE: (GGUFValueType.STRING, None),
 }
 """The type and element type of every key: `writer.add_key_value(key, value, *VALUE_TYPES[key])`."""
 
@@ -89,8 +90,8 @@ def vocabulary(tokenizer: dict, tokenizer_config: dict, config: dict) -> dict[st
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     keys |= {f"{names[kind]}_token_id": i for kind, i in special.items() if i is not None}
     named = {_KEY + key: value for key, value in keys.items()}
-    if template := _chat_template(tokenizer_config):
-        named["tokenizer.chat_template"] = template
+    if template := template_of(tokenizer_config):
+        named[CHAT_TEMPLATE] = template
     return named
 
 
@@ -246,10 +247,3 @@ def _merged(token: str, ranks: Ranks) -> tuple[list[str], int]:
 def _pair(merge: str | list[str]) -> tuple[str, str]:
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left, right
-
-
-def _chat_template(tokenizer_config: dict) -> str | None:
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    return template.get("default") if isinstance(template, dict) else template

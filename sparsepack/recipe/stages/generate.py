@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
-from sparsepack.recipe.section import Count, Natural, Section
+from sparsepack.recipe.section import Count, Names, Natural, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine
 from sparsepack.runtime.options import GenerateOptions
@@ -27,6 +27,9 @@ class Generate(Section):
     top_k: Count | None = GenerateOptions.top_k
     top_p: Annotated[float, Field(gt=0, le=1)] | None = GenerateOptions.top_p
     seed: Natural = GenerateOptions.seed
+    repeat_penalty: Annotated[float, Field(gt=0)] = GenerateOptions.repeat_penalty
+    repeat_last_n: Annotated[int, Field(ge=-1)] = GenerateOptions.repeat_last_n
+    stop: Names = GenerateOptions.stop
 
 
 def _length(job: Job, asked: Generate) -> int:
@@ -44,12 +47,12 @@ def _run(job: Job, asked: Generate) -> None:
 
     model = load(artifact_of(job), job.recipe.device, _length(job, asked), verify=False)
     say(*what_runs(model.engine))
-    text, ended = model.continued(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"})))
+    made = model.generate(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"}))).result()
     activity = model.engine.activity()
     result = {
         "prompt": asked.prompt,
-        "text": text,
-        "ended": ended,
+        "text": made.text,
+        "ended": made.reason,
         "realised_sparsity": realised_sparsity(model.packed, activity) if activity else None,
         "backend": model.engine.backend,
     }

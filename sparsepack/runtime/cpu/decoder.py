@@ -84,6 +84,9 @@ class NativeDecoder:
     def reset(self) -> None:
         self.native.reset()
 
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
+
     def prefill(self, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
         self.native.prefill(ids, False, logits)

@@ -67,6 +67,10 @@ class CudaDecoder(SequencesDecoder):
         self._drop()
         super().reset()
 
+    def truncate(self, length: int) -> None:
+        self._drop()
+        self._cache.truncate(length)
+
     def prefill(self, ids: Tensor) -> Tensor:
         return self._prefilled(ids, 0)
 

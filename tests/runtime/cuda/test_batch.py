@@ -1,6 +1,7 @@
 """Several sequences at once, by kernels in plain torch on the CPU and, marked gpu, on a GPU."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from sparsepack.runtime.cuda.decoder import CudaDecoder
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, generate_together
+from sparsepack.runtime.options import GenerateOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 TEXTS = torch.randint(300, (8, 13), generator=torch.Generator().manual_seed(3))
@@ -251,17 +253,17 @@ def test_prompts_are_continued_together_as_alone(context: int) -> None:
     tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     prompts = ["w5", "w7 w8 w9 w10 w11", "w250 w3"]
-    together = generate_together(
-        batch_of(packed, 3, context=context, dense=True), tokenizer.to_str(), prompts, 12, temperature=0.5, seed=7
-    )
+    options = GenerateOptions(12, temperature=0.5, seed=7)
+    together = generate_together(batch_of(packed, 3, context=context, dense=True), tokenizer, prompts, options)
     single = alone(packed, context=context, dense=True)
     for n, prompt in enumerate(prompts):
-        assert together[n] == "".join(generate(single, tokenizer.to_str(), prompt, 12, 0.5, 7 + n))
-        assert together[n]
+        made = generate(single, tokenizer, prompt, replace(options, seed=7 + n)).result()
+        assert (together[n].text, together[n].tokens, together[n].reason) == (made.text, made.tokens, made.reason)
+        assert made.text
     engine = batch_of(packed, 3, context=context)
-    assert generate_together(engine, tokenizer.to_str(), prompts, 0) == [""] * 3
+    assert [made.text for made in generate_together(engine, tokenizer, prompts, GenerateOptions(0))] == [""] * 3
     with pytest.raises(UserError, match=f"the context holds {context}"):
-        generate_together(engine, tokenizer.to_str(), ["w5 " * 40, "w3", "w4"], 3)
+        generate_together(engine, tokenizer, ["w5 " * 40, "w3", "w4"])
 
 
 def test_damaged_weights_are_an_error_of_the_artifact() -> None:
