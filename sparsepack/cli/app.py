@@ -17,6 +17,7 @@ from sparsepack.cli.generate import generate
 from sparsepack.cli.inspect import inspect
 from sparsepack.cli.pack import pack
 from sparsepack.cli.run import run
+from sparsepack.cli.serve import serve
 from sparsepack.cli.thresholds import thresholds
 from sparsepack.cli.tune import tune
 from sparsepack.cli.verify import verify
@@ -38,7 +39,7 @@ def main() -> None:
     """
 
 
-for verb in (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, run):
+for verb in (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, serve, run):
     main.add_command(verb)
 
 _profile = copy.copy(tune)  # its name until 0.1

@@ -1,5 +1,6 @@
 """`sparsepack serve`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -18,6 +19,14 @@ def _key(context: click.Context, parameter: click.Parameter, key: str | None) ->
     return key
 
 
+def _template(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
+    """A file's text."""
+    try:
+        return None if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {path}: cannot be read ({error}); expected text in UTF-8") from error
+
+
 @click.command()
 @click.argument("path", type=PATH)
 @from_options(ServeOptions, "--host", help="Address to listen on; 0.0.0.0 for all of this machine.")
@@ -29,6 +38,9 @@ def _key(context: click.Context, parameter: click.Parameter, key: str | None) ->
     help=f"Key that clients must send. Safer in the environment, as {KEY}: others can see a command line.",
 )
 @click.option("--model-name", help="Name that clients ask for (default: that of the file, without its ending).")
+@click.option(
+    "--chat-template", type=PATH, callback=_template, help="A file with the template of chats, for the model's own."
+)
 @from_options(ServeOptions, "--queue", type=click.IntRange(0), help="Texts that may wait while another is made.")
 @click.option(
     "--cors-origin",
@@ -59,6 +71,7 @@ def serve(
     port: int,
     api_key: str | None,
     model_name: str | None,
+    chat_template: str | None,
     queue: int,
     cors_origins: tuple[str, ...],
     grace: float,
@@ -85,5 +98,6 @@ def serve(
     options = ServeOptions(host, port, model_name, api_key, queue, cors_origins, grace, send_timeout)
     with bound_socket(host, port, send_timeout) as listening:  # before a large file is read
         model = load(path, device, context, dense=dense, backend=backend)
+        model = replace(model, chat_template=chat_template or model.chat_template)
         say(*what_runs(model.engine))
         serve_model(model, path.resolve().stem, options, listening)

@@ -42,9 +42,8 @@ class Service:
     async def health(self, request: Request) -> Response:
         """Whether texts are made: 200, or 503 where the server ends."""
         usable = self.worker.usable
-        body = {"status": "ok" if usable else "ending", "model": self.name}
-        body |= {"making": int(self.worker.busy), "waiting": self.worker.waiting}
-        return JSONResponse(body, 200 if usable else 503)
+        body = {"making": int(self.worker.busy), "waiting": self.worker.waiting, "model": self.name}
+        return JSONResponse({"status": "ok" if usable else "ending", **body}, 200 if usable else 503)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -152,9 +151,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refusal = Refusal(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}; docs/serve.md has what there is"
-    )
+    what = f"{request.method} {request.url.path}: {error.detail}; docs/serve.md says what there is"
+    refusal = Refusal(error.status_code, what)
     response = refused(refusal)
     response.headers.update(error.headers or {})
     return response

@@ -1,0 +1,39 @@
+"""A packed tiny model that skips, and a server of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+
+from artifacts_for_tests import write_zigzag
+from serving import Served, tiny_model
+
+from sparsepack.load import Model
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteRule
+from sparsepack.serve.options import ServeOptions
+
+
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a threshold at every site that skips some columns."""
+    path = tmp_path_factory.mktemp("serve") / "tiny.gguf"
+    checkpoint = open_checkpoint("shipped:tiny")
+    write_zigzag(checkpoint, {(layer, site): SiteRule(0.02) for layer in range(3) for site in SITES}, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(artifact: Path) -> Model:
+    """The tiny model, loaded."""
+    return tiny_model(artifact)
+
+
+@pytest.fixture(scope="module")
+def served(model: Model) -> Iterator[Served]:
+    """A server with the usual options."""
+    with Served(model, ServeOptions()) as running:
+        yield running
