@@ -19,6 +19,7 @@ from sparsepack.recipe.stages.generate import Generate
 from sparsepack.recipe.stages.pack import Pack
 from sparsepack.recipe.stages.thresholds import ActivationSparsity
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.options import ServeOptions
 from sparsepack.sparsity.options import AllocationOptions
 
 OPTIONS = {
@@ -28,6 +29,7 @@ OPTIONS = {
     "eval": (EvalRequest,),
     "bench": (BenchSettings,),
     "generate": (GenerateOptions,),
+    "serve": (ServeOptions,),
 }
 SECTIONS = {
     Calibrate: CalibrateOptions,

@@ -1,5 +1,7 @@
 """A packed tiny model that skips, and a server of it."""
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,15 @@ from sparsepack.load import Model
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.rule import SiteRule
+from sparsepack.runtime.cpu import dispatch
 from sparsepack.serve.options import ServeOptions
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _native_operations_end() -> Iterator[None]:
+    """Or nanobind may call them leaked, where pytest keeps a module to the very end."""
+    yield
+    dispatch._operations.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +47,13 @@ def served(model: Model) -> Iterator[Served]:
     """A server with the usual options."""
     with Served(model, ServeOptions()) as running:
         yield running
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests that are coroutines run in an event loop of their own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -29,8 +29,11 @@ class Served:
 
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self.model, self.options = model, options
+        self._clients: list[openai.OpenAI] = []
         self.worker = Worker(Texts(model).make, options.queue)
         self._socket = bound_socket(options.host, 0, options.send_timeout)
+        # What the system keeps for a client that does not read would be the whole of a tiny model's text.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         service = Service(self.worker, Prompts(model), options, options.model_name or "tiny", "fp_test")
@@ -58,7 +61,14 @@ class Served:
     def client(self, **settings: object) -> openai.OpenAI:
         """The official client, which does not try again."""
         settings = {"api_key": self.options.api_key or "none", "max_retries": 0, "timeout": 120, **settings}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **settings)  # type: ignore[arg-type]
+        made = openai.OpenAI(base_url=f"{self.url}/v1", **settings)  # type: ignore[arg-type]
+        self._clients.append(made)
+        return made
+
+    def close_clients(self) -> None:
+        """Close what the clients keep open."""
+        for client in self._clients:
+            client.close()
 
     def http(self, **settings: object) -> httpx.Client:
         """A client that says what the test says."""
