@@ -26,7 +26,8 @@ from sparsepack.runtime.generate import (
     open_tokenizer,
     prompt_tokens,
 )
-from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
+from sparsepack.verb_module import callable_as
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ class Model:
         """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
 
         messages -- `{"role": "user", "content": "Hello"}` and so on, from the first one
+        options  -- `CHAT_TOKENS` at most unless given
 
         What the engine has of the conversation stays in its cache: give the messages of the last call, its answer as
         `{"role": "assistant", "content": TEXT}` and a new one, and only what is new is prefilled. Raises `UserError`
         also where the model has no chat template, or it refuses the messages.
         """
-        prompt = self.chat_prompt(messages)
-        return generate(self.engine, self.tokenizer, prompt, _with(options, changes), keep=True)
+        options = _with(options or GenerateOptions(CHAT_TOKENS), changes)
+        return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
 
     def chat_prompt(self, messages: Sequence[Message]) -> str:
         """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`."""
@@ -145,3 +147,6 @@ def what_runs(engine: Engine | BatchEngine) -> tuple[str, ...]:
 
 def _with(options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
     return checked(replace(options or GenerateOptions(), **changes))
+
+
+callable_as(__name__, "sparsepack.load:load")

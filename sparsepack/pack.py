@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparsepack.artifacts.formats import DEFAULT_FORMAT, format_of, those_with
 from sparsepack.errors import PackingError
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.verb_module import callable_as
 
 if TYPE_CHECKING:
     from sparsepack.artifacts.plan import Plan
@@ -118,3 +119,6 @@ def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | N
     if request.allocation is None or request.calibration is None:
         return None
     return find_thresholds(checkpoint, load(request.calibration), request.allocation, state)
+
+
+callable_as(__name__, "sparsepack.pack:pack")

@@ -10,7 +10,7 @@ import torch
 from sparsepack.artifacts.artifact import Artifact
 from sparsepack.artifacts.open import open_artifact
 from sparsepack.errors import ArtifactError
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 
 ERROR_BOUNDS = {"Q4_K": 0.12, "Q6_K": 0.05, "F16": 1e-3, "BF16": 2**-8, "F32": 1e-6}
 """Largest relative Frobenius error that the type itself can cause.
@@ -58,8 +58,13 @@ class Report:
         return {"path": self.path, "kind": self.kind, "passed": self.passed, **listed}
 
 
-def verify(path: Path) -> Report:
-    """Check an artifact by itself: every byte's hash, shapes, zeros in padding."""
+def verify(path: Path | str, against: Checkpoint | str | None = None) -> Report:
+    """Check an artifact by itself: every byte's hash, shapes, zeros in padding.
+
+    against -- also compare every tensor with this checkpoint: see `verify_against`
+    """
+    if against is not None:
+        return verify_against(Path(path), open_checkpoint(against) if isinstance(against, str) else against)
     path = Path(path)
     kind = None
     try:

@@ -4,6 +4,7 @@ After each block its statistics and the hidden states that enter the next one ar
 `.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,30 @@ from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
 from sparsepack.files.resume import ResumeState, state_beside
-from sparsepack.files.text import Text
+from sparsepack.files.text import Text, read_text
 from sparsepack.models.blocks import BlockStream
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.progress import progress
 
 
 def calibrate(
-    checkpoint: Checkpoint, text: Text, output: Path, options: CalibrateOptions | None = None, overwrite: bool = False
+    model: Checkpoint | str,
+    text: Text | str | Sequence[str],
+    output: Path,
+    options: CalibrateOptions | None = None,
+    overwrite: bool = False,
 ) -> Calibration:
-    """Collect the statistics of `checkpoint` over `text` into the folder `output` (section "Calibration folder").
+    """Collect the statistics of a model over text into the folder `output` (section "Calibration folder").
 
-    Raises `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
+    model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
+
+    Raises `CheckpointError`, `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
     """
+    checkpoint = open_checkpoint(model) if isinstance(model, str) else model
+    text = text if isinstance(text, Text) else read_text(text)
+    output = Path(output)
     options = options or CalibrateOptions()
     options = replace(options, context=window_length(options.context, checkpoint.config.max_position_embeddings))
     options.check()

@@ -46,11 +46,9 @@ def calibrate(
         made = merge_folders(folders[0], folders[1], output, overwrite)
     else:
         from sparsepack.calibrate.run import calibrate as run_calibration
-        from sparsepack.files.text import read_text
-        from sparsepack.models.checkpoint import open_checkpoint
 
         if folders or not texts:
             raise click.UsageError("give one MODEL and --text: sparsepack calibrate MODEL --text FILE -o FOLDER")
         options = CalibrateOptions(**asked)
-        made = run_calibration(open_checkpoint(model), read_text(texts), output, options, overwrite)
+        made = run_calibration(model, texts, output, options, overwrite)
     click.echo(calibration_table(made.manifest))

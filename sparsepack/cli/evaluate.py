@@ -26,6 +26,11 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--limit", type=click.IntRange(1), help="Documents per task.")
 @click.option("--num-fewshot", type=click.IntRange(0), help="Overrides the tasks' own.")
 @click.option(
+    "--apply-chat-template",
+    is_flag=True,
+    help="Put each document of a task, and its examples, into the model's chat template.",
+)
+@click.option(
     "--batch", type=click.IntRange(1), help="Windows, and requests of a task, at a time (default 1 window, 8 requests)."
 )
 @from_options(

@@ -1,47 +1,117 @@
-"""Generated text on standard output, one line about the run on stderr."""
+"""Generated text on standard output as it is made, or as JSON; one line about each text on stderr."""
 
+import json
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from sparsepack.files.atomic import write_bytes
 from sparsepack.load import Model, ModelOfSeveral, what_runs
 from sparsepack.progress import say
+from sparsepack.runtime.batch import BatchEngine
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions
 
+_ENDED = {
+    "eos": "the model ended it",
+    "stop": "stopped at {!r}",
+    "tokens": "that is as many as asked for",
+    "context": "the context is full",
+    "cancelled": "interrupted",
+}
 
-def stream(model: Model, prompt: str, options: GenerateOptions) -> None:
+
+class Answers:
+    """Where texts go: to standard output, or as JSON, a line for each, there (`json_path` is "-") or into a file.
+
+    The file appears when all are made, by `close`.
+    """
+
+    def __init__(self, engine: Engine | BatchEngine, json_path: str | None) -> None:
+        self._engine, self._path = engine, json_path
+        self._lines: list[str] = []
+        say(*what_runs(engine))
+
+    def tell(self, text: str) -> None:
+        """Text for people, at once; none where standard output is for JSON."""
+        if self._path != "-":
+            _write(text)
+
+    def add(self, prompt: str, made: Generated) -> None:
+        """A text that has ended."""
+        say(summary(made))
+        line = json.dumps(self._record(prompt, made), ensure_ascii=False)
+        if self._path == "-":
+            _write(f"{line}\n")
+        elif self._path is not None:
+            self._lines.append(f"{line}\n")
+
+    def close(self) -> None:
+        """No more texts come."""
+        if self._path not in (None, "-"):
+            write_bytes(Path(str(self._path)), "".join(self._lines).encode())
+
+    def _record(self, prompt: str, made: Generated) -> dict[str, Any]:
+        return {
+            "prompt": prompt,
+            "text": made.text,
+            "tokens": len(made.tokens),
+            "token_ids": list(made.tokens),
+            "stop_reason": made.reason,
+            "stop": made.stop,
+            "prompt_tokens": made.prompt_tokens,
+            "prefilled": made.prefilled,
+            "prefill_seconds": made.prefill_seconds,
+            "decode_seconds": made.decode_seconds,
+            "tokens_per_second": made.tokens_per_second,
+            "skipped": made.skipped,
+            "runtime": self._engine.description,
+            "dense": self._engine.dense,
+        }
+
+
+def stream(generation: Generation, answers: Answers) -> Generated:
+    """Tell a text as it comes."""
+    for piece in generation:
+        answers.tell(piece)
+    answers.tell("\n")
+    return generation.result()
+
+
+def print_one(model: Model, prompt: str, options: GenerateOptions, json_path: str | None) -> None:
     """Write a prompt and its continuation as it comes."""
-    say(*what_runs(model.engine))
-    pieces = model.generate(prompt, options)
-    began, first = time.perf_counter(), 0.0
-    sys.stdout.write(prompt)
-    for piece in pieces:
-        first = first or time.perf_counter()
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    spent = time.perf_counter() - (first or began)
-    say(
-        f"{model.engine.position} tokens in the context, decoded in {spent:.2f} s after the prefill; "
-        f"{_skipped(model.engine.activity()):.1%} of the columns skipped, on average over sites"
-    )
+    generation = model.generate(prompt, options)
+    answers = Answers(model.engine, json_path)
+    answers.tell(prompt)
+    answers.add(prompt, stream(generation, answers))
+    answers.close()
 
 
-def print_together(model: ModelOfSeveral, prompts: Sequence[str], options: GenerateOptions) -> None:
+def print_together(
+    model: ModelOfSeveral, prompts: Sequence[str], options: GenerateOptions, json_path: str | None
+) -> None:
     """Write the continuations of several prompts when all are made."""
-    say(*what_runs(model.engine))
-    began = time.perf_counter()
-    texts = model.generate(prompts, options)
-    spent = time.perf_counter() - began
-    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-        sys.stdout.write(f"--- prompt {number}: {' '.join(prompt.split())}\n{text}\n")
-    sys.stdout.flush()
-    say(
-        f"{len(prompts)} texts in {spent:.2f} s, prefill included; "
-        f"{_skipped(model.engine.activity()):.1%} of the columns skipped in all of them, on average over sites"
+    answers = Answers(model.engine, json_path)
+    for number, (prompt, made) in enumerate(zip(prompts, model.generate(prompts, options), strict=True), 1):
+        answers.tell(f"--- prompt {number}: {' '.join(prompt.split())}\n{made.text}\n")
+        answers.add(prompt, made)
+    answers.close()
+
+
+def summary(made: Generated) -> str:
+    """How a text was made, in one line."""
+    before = made.prompt_tokens - made.prefilled
+    prompt = f"{made.prompt_tokens} of the prompt{f', {before} of them from before,' if before else ''}"
+    speed = f" ({made.tokens_per_second:.1f} tokens/s)" if made.tokens_per_second else ""
+    skipped = "" if made.skipped is None else f"; {made.skipped:.1%} of the blocks' weights skipped"
+    return (
+        f"{len(made.tokens)} tokens in {made.decode_seconds:.2f} s{speed} after {prompt} in "
+        f"{made.prefill_seconds:.2f} s; {_ENDED[made.reason].format(made.stop)}{skipped}"
     )
 
 
-def _skipped(activity: Mapping[tuple[int, str], float]) -> float:
-    return 1 - sum(activity.values()) / len(activity) if activity else 0.0
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

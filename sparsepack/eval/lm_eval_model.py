@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from rich.progress import track
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
+from sparsepack.models.chat import render_chat, template_of
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -97,6 +99,38 @@ class SparseLM(TemplateLM):
             add_special_tokens = not (bos and string.startswith(bos))
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens, verbose=False)
         return ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without `add_generation_prompt` it ends within the last message.
+
+        As lm-eval does it, a template that refuses system messages gets the conversation without them. Raises
+        `UserError` where the model has no template, or it refuses that too.
+        """
+        render = functools.partial(
+            render_chat,
+            self.chat_template(),
+            bos_token=self.tokenizer.bos_token,
+            eos_token=self.tokenizer.eos_token,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        try:
+            return render(chat_history)
+        except UserError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) in (0, len(chat_history)):
+                raise
+            logger.warning("%s; system messages are left out", error)
+            return render(others)
+
+    def chat_template(self, chat_template: bool | str = True) -> str:
+        """The model's template. Raises `UserError` where it has none, or for the name of one: only its own is known."""
+        if isinstance(chat_template, str):
+            raise UserError(f"chat template {chat_template!r}: sparsepack knows a model's default one; name none")
+        found = template_of({"chat_template": self.tokenizer.chat_template})
+        if found is None:
+            raise UserError("this model has no chat template; leave out --apply-chat-template")
+        return found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As TemplateLM's, without its progress bar: `_loglikelihood_tokens` shows one."""

@@ -14,7 +14,7 @@ class EvalRequest:
     perplexity -- texts; each gives a row per protocol;  context -- tokens per window (None: 2048, or what the
                   model was made for if that is less);  windows -- at most so many
     against    -- source checkpoint for KL divergence and top-token agreement
-    tasks, task_path, limit, num_fewshot -- lm-eval tasks
+    tasks, task_path, limit, num_fewshot, apply_chat_template -- lm-eval tasks, and lm-eval's options of these names
     batch      -- windows, and requests of a task, at a time (None: 1 window, 8 requests)
     runtime    -- "transformers": the stock model with the subject's weights and rules; or a backend of the engine
                   (`runtime.backends`), which runs a zigzag artifact as its users do
@@ -32,6 +32,7 @@ class EvalRequest:
     task_path: Path | None = None
     limit: int | None = None
     num_fewshot: int | None = None
+    apply_chat_template: bool = False
     batch: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
@@ -65,6 +66,8 @@ class EvalRequest:
                     f"runtime {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
+        if self.apply_chat_template and not self.tasks:
+            raise UserError("--apply-chat-template is for tasks, perplexity has no conversations; give --tasks NAMES")
         counts = (self.batch, self.windows, self.context and self.context - 1)
         if any(count is not None and count < 1 for count in counts):
             raise UserError(

@@ -29,11 +29,11 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     request.check()
     texts = [read_text(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
-    subject = _subject(request, table)
+    subject = subject_of(request, table)
     context = window_length(request.context, subject.context)
     if texts and context > subject.context:
         raise TextError(f"context {context}: {subject.name} was made for at most {subject.context}")
-    protocol = request.protocol or ("decode" if subject.sparse else "dense")
+    protocol = protocol_of(request, subject)
     reference = _reference(request, subject)
     scorer = subject.scorer()
     rows = []
@@ -85,10 +85,16 @@ def evaluate(request: EvalRequest) -> dict[str, Any]:
     return result
 
 
-def _subject(request: EvalRequest, table: Thresholds | None) -> Subject | EngineSubject:
+def subject_of(request: EvalRequest, table: Thresholds | None = None) -> Subject | EngineSubject:
+    """What a request is about, opened to be measured. Raises `UserError` subclasses for what cannot be."""
     if request.runtime == "transformers":
         return open_subject(request.subject, table, request.device, request.dtype)
     return open_engine_subject(request.subject, request.runtime, request.device)
+
+
+def protocol_of(request: EvalRequest, subject: Subject | EngineSubject) -> str:
+    """The protocol asked for; by itself, decode for what is sparse, else dense."""
+    return request.protocol or ("decode" if subject.sparse else "dense")
 
 
 def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> SparseScorer | None:
@@ -118,6 +124,7 @@ def _tasks(
         limit=request.limit,
         batch_size=request.requests_at_once,
         num_fewshot=request.num_fewshot,
+        apply_chat_template=request.apply_chat_template,
     )
     return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
 

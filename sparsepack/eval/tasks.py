@@ -33,6 +33,7 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
     num_fewshot: int | None,
+    apply_chat_template: bool = False,
 ) -> dict[str, Any]:
     """Evaluates lm-eval tasks, groups, tags or glob patterns and returns what is worth keeping of the result.
 
@@ -40,8 +41,11 @@ def run_tasks(
     the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
     filled HF_HOME. `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
     those that say 0 (as in lm-eval); each row says what was used. The protocols are those of `SparseLM`.
+    `apply_chat_template` is lm-eval's: a document is a user's message, and so are few-shot examples, with their answers
+    as the assistant's.
 
-    Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "tasks", "groups"}`; `tasks[name]` is
+    Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "apply_chat_template", "tasks", "groups"}`;
+    `tasks[name]` is
     `{"metrics", "samples", "samples_available", "num_fewshot", "version"}`, `groups[name]` is `{"metrics", "tasks"}`,
     and `metrics[key]` is `{"value", "stderr", "higher_is_better"}` with numbers or None. A metric's key is lm-eval's
     name for it, followed by `,filter` where the task has a named filter.
@@ -72,9 +76,20 @@ def run_tasks(
         for task in loaded["tasks"].values():
             _set_fewshot(task, num_fewshot)
         model = SparseLM(scorer, tokenizer, protocol=protocol, batch_size=batch_size)
+        if apply_chat_template:
+            model.chat_template()  # refused before anything runs where there is none
         # not simple_evaluate: that calls git, and describes the machine for seconds
-        found = evaluate(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS, log_samples=False)
-    return _report(found, protocol=protocol, limit=limit, truncated=model.truncated_requests)
+        found = evaluate(
+            lm=model,
+            task_dict=loaded,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_ITERS,
+            log_samples=False,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=apply_chat_template,
+        )
+    report = _report(found, protocol=protocol, limit=limit, truncated=model.truncated_requests)
+    return {**report, "apply_chat_template": apply_chat_template}
 
 
 def load_tasks(names: list[str], task_path: Path | None) -> dict[str, Any]:

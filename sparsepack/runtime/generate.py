@@ -1,7 +1,7 @@
 """Talk to a packed model: a prompt in, text out as it is made."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
@@ -97,7 +97,7 @@ class Generation(Iterator[str]):
             skipped=self._skipped,
         )
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str, None, None]:
         engine, answer = self._engine, self._answer
         if not self._keep:
             engine.reset()

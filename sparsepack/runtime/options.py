@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+CHAT_TOKENS = 1024
+"""Of an answer in a conversation, unless told otherwise: most end by themselves."""
+
 
 @dataclass(frozen=True)
 class GenerateOptions:

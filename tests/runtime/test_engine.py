@@ -17,6 +17,7 @@ from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.cuda import sequences as cuda_sequences
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 STARTS = [0, 6, 12]
@@ -254,3 +255,76 @@ def test_the_reference_on_cuda_gives_the_stock_models_logits(variant: str) -> No
 def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(UserError, match="no CUDA device"):
         Engine(models("llama")[0], device="cuda")
+
+
+# going on from a text
+
+
+@every_backend
+def test_what_a_text_has_in_common_with_another_is_kept(backend: str) -> None:
+    packed, _ = models("llama")
+    engine, other = engine_of(packed, backend), [*IDS[:7], *reversed(IDS)]
+    engine.prefill(IDS[:9])
+    for id in IDS[9:]:
+        engine.decode_next(id, Sampler(Sampling()))
+    assert engine.keep(other) == engine.position == 7
+    found = engine.prefill(other[7:])
+    fresh = engine_of(packed, backend)
+    assert largest_difference(found, fresh.prefill(other)) < TOLERANCE[backend]
+    assert engine.keep(other) == len(other) - 1, "the last token's logits are wanted"
+    assert engine.keep([]) == engine.position == 0
+
+
+@every_backend
+def test_a_text_can_be_cut_and_gone_on_with(backend: str) -> None:
+    packed, _ = models("llama")
+    engine = engine_of(packed, backend)
+    engine.prefill(IDS[:4])
+    expected = [engine.step(id) for id in IDS[4:]]
+    engine.truncate(4)
+    assert engine.position == 4
+    for id, logits in zip(IDS[4:], expected, strict=True):
+        assert torch.equal(engine.step(id), logits)
+    with pytest.raises(UserError, match="expected 0 to 13"):
+        engine.truncate(14)
+
+
+@every_backend
+def test_activity_can_be_counted_from_any_time(backend: str) -> None:
+    packed, _ = models("llama")
+    engine, alone = engine_of(packed, backend), engine_of(packed, backend)
+    engine.prefill(IDS[:3])
+    engine.step(IDS[3])
+    since = engine.counts()
+    assert engine.activity(since) == {}
+    assert engine.skipped(since) is None
+    engine.step(IDS[4])
+    alone.prefill(IDS[:3])
+    alone.step(IDS[3])
+    alone.step(IDS[4])
+    both, first = alone.activity(), engine.activity(since)
+    assert both.keys() == first.keys()
+    assert 0 < engine.skipped(since) < 1
+    assert engine.counts().stepped == since.stepped + 1
+
+
+@every_backend
+def test_an_interrupted_call_costs_the_text_and_nothing_else(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = models("llama")
+    engine = engine_of(packed, backend)
+    engine.prefill(IDS[:5])
+    engine._decoder.prefill(torch.tensor(IDS[5:7]))  # as Ctrl-C may leave it
+    assert engine.keep(IDS) == 0
+    assert largest_difference(engine.prefill(IDS), engine_of(packed, backend).prefill(IDS)) < TOLERANCE[backend]
+
+
+@every_backend
+def test_a_penalty_is_heeded_on_every_backend(backend: str) -> None:
+    packed, _ = models("llama")
+    engine, oracle = engine_of(packed, backend), engine_of(packed, backend)
+    sampling = Sampling(repeat_penalty=1.8)
+    sampler, expected = Sampler(sampling, IDS), Sampler(sampling, IDS)
+    id, other = sampler.choose(engine.prefill(IDS)), expected.choose(oracle.prefill(IDS))
+    for _ in range(20):
+        assert id == other
+        id, other = engine.decode_next(id, sampler), expected.choose(oracle.step(other))

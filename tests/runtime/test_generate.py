@@ -60,7 +60,7 @@ class Script:
 
     def __init__(self, script: Sequence[int], bos: int | None = 1, eos: tuple[int, ...] = (2,), context: int = 4096):
         self.architecture = SimpleNamespace(bos=bos, eos=eos, context=1024)
-        self.script, self.context = script, context
+        self.script, self.context, self.said = script, context, 0
         self.fed: list[int] = []
 
     @property
@@ -210,6 +210,58 @@ def test_generation_stops_where_the_context_is_full() -> None:
 def test_any_eos_of_several_ends_the_text() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     assert run(Script([*encoded(tokenizer, "ab"), 0], eos=(2, 0)), tokenizer, "x") == (["a", "b"], "eos")
+
+
+def test_a_generation_tells_what_it_made() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script([*encoded(tokenizer, "abc"), 2])
+    made = generate(engine, tokenizer, "xy").result()  # type: ignore[arg-type]
+    assert (made.text, made.tokens, made.reason, made.stop) == ("abc", tuple(encoded(tokenizer, "abc")), "eos", None)
+    assert (made.prompt_tokens, made.prefilled, made.decoded, made.skipped) == (3, 3, 3, 0.5)
+    assert made.tokens_per_second == made.decoded / made.decode_seconds > 0
+    nothing = generate(engine, tokenizer, "xy", GenerateOptions(0)).result()  # type: ignore[arg-type]
+    assert (nothing.text, nothing.reason, nothing.decoded, nothing.tokens_per_second) == ("", "tokens", 0, None)
+
+
+def test_a_generation_that_is_closed_tells_what_there_was() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script(encoded(tokenizer, "abcdef"))
+    made = generate(engine, tokenizer, "x")  # type: ignore[arg-type]
+    assert next(made) + next(made) == "ab"
+    made.close()
+    assert (made.result().text, made.result().reason, engine.said) == ("ab", "cancelled", 2)
+
+
+@every_tokenizer
+def test_a_stop_string_ends_the_text_and_is_not_told(tokenizer: Tokenizer) -> None:
+    whole, start = encoded(tokenizer, "a bc d e f"), encoded(tokenizer, "a")
+    engine = Script(whole[len(start) :])
+    made = generate(engine, tokenizer, "a", GenerateOptions(stop=("zz", "c d")))  # type: ignore[arg-type]
+    assert "".join(made) == " b"
+    assert (made.result().reason, made.result().stop) == ("stop", "c d")
+    assert engine.said < len(whole) - len(start), "stopped late"
+
+
+def test_what_looked_like_a_stop_string_is_told_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    made = generate(Script([*encoded(tokenizer, "abc"), 2]), tokenizer, "x", GenerateOptions(stop=("cd",)))  # type: ignore[arg-type]
+    assert (made.result().text, made.result().reason) == ("abc", "eos")
+
+
+def test_the_name_of_a_special_token_is_a_stop_string_too() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    made = generate(Script([*encoded(tokenizer, "ab"), 0]), tokenizer, "x", GenerateOptions(stop=("<unk>",)))  # type: ignore[arg-type]
+    assert (made.result().text, made.result().reason, made.result().stop) == ("ab", "stop", "<unk>")
+
+
+def test_only_what_is_new_is_prefilled_where_the_text_is_kept() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    engine = Script(encoded(tokenizer, "abcdef"))
+    first = generate(engine, tokenizer, "xy", GenerateOptions(3), keep=True).result()  # type: ignore[arg-type]
+    engine.said = 0
+    second = generate(engine, tokenizer, "xyabc z", GenerateOptions(2), keep=True).result()  # type: ignore[arg-type]
+    assert (first.prefilled, second.prompt_tokens, second.prefilled) == (3, 8, 3)  # c was chosen, not yet fed
+    assert engine.fed == [1, *encoded(tokenizer, "xyabc za")]
 
 
 def test_an_empty_prompt_begins_with_bos() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.sampling import Sampler, Sampling, penalised
 
 LOGITS = torch.tensor([0.5, 0.2, 0.1, 0.15, 0.05]).log()
 
@@ -75,3 +75,44 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
 def test_options_out_of_range_are_errors(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match="expected"):
         Sampling(**options)  # type: ignore[arg-type]
+
+
+# the repeat penalty
+
+
+def test_the_repeat_penalty_is_llama_cpps() -> None:
+    import ctypes
+
+    import llama_cpp
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, generator=generator) * 4
+    for last_n, penalty in ((64, 1.3), (5, 1.7), (3, 0.8), (0, 2.0)):
+        before = torch.randint(50, (12,), generator=generator).tolist()
+        theirs = llama_cpp.llama_sampler_init_penalties(50, last_n, penalty, 0.0, 0.0)
+        for id in before:
+            llama_cpp.llama_sampler_accept(theirs, id)
+        data = (llama_cpp.llama_token_data * 50)(*[(id, logit, 0.0) for id, logit in enumerate(logits.tolist())])
+        array = llama_cpp.llama_token_data_array(data, 50, -1, False)
+        llama_cpp.llama_sampler_apply(theirs, ctypes.byref(array))
+        expected = torch.tensor([entry.logit for entry in sorted(data, key=lambda entry: entry.id)])
+        llama_cpp.llama_sampler_free(theirs)
+        found = penalised(logits.double(), before[len(before) - min(last_n, 12) :], penalty)
+        torch.testing.assert_close(found.float(), expected)
+
+
+def test_what_was_there_is_less_likely_the_prompt_and_the_choices_alike() -> None:
+    logits = torch.tensor([2.0, 1.9, 1.8, -1.0])
+    sampling = Sampling(repeat_penalty=1.5)
+    sampler = Sampler(sampling, [0])
+    assert [sampler.choose(logits) for _ in range(4)] == [1, 2, 0, 0]
+    assert Sampler(Sampling(repeat_penalty=1.5, repeat_last_n=0), [0]).choose(logits) == 0
+    short = Sampler(Sampling(repeat_penalty=1.5, repeat_last_n=1), [0])
+    assert [short.choose(logits) for _ in range(4)] == [1, 0, 1, 0]
+    assert Sampler(Sampling(repeat_penalty=1.5, repeat_last_n=-1), [0, *[3] * 500]).choose(logits) == 1
+    assert logits.tolist() == torch.tensor([2.0, 1.9, 1.8, -1.0]).tolist()
+
+
+def test_it_is_an_error_of_the_weights_with_a_penalty_too() -> None:
+    with pytest.raises(ArtifactError, match="largest logit"):
+        Sampler(Sampling(repeat_penalty=2.0), [0]).choose(torch.tensor([float("nan"), 1.0]))

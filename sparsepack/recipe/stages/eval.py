@@ -38,6 +38,7 @@ class Eval(Section):
     task_path: str | None = None
     limit: Count | None = EvalRequest.limit
     num_fewshot: Natural | None = EvalRequest.num_fewshot
+    apply_chat_template: bool = EvalRequest.apply_chat_template
     batch: Count | None = EvalRequest.batch
 
 
@@ -56,6 +57,8 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
 def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
     if not asked.perplexity and not asked.tasks:
         yield "eval: nothing to evaluate; give it perplexity texts or tasks, or leave it out"
+    if asked.apply_chat_template and not asked.tasks:
+        yield "eval.apply_chat_template: it is for tasks, and there are none; add eval.tasks or leave it out"
     if asked.task_path and not Path(asked.task_path).is_dir():
         yield f"eval.task_path: {asked.task_path} is no folder (relative paths start at the working directory)"
 

@@ -10,15 +10,17 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from artifacts_for_tests import plan_zigzag, write_zigzag
+from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from codec_cases import relative_error
-from models_for_tests import END, tokenizer
+from models_for_tests import END, make_model, tokenizer
 from small_rules import rules
 
+from sparsepack.artifacts.gguf import zigzag
 from sparsepack.artifacts.gguf.values import MANIFEST as KEY
+from sparsepack.artifacts.gguf.values import string, u32
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import open_artifact, read_packed
-from sparsepack.artifacts.stock import dequantised, stock_config
+from sparsepack.artifacts.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import q4_k
 from sparsepack.codecs.matrices import decode_matrix
@@ -356,3 +358,34 @@ def test_names_that_the_model_does_not_have_are_refused(zigzag_files: Files) -> 
     packed: PackedModel = read_packed(zigzag_files["llama"])
     with pytest.raises(ArtifactError, match="no such tensor"):
         dequantised(packed)("model.layers.2.mlp.up_proj.weight")
+
+
+# chat templates
+
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
+
+
+def test_the_chat_template_is_carried_from_folders_and_ggufs(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_zigzag(open_checkpoint(folder), {}, tmp_path / "m.gguf")
+    assert read_gguf(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == TEMPLATE
+    packed = read_packed(tmp_path / "m.gguf")
+    assert packed.chat_template == stock_tokenizer(packed).chat_template == TEMPLATE
+    write_plain(open_checkpoint(folder), tmp_path / "f16.gguf", "f16")
+    write_zigzag(open_checkpoint(tmp_path / "f16.gguf"), {}, tmp_path / "again.gguf")
+    assert read_packed(tmp_path / "again.gguf").chat_template == TEMPLATE
+
+
+def test_a_model_without_one_gives_the_file_that_it_always_gave(tmp_path: Path) -> None:
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
+    assert "tokenizer.chat_template" not in read_gguf(tmp_path / "m.gguf").metadata
+    assert read_packed(tmp_path / "m.gguf").chat_template is None
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zigzag, "chat_template", lambda checkpoint: "x")
+    monkeypatch.setattr(zigzag, "string", lambda value: u32(7) if value == "x" else string(value))
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.chat_template is no text"):
+        read_packed(tmp_path / "m.gguf")

@@ -162,6 +162,7 @@ AFTER = {
     "another token": lambda engine, id: engine.step((id + 1) % 300, True),
     "dense": lambda engine, id: engine.step(id, False),
     "teacher-forced": lambda engine, id: engine.teacher_forced(IDS, 4, True),
+    "a shorter text": lambda engine, id: engine.truncate(2),
     "reset": lambda engine, id: engine.reset(),
     "a choice without its token": lambda engine, id: torch.tensor(engine.decode_next(9, True, Sampler(Sampling()))),
 }

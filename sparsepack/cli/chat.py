@@ -1,0 +1,92 @@
+"""A conversation on a terminal, or with the lines of a file or a pipe."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from sparsepack.cli.streaming import Answers, stream
+from sparsepack.errors import UserError
+from sparsepack.load import Model
+from sparsepack.progress import say
+from sparsepack.runtime.generate import Generated, Generation
+from sparsepack.runtime.options import GenerateOptions
+
+_HELP = "Type a message. /clear forgets the conversation, Ctrl-C stops an answer, Ctrl-D ends."
+_FORGET = "/clear"
+
+
+def converse(
+    model: Model, first: Sequence[str], options: GenerateOptions, system: str | None, json_path: str | None
+) -> None:
+    """Answer message after message, each with the conversation before it, which stays in the cache.
+
+    first  -- messages to begin with. After them come those typed on a terminal; without them, each line of standard
+              input where that is no terminal
+    system -- what stands before the conversation
+
+    Raises `UserError` for a conversation that the model's template does not take or that the context has no room for;
+    on a terminal it says so and forgets the message.
+    """
+    typed = on_a_terminal()
+    begun = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(begun)
+    if not first or typed:
+        model.chat_prompt([*begun, {"role": "user", "content": "Hello"}])  # whether it can, before anybody types
+    answers = Answers(model.engine, json_path)
+    for text in _messages(first, typed):
+        if typed and text.strip() == _FORGET:
+            messages = list(begun)
+            continue
+        asked = [*messages, {"role": "user", "content": text}]
+        try:
+            generation = model.chat(asked, options)
+        except UserError as error:
+            if not typed:
+                raise
+            say(f"{error}; {_FORGET} forgets the conversation")
+            continue
+        made = _answered(generation, answers, typed)
+        answers.add(text, made)
+        messages = [*asked, {"role": "assistant", "content": made.text}]
+    answers.close()
+
+
+def on_a_terminal() -> bool:
+    """Whether somebody types."""
+    return sys.stdin.isatty()
+
+
+def _messages(first: Sequence[str], typed: bool) -> Iterator[str]:
+    yield from first
+    if typed:
+        say(_HELP)
+        yield from _typed()
+    elif not first:
+        for line in sys.stdin:
+            if line.strip():
+                yield line.rstrip("\r\n")
+
+
+def _typed() -> Iterator[str]:
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() takes editing and history from it)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            say("")
+            return
+        if line.strip():
+            yield line
+
+
+def _answered(generation: Generation, answers: Answers, typed: bool) -> Generated:
+    try:
+        return stream(generation, answers)
+    except KeyboardInterrupt:
+        if not typed:
+            raise
+        generation.close()
+        answers.tell("\n")
+        return generation.result()
