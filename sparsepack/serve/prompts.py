@@ -40,13 +40,12 @@ class Prompts:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
         Raises `Refusal` where they do not fit into the context."""
         room = self.context - prompt
-        if asked is None and room > 0:
-            return room
-        if prompt + (asked or 0) > self.context or room < 0:
-            wanted = f"{prompt} tokens of prompt" + (f" and {asked} to make" if asked else "")
-            message = f"{wanted}: this model's maximum context length is {self.context} tokens here; shorten the prompt"
-            raise Refusal(400, message, "messages" if asked is None else "max_tokens", "context_length_exceeded")
-        return asked or 0
+        wanted = 1 if asked is None else asked
+        if wanted > room:
+            message = f"this model's maximum context length is {self.context} tokens here: shorten the prompt"
+            message = f"{prompt} tokens of prompt and {wanted} to make; {message}"
+            raise Refusal(400, message, "max_tokens", "context_length_exceeded")
+        return room if asked is None else asked
 
     def _tokens(self, prompt: str, param: str) -> list[int]:
         try:

@@ -59,7 +59,7 @@ def serve(model: Model, default_name: str, options: ServeOptions, listening: soc
     worker = Worker(Texts(model).make, options.queue)
     try:
         service = Service(worker, Prompts(model), options, name, fingerprint(model))
-        asyncio.run(_Server(create_app(service), worker, options).serve_on(listening, name))
+        asyncio.run(_Server(service).serve([listening]))
     finally:
         listening.close()
         worker.close(options.grace)
@@ -91,21 +91,23 @@ def uvicorn_config(app: Starlette, options: ServeOptions) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn, which tells the worker when a signal comes, and ends without one."""
 
-    def __init__(self, app: Starlette, worker: Worker, options: ServeOptions) -> None:
-        super().__init__(uvicorn_config(app, options))
-        self._worker, self._options = worker, options
+    def __init__(self, service: Service) -> None:
+        super().__init__(uvicorn_config(create_app(service), service.options))
+        self._name, self._worker, self._options = service.name, service.worker, service.options
 
-    async def serve_on(self, listening: socket.socket, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        host, port = listening.getsockname()[:2]
-        say(f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it")
-        if host not in LOOPBACK and self._options.api_key is None:
-            say("note: whoever reaches this machine can use the model; give --api-key to let only some")
-        await self.serve([listening])
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say so: from then on clients are heard, and signals."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            host, port = listening.getsockname()[:2]
+            say(f"{self._name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it")
+            if host not in LOOPBACK and self._options.api_key is None:
+                say("note: whoever reaches this machine can use the model; give --api-key to let only some")
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Ends on a signal, and leaves it at that: a server that was told to end and did has done its work."""
+        self._loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 from serving import Served, wait_until
 
 from sparsepack.runtime.options import GenerateOptions
@@ -78,13 +79,22 @@ def test_the_next_turn_of_a_chat_reuses_the_last_prompt(served: Served) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens >= shared - 32
 
 
+def prompt_tokens_of(served: Served, words: int) -> int:
+    """Tokens of a message of so many words, in the template."""
+    return 1 + len(served.model.tokenizer.encode(f"<user> {'word ' * words}\n<assistant>").ids)
+
+
 def test_without_a_number_of_tokens_a_chat_goes_on_until_the_context_is_full(served: Served) -> None:
-    long = "word " * 330
-    answer = served.client().chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": long}], temperature=0
-    )
-    if answer.choices[0].finish_reason == "length":
-        assert answer.usage.total_tokens == served.model.engine.context
+    def answer(words: int) -> ChatCompletion:
+        messages = [{"role": "user", "content": "word " * words}]
+        return served.client().chat.completions.create(model="tiny", messages=messages, temperature=0)
+
+    few = next(words for words in range(1, 1024) if prompt_tokens_of(served, words) > 1014)
+    made = answer(few)
+    assert made.usage.total_tokens == served.model.engine.context or made.choices[0].finish_reason == "stop"
+    full = next(words for words in range(few, 1024) if prompt_tokens_of(served, words) >= 1024)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        answer(full)
 
 
 def test_seed_and_temperature_say_what_comes(served: Served) -> None:
@@ -150,6 +160,8 @@ def test_the_context_is_used_to_its_last_token(served: Served) -> None:
     assert answer.usage.total_tokens <= 1024
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         served.client().completions.create(model="tiny", prompt=ids, max_tokens=5)
+    nothing = served.client().completions.create(model="tiny", prompt=[5] * 1024, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.usage.completion_tokens) == ("", 0)
 
 
 def test_a_failure_in_the_engine_is_an_error_of_the_server_and_the_next_text_goes_well(
