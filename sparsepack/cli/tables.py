@@ -143,6 +143,8 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             for metric, value in task["metrics"].items()
         ]
         parts.append(table(["task", "metric", "value", "samples", "protocol"], rows))
+        if result["tasks"]["apply_chat_template"]:
+            parts.append("documents of the tasks are in the model's chat template")
         parts.append(f"skipped in tasks: {result['tasks']['realised_sparsity']['overall']:.3f} of the site matrices")
     return "\n\n".join(parts)
 

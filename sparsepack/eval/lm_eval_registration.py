@@ -1,8 +1,9 @@
 """Make `lm_eval --model sparsepack` known to a release of lm-eval that does not look for models of other packages.
 
 lm-eval 0.4.13 takes its models from a table of its own and imports nothing that a user could name. What it does import
-is torch, and torch calls each entry point of the group `torch.backends` at the end of its own import. Ours does nothing
-unless lm-eval is what imports it. Once lm-eval reads the group `lm_eval.models` itself, this file can go.
+is torch, to seed it before it takes the model, and torch calls each entry point of the group `torch.backends` at the
+end of its own import. Ours does nothing unless lm-eval is what imports it. Once lm-eval reads the group
+`lm_eval.models` itself, this file can go.
 """
 
 import sys

@@ -39,8 +39,8 @@ def render_chat(
     """
     if template is None:
         raise UserError(
-            "this model has no chat template, so how it was taught to converse is not known; "
-            "give one (--chat-template FILE), or a prompt to continue"
+            "no chat template: the model brings none, or was packed before sparsepack kept it; pack it again, give one "
+            "(--chat-template FILE), or give a prompt to continue instead"
         )
     if len(template) > LONGEST:
         raise UserError(f"the chat template has {len(template):,} characters; expected at most {LONGEST:,}")

@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 from sparsepack.cli import main
 from sparsepack.models.checkpoint import open_checkpoint
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 @pytest.fixture(scope="module")

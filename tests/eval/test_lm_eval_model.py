@@ -1,5 +1,6 @@
 """A scorer as lm-eval's model: the right numbers, and the right positions sparse."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -141,3 +142,40 @@ def test_generation_ends_at_the_token_limit_and_refuses_options_it_does_not_know
         model.generate_until(requests(("prompt", {"num_beams": 4})))
     with pytest.raises(UserError, match="600 new tokens leave no room"):
         model.generate_until(requests(("prompt", {"max_gen_toks": 600})))
+
+
+# chat templates
+
+CHAT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def conversational(byte_tokenizer, template=CHAT):
+    tokenizer = copy.copy(byte_tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_conversations_are_what_the_template_makes_of_them(scorer, byte_tokenizer, caplog):
+    model = lm(scorer, conversational(byte_tokenizer))
+    asked = [{"role": "user", "content": "Q"}]
+    assert model.apply_chat_template(asked) == "<user>Q\n<assistant>"
+    begun = [*asked, {"role": "assistant", "content": "A"}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == "<user>Q\n<assistant>A"
+    assert model.apply_chat_template([{"role": "system", "content": "S"}, *asked]) == "<user>Q\n<assistant>"
+    assert "system messages are left out" in caplog.text
+    assert model.chat_template(True) == CHAT
+
+
+def test_a_model_without_a_template_cannot_converse(scorer, byte_tokenizer):
+    with pytest.raises(UserError, match="no chat template"):
+        lm(scorer, byte_tokenizer).chat_template()
+    with pytest.raises(UserError, match="'rag'"):
+        lm(scorer, conversational(byte_tokenizer)).chat_template("rag")
+    with pytest.raises(UserError, match="cannot take this conversation"):
+        lm(scorer, conversational(byte_tokenizer, "{{ 1 / 0 }}")).apply_chat_template(
+            [{"role": "user", "content": "Q"}]
+        )

@@ -1,5 +1,6 @@
 """Running lm-eval tasks by name: what comes back, what is refused and how, no network, no noise."""
 
+import copy
 import json
 import os
 import socket
@@ -50,7 +51,9 @@ def folder(tmp_path):
     return tasks
 
 
-def run(scorer, tokenizer, folder, tasks=("own",), protocol="decode", limit=None, batch_size=4, num_fewshot=None):
+def run(
+    scorer, tokenizer, folder, tasks=("own",), protocol="decode", limit=None, batch_size=4, num_fewshot=None, **more
+):
     return run_tasks(
         scorer,
         tokenizer,
@@ -60,6 +63,7 @@ def run(scorer, tokenizer, folder, tasks=("own",), protocol="decode", limit=None
         limit=limit,
         batch_size=batch_size,
         num_fewshot=num_fewshot,
+        **more,
     )
 
 
@@ -162,3 +166,20 @@ def test_the_real_model_tells_minimal_pairs_apart(plain_scorer, shared, monkeypa
         batch_size=32,
     )
     assert 0.60 <= result["tasks"]["sp_blimp"]["metrics"]["acc"]["value"] <= 0.76
+
+
+def test_documents_are_put_into_the_chat_template(scorer, byte_tokenizer, folder):
+    tokenizer = copy.copy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    plain = run(scorer, tokenizer, folder)
+    scorer.calls.clear()
+    result = run(scorer, tokenizer, folder, apply_chat_template=True)
+    assert (plain["apply_chat_template"], result["apply_chat_template"]) == (False, True)
+    rows = [(row, length) for ids, lengths, _ in scorer.calls for row, length in zip(ids, lengths, strict=True)]
+    seen = [tokenizer.decode(row[:length]) for row, length in rows]
+    assert seen
+    assert all(text.removeprefix("<s>").startswith("[user]") and "[A]" in text for text in seen)
+    with pytest.raises(UserError, match="no chat template"):
+        run(scorer, byte_tokenizer, folder, apply_chat_template=True)

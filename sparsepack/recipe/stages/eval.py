@@ -189,7 +189,8 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
 
 
 def _tasks(found: Mapping[str, Any]) -> Table:
-    made = table(f"tasks, protocol {found['protocol']}", "task", ">samples", "metric", ">value")
+    chat = ", in the chat template" if found["apply_chat_template"] else ""
+    made = table(f"tasks, protocol {found['protocol']}{chat}", "task", ">samples", "metric", ">value")
     for name, task in found["tasks"].items():
         for metric, value in task["metrics"].items():
             shown = "-" if value["value"] is None else with_error(value, 4)
