@@ -21,6 +21,7 @@ from sparsepack.cli.push import push
 from sparsepack.cli.quiet import add_quiet, add_signs_of_life, quiet_option
 from sparsepack.cli.report import report
 from sparsepack.cli.run import run
+from sparsepack.cli.serve import serve
 from sparsepack.cli.thresholds import thresholds
 from sparsepack.cli.tune import tune
 from sparsepack.cli.verify import verify
@@ -48,7 +49,8 @@ def main() -> None:
     """
 
 
-for verb in (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, run, report, card, push):
+VERBS = (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, serve, run, report, card, push)
+for verb in VERBS:
     main.add_command(verb)
     add_quiet(verb)
 for verb in (calibrate, thresholds, pack, verify, evaluate, bench, tune, run):

@@ -1,7 +1,7 @@
 """Talk to a packed model: a prompt in, text out as it is made."""
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
@@ -51,11 +51,20 @@ class Generation(Iterator[str]):
 
     `result` says how it ended, and makes what is left where some is. `close` ends it early. The engine works for one
     generation at a time: a new one takes it away from an old one.
+
+    unwanted -- asked before every step: whether to end here, as `close` does
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], options: GenerateOptions, keep: bool
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        ids: Sequence[int],
+        options: GenerateOptions,
+        keep: bool,
+        unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._unwanted = unwanted
         self._engine, self._ids, self._options, self._keep = engine, list(ids), options, keep
         self._sampler = Sampler(_sampling(options), ids)
         self._answer = _Answer(tokenizer, ids, options, engine.architecture.eos)
@@ -98,6 +107,8 @@ class Generation(Iterator[str]):
             for made in range(self._options.tokens):
                 if made and engine.position == engine.context:
                     answer.reason = "context"
+                    break
+                if self._unwanted():
                     break
                 id = self._step(id) if made else self._first()
                 if piece := answer.take(id):

@@ -1,0 +1,97 @@
+"""`sparsepack serve`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from sparsepack.cli.options import PATH, backend_option, device_option, from_options, torch_threads
+from sparsepack.errors import UserError
+from sparsepack.serve.options import ServeOptions
+
+KEY = "SPARSEPACK_API_KEY"
+
+
+def _key(context: click.Context, parameter: click.Parameter, key: str | None) -> str | None:
+    """Refuse a key that no client could send."""
+    if key is not None and not (key and key.isascii() and key.isprintable() and not any(map(str.isspace, key))):
+        raise UserError(f"--api-key, {KEY}: expected at least one character, ASCII without spaces")
+    return key
+
+
+def _template(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
+    """A file's text."""
+    try:
+        return None if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {path}: cannot be read ({error}); expected text in UTF-8") from error
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@from_options(ServeOptions, "--host")
+@from_options(ServeOptions, "--port")
+@click.option(
+    "--api-key",
+    envvar=KEY,
+    callback=_key,
+    help=f"Key that clients must send. Safer in the environment, as {KEY}: others can see a command line.",
+)
+@from_options(ServeOptions, "--model-name")
+@click.option(
+    "--chat-template", type=PATH, callback=_template, help="A file with the template of chats, for the model's own."
+)
+@from_options(ServeOptions, "--queue")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    help="Let web pages from there ask, https://example.org, or * for all. Repeats.",
+)
+@from_options(ServeOptions, "--grace")
+@from_options(ServeOptions, "--send-timeout")
+@click.option("--dense", is_flag=True, help="Skip nothing.")
+@click.option(
+    "--context",
+    type=click.IntRange(2),
+    help="Room for so many tokens (default: what the model was made for, at most 4096).",
+)
+@device_option
+@backend_option
+@torch_threads
+def serve(
+    path: Path,
+    host: str,
+    port: int,
+    api_key: str | None,
+    model_name: str | None,
+    chat_template: str | None,
+    queue: int,
+    cors_origins: tuple[str, ...],
+    grace: float,
+    send_timeout: float,
+    dense: bool,
+    context: int | None,
+    device: str,
+    backend: str | None,
+) -> None:
+    """Serve a zigzag artifact over HTTP, by the protocol of OpenAI: completions and chat completions.
+
+    One text is made at a time; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
+    """
+    try:
+        from sparsepack.serve.server import bound_socket
+        from sparsepack.serve.server import serve as serve_model
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
+    from sparsepack.load import load, what_runs
+    from sparsepack.progress import say
+
+    options = ServeOptions(host, port, model_name, api_key, queue, cors_origins, grace, send_timeout)
+    with bound_socket(host, port, send_timeout) as listening:  # before a large file is read
+        model = load(path, device, context, dense=dense, backend=backend)
+        model = replace(model, chat_template=chat_template or model.chat_template)
+        say(*what_runs(model.engine))
+        serve_model(model, path.resolve().stem, options, listening)

@@ -1,0 +1,92 @@
+"""Who may ask, and how much they may send."""
+
+import asyncio
+import hmac
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sparsepack.serve.refusals import Refusal
+
+OPEN_PATHS = ("/health",)
+"""What needs no key."""
+
+MOST_BYTES = 4 * 2**20
+"""Of a request's body: a prompt of 100,000 tokens and more has room."""
+
+BODY_SECONDS = 30.0
+"""In which a request's body must have arrived."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Guard:
+    """Middleware that lets nobody pass without the key, or by a name that is not the server's.
+
+    key   -- that requests must carry; None: none
+    hosts -- names that the Host header may have; None: any. A web page can have its own name lead to 127.0.0.1; its
+             requests then carry that name.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str] | None) -> None:
+        self._app = app
+        self._key = None if key is None else key.encode()
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
+            await refused(refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+        if self._hosts is not None and (host := host_name(headers.get("host", ""))) not in self._hosts:
+            return Refusal(403, f"host {host!r}: this server answers to {', '.join(self._hosts)}; give it a key")
+        if self._key is None or path in OPEN_PATHS:
+            return None
+        given = headers.get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key):
+            return None
+        wrong = "the key in it is not this server's" if given else "there is none"
+        return Refusal(401, f"expected the header Authorization: Bearer KEY; {wrong}", code="invalid_api_key")
+
+
+def refused(refusal: Refusal) -> JSONResponse:
+    """The answer to a request that is refused."""
+    return JSONResponse(refusal.body(), refusal.status, refusal.headers())
+
+
+def host_name(header: str) -> str:
+    """The name in a Host header, without its port: `[::1]:8000` is `::1`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()
+
+
+async def json_body(request: Request, most: int = MOST_BYTES, seconds: float = BODY_SECONDS) -> bytes:
+    """The body of a request that says it is JSON; raises `Refusal` where it is not, too large or too slow.
+
+    A browser sends JSON to another site only where that allows it, so that a web page cannot make this one work.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, f"Content-Type {kind!r}: expected application/json")
+    too_large = Refusal(413, f"the body is larger than {most:,} bytes; shorten the prompt")
+    if int(request.headers.get("content-length", "0") or 0) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError as error:
+        raise Refusal(408, f"the body did not arrive within {seconds:g} seconds") from error
+    except ClientDisconnect as error:
+        raise Refusal(400, "the client went before its request had arrived") from error
+    return bytes(body)

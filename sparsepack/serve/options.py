@@ -1,0 +1,25 @@
+"""How a model is served. Nothing heavy is imported here: the command line reads the defaults."""
+
+from dataclasses import dataclass
+
+from sparsepack.option import option
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What `sparsepack serve` may be told."""
+
+    host: str = option("Address to listen on; 0.0.0.0 for all of this machine.", default="127.0.0.1")
+    port: int = option("Where it listens there; 0 takes any that is free.", default=8000, least=0, most=65535)
+    model_name: str | None = option(
+        "Name that clients ask for (default: that of the file, without its ending).", default=None
+    )
+    api_key: str | None = None
+    queue: int = option("Texts that may wait while another is made; more are refused.", default=128, least=0)
+    cors_origins: tuple[str, ...] = ()
+    grace: float = option(
+        "Seconds that a text in the making has left when the server is told to end.", default=10.0, least=0, most=3600
+    )
+    send_timeout: float = option(
+        "Seconds after which a client that takes nothing is dropped.", default=60.0, least=1, most=3600
+    )

@@ -1,0 +1,125 @@
+"""Serving until a signal says to end: the socket, the signals, and that nothing is left behind."""
+
+import asyncio
+import hashlib
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from sparsepack.errors import UserError
+from sparsepack.load import Model
+from sparsepack.progress import say
+from sparsepack.serve.app import Service, create_app
+from sparsepack.serve.guards import LOOPBACK
+from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.texts import Texts
+from sparsepack.serve.worker import Worker
+
+AFTER_GRACE = 3
+"""Seconds in which answers that were broken off are told so, before connections are cut."""
+
+
+def bound_socket(host: str, port: int, stalled: float) -> socket.socket:
+    """A socket of an address, which listens not yet: until then, clients are told that nobody is there.
+
+    stalled -- seconds after which the system drops a connection whose other end takes nothing (Linux; elsewhere what
+               was sent stays until that end goes)
+
+    Raises `UserError` for an address that cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host {host}: no address of this machine ({error}); 127.0.0.1 always is one") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stalled * 1000))
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise UserError(f"{host}, port {port}: cannot listen there ({error.strerror}); give another --port") from error
+    return made
+
+
+def serve(model: Model, default_name: str, options: ServeOptions, listening: socket.socket) -> None:
+    """Serve a model on a socket until SIGINT or SIGTERM. A text in the making then has `options.grace` seconds."""
+    name = options.model_name or default_name
+    worker = Worker(Texts(model).make, options.queue)
+    try:
+        service = Service(worker, Prompts(model), options, name, fingerprint(model))
+        asyncio.run(_Server(service).serve([listening]))
+    finally:
+        listening.close()
+        worker.close(options.grace)
+
+
+def fingerprint(model: Model) -> str:
+    """What changes where the same request may get another answer: with the file, and with what runs it."""
+    said = json.dumps([dict(model.packed.manifest), model.engine.description, model.engine.dense], default=str)
+    return f"fp_{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+def uvicorn_config(app: Starlette, options: ServeOptions) -> uvicorn.Config:
+    """How uvicorn runs the application: HTTP/1.1, and nothing said but warnings."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=ceil(options.grace) + AFTER_GRACE,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which tells the worker when a signal comes, and ends without one."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(uvicorn_config(create_app(service), service.options))
+        self._name, self._worker, self._options = service.name, service.worker, service.options
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say so: from then on clients are heard, and signals."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            host, port = listening.getsockname()[:2]
+            say(f"{self._name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it")
+            if host not in LOOPBACK and self._options.api_key is None:
+                say("note: whoever reaches this machine can use the model; give --api-key to let only some")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ends on a signal, and leaves it at that: a server that was told to end and did has done its work."""
+        self._loop = asyncio.get_running_loop()
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by a signal, which may come while the worker is being asked something: hence later, in the loop."""
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self._end_texts)
+
+    def _end_texts(self) -> None:
+        self._worker.refuse_more()
+        self._loop.call_later(self._options.grace, self._worker.break_off)

@@ -1,0 +1,54 @@
+"""One text after the other out of an engine, on top of what its cache holds already."""
+
+from collections.abc import Callable, Iterator
+
+from sparsepack.load import Model
+from sparsepack.runtime.generate import Generation
+from sparsepack.serve.worker import Ended, Event, Piece, TextRequest
+
+PREFILLED_AT_ONCE = 512
+"""Positions between two looks at whether the text is still wanted; decoders take so many together anyway."""
+
+KEPT_IN_STEPS_OF = 32
+"""Positions: where a prefill goes on from a multiple of them, the CPU's kernels add in the same order as if it had
+begun at the beginning, so that the bits are the same."""
+
+_REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
+
+
+class Texts:
+    """Makes the texts of a worker with a model, in one thread; see `worker.MakeText`.
+
+    The next text goes on from what its prompt has in common with the last one's, so that of a chat only what is new is
+    prefilled. The last answer is not kept: its tokens were decoded, with columns skipped, and a prompt runs dense. So
+    the same request gives the same answer, whatever was asked before; on a GPU up to the last bits of the logits.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def make(self, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
+        """The pieces of a text and its end; raises what the engine raises, and begins anew after that."""
+        try:
+            yield from self._made(request, unwanted)
+        except BaseException:
+            self._model.engine.reset()  # what is in the cache is not known
+            raise
+
+    def _made(self, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
+        engine, ids, options = self._model.engine, request.ids, request.options
+        cached = engine.keep(ids) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
+        engine.truncate(cached)
+        if not options.tokens:
+            yield Ended("length", 0, cached)
+            return
+        for end in range((cached // PREFILLED_AT_ONCE + 1) * PREFILLED_AT_ONCE, len(ids), PREFILLED_AT_ONCE):
+            if unwanted():
+                return
+            engine.prefill(ids[engine.position : end])
+        pieces = Generation(engine, self._model.tokenizer, ids, options, keep=True, unwanted=unwanted)
+        yield from map(Piece, pieces)
+        made = pieces.result()
+        engine.truncate(min(engine.position, len(ids)))
+        if made.reason in _REASONS:
+            yield Ended(_REASONS[made.reason], len(made.tokens), cached)

@@ -1,0 +1,118 @@
+"""Who is let in, and how much may be sent."""
+
+import socket
+from collections.abc import Iterator
+
+import openai
+import pytest
+from serving import Served, wait_until
+
+from sparsepack.load import Model
+from sparsepack.serve import guards
+from sparsepack.serve.options import ServeOptions
+
+BODY = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def locked(model: Model) -> Iterator[Served]:
+    with Served(model, ServeOptions(api_key="secret", cors_origins=("https://example.org",))) as running:
+        yield running
+
+
+def error(response: object) -> str:
+    """The message of an answer in the form of OpenAI's errors."""
+    found = response.json()["error"]  # type: ignore[attr-defined]
+    assert set(found) == {"message", "type", "param", "code"}
+    return str(found["message"])
+
+
+def test_the_key_is_asked_for_everywhere_but_for_health(locked: Served) -> None:
+    with locked.http() as http:
+        assert http.get("/health").json() == {"status": "ok", "making": 0, "waiting": 0, "model": "tiny"}
+        for path in ("/v1/models", "/v1/models/tiny", "/nothing", "/health/"):
+            assert http.get(path).status_code == 401, path
+        for key in (
+            "Bearer wrong",
+            "Bearer secre",
+            "Bearer secrets",
+            "Bearer",
+            "secret",
+            "Basic secret",
+            "Bearer sécret",
+        ):
+            answer = http.post("/v1/completions", json=BODY, headers={"Authorization": key.encode()})
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "the key in it is not this server's" in error(answer)
+            assert "secret" not in error(answer)
+        assert http.post("/v1/completions", json=BODY, headers={"Authorization": "bearer secret"}).status_code == 200
+    assert locked.client().models.list().data
+    with pytest.raises(openai.AuthenticationError):
+        locked.client(api_key="other").models.list()
+
+
+def test_web_pages_of_other_origins_may_not_ask(served: Served, locked: Served) -> None:
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-stainless-os",
+    }
+    with served.http() as http:
+        answer = http.options("/v1/completions", headers={"Origin": "https://example.org", **preflight})
+        assert answer.status_code == 405
+        assert "access-control-allow-origin" not in answer.headers
+        # A page may send a form's content types unasked: they are refused.
+        plain = http.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
+        assert plain.status_code == 415
+        assert "expected application/json" in error(plain)
+    with locked.http() as http:
+        answer = http.options("/v1/completions", headers={"Origin": "https://example.org", **preflight})
+        assert answer.headers["access-control-allow-origin"] == "https://example.org"
+        other = http.options("/v1/completions", headers={"Origin": "https://example.com", **preflight})
+        assert "access-control-allow-origin" not in other.headers
+        refused = http.get("/v1/models", headers={"Origin": "https://example.org"})
+        assert refused.headers["access-control-allow-origin"] == "https://example.org", "a page can read why"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "localhost.evil.example", "[::2]:80"])
+def test_a_name_that_leads_here_is_not_this_server_s(served: Served, locked: Served, host: str) -> None:
+    with served.http() as http:
+        assert http.get("/v1/models", headers={"Host": host}).status_code == 403
+    key = {"Authorization": "Bearer secret"}
+    with locked.http(headers=key) as http:
+        assert http.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"])
+def test_its_own_names_are(served: Served, host: str) -> None:
+    with served.http() as http:
+        assert http.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: Served) -> None:
+    large = b'{"prompt": "' + b"x" * guards.MOST_BYTES + b'"}'
+    with served.http(headers={"Content-Type": "application/json"}) as http:
+        said = http.post("/v1/completions", content=large)
+        assert said.status_code == 413
+        assert "larger than 4,194,304 bytes" in error(said)
+        in_pieces = http.post("/v1/completions", content=(large[at : at + 65536] for at in range(0, len(large), 65536)))
+        assert in_pieces.status_code == 413
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards.json_body, "__defaults__", (guards.MOST_BYTES, 0.2))
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        client.sendall(b"Content-Length: 100\r\n\r\n{")
+        assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
+    wait_until(lambda: served.connections() == 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/", 404), ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
+)
+def test_other_ways_lead_to_an_error_in_the_same_form(served: Served, method: str, path: str, status: int) -> None:
+    with served.http() as http:
+        answer = http.request(method, path)
+        assert answer.status_code == status
+        assert path in error(answer)

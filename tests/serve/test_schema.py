@@ -1,0 +1,144 @@
+"""What a request may say, and what is answered where it may not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.schema import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, read_request
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def completion(**asked: Any) -> CompletionRequest:
+    return read_request(CompletionRequest, json.dumps({"model": "m", "prompt": "x", **asked}).encode())
+
+
+def chat(**asked: Any) -> ChatRequest:
+    return read_request(ChatRequest, json.dumps({**CHAT, **asked}).encode())
+
+
+def refusal(body: Any, kind: Any = CompletionRequest) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        read_request(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert caught.value.status == 400
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "taken"), [("Once", "Once"), ("", ""), ([1, 2], [1, 2]), (["Once"], "Once"), ([[1, 2]], [1, 2])]
+)
+def test_a_prompt_has_each_form_of_the_protocol(prompt: Any, taken: Any) -> None:
+    assert completion(prompt=prompt).text_or_ids == taken
+
+
+@pytest.mark.parametrize("prompt", [5, None, [], [[]], ["a", "b"], [[1], [2]], [-1], [1.5], [True], {"a": 1}, ["a", 1]])
+def test_other_prompts_are_refused_by_name(prompt: Any) -> None:
+    assert refusal({"model": "m", "prompt": prompt}).param == "prompt"
+
+
+@pytest.mark.parametrize(("stop", "taken"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
+def test_stop_strings_are_one_or_several(stop: Any, taken: Any) -> None:
+    assert completion(stop=stop).stops == taken
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], list("abcde"), 5, ["x" * 1001]])
+def test_other_stop_strings_are_refused(stop: Any) -> None:
+    assert refusal({"model": "m", "stop": stop}).param == "stop"
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_what_says_nothing_about_the_text_is_ignored(name: str) -> None:
+    assert chat(**{name: "anything"}) == chat()
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_this_server_cannot_do_is_taken_with_its_neutral_value_alone(name: str) -> None:
+    for value in (None, *NEUTRAL[name]):
+        assert chat(**{name: value}) == chat()
+    found = refusal({**CHAT, name: 3}, ChatRequest)
+    assert (found.param, found.code) == (name, "unsupported_value")
+    assert found.message.startswith(f"{name}: not supported by this server; leave it out")
+
+
+def test_a_parameter_that_the_protocol_does_not_have_is_refused_in_openai_s_words() -> None:
+    assert refusal({"model": "m", "foo": 1}).message == "Unrecognized request argument supplied: foo"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 2.1),
+        ("temperature", -0.1),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", 0),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("stream", "yes"),
+        ("model", None),
+        ("stream_options", {"include_usage": True}),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    assert refusal({"model": "m", name: value}).param == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff",
+        b'{"model": "m", "temperature": NaN}',
+        b'{"model": "m", "seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"model": "m", "logit_bias": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
+    ],
+)
+def test_what_is_no_request_is_refused_in_one_line(body: bytes) -> None:
+    assert len(refusal(body).message) < 300
+
+
+def test_messages_are_texts_or_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": "Ann"}]
+    taken = [message.for_template() for message in chat(messages=messages).messages]
+    assert taken == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "user"}, "messages.0.content"),
+        ({"role": "user", "content": None}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages.0.tool_calls"),
+    ],
+)
+def test_other_messages_are_refused_by_place(message: Any, param: str) -> None:
+    assert refusal({"model": "m", "messages": [message]}, ChatRequest).param == param
+
+
+def test_there_is_one_number_of_tokens() -> None:
+    assert completion().most_tokens == 16
+    assert chat().most_tokens is None
+    assert chat(max_completion_tokens=3).most_tokens == chat(max_tokens=3).most_tokens == 3
+    assert "give one of them" in refusal({**CHAT, "max_tokens": 3, "max_completion_tokens": 3}, ChatRequest).message
+
+
+def test_the_documentation_names_every_parameter() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    known = {*IGNORED, *NEUTRAL, *CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert {name for name in known if f"`{name}`" not in text} == set()

@@ -1,0 +1,148 @@
+"""`sparsepack serve` as a process: how it begins, how it ends, and what it says where it cannot."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from click.testing import CliRunner
+from serving import TEMPLATE
+
+from sparsepack.cli import main
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, artifact: Path, *options: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "sparsepack.cli", "serve", str(artifact), "--port", "0", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+        self.said: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if found := re.search(r" at (http://\S+)/v1; Ctrl-C ends it", line):
+                self.url = found[1]
+                break
+        self._rest = threading.Thread(target=lambda: self.said.extend(self.process.stderr or ()))
+        self._rest.start()
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal; the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        self._rest.join(10)
+        return status
+
+
+@contextlib.contextmanager
+def process(artifact: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Process]:
+    made = Process(artifact, *options, env=env)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(30)
+        made._rest.join(10)
+
+
+def fails(*arguments: object) -> str:
+    result = CliRunner().invoke(main, ["serve", *map(str, arguments)])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_text_come_to_its_end_and_refuses_others(artifact: Path, tmp_path: Path, number: int) -> None:
+    (tmp_path / "template").write_text(TEMPLATE)
+    options = ("--grace", "60", "--model-name", "my/model", "--chat-template", str(tmp_path / "template"))
+    with process(artifact, *options) as server:
+        messages = [{"role": "user", "content": "Hello"}]
+        stream = iter(
+            server.client().chat.completions.create(
+                model="my/model", messages=messages, max_tokens=400, temperature=0, stream=True
+            )
+        )
+        pieces = [next(stream) for _ in range(5)]
+        server.process.send_signal(number)
+        time.sleep(0.3)
+        with pytest.raises(openai.APIConnectionError):
+            server.client().models.list()
+        pieces += list(stream)
+        assert pieces[-1].choices[0].finish_reason in ("length", "stop")
+        assert server.process.wait(30) == 0
+        server._rest.join(10)
+        assert "Traceback" not in "".join(server.said)
+
+
+def test_after_its_time_a_text_is_broken_off_and_its_client_told(artifact: Path) -> None:
+    with process(artifact, "--grace", "0.2", "--dense") as server:
+        asked = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "the server is ending" in rest[-2]
+        assert "[DONE]" not in rest
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - began < 20
+
+
+def test_the_key_may_come_from_the_environment_and_stays_secret(artifact: Path) -> None:
+    with process(artifact, env={"SPARSEPACK_API_KEY": "secret"}) as server:
+        assert server.client("secret").models.list().data[0].id == "tiny"
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert server.end() == 0
+        assert "secret" not in "".join(server.said)
+
+
+def test_it_listens_to_this_machine_alone_unless_told_otherwise(artifact: Path) -> None:
+    with process(artifact) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert not any("note: whoever reaches" in line for line in server.said)
+    with process(artifact, "--host", "0.0.0.0") as server:
+        assert server.url.startswith("http://0.0.0.0:")
+        assert server.end() == 0
+        assert any("note: whoever reaches this machine can use the model" in line for line in server.said)
+
+
+def test_what_cannot_be_is_one_line(artifact: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1, port {port}: cannot listen there" in fails(artifact, "--port", port)
+    assert "--host no.such.host.invalid" in fails(artifact, "--host", "no.such.host.invalid")
+    assert "expected at least one character, ASCII without spaces" in fails(artifact, "--api-key", "a b")
+    assert "--chat-template" in fails(artifact, "--chat-template", tmp_path)
+    assert "nothing.gguf" in fails(tmp_path / "nothing.gguf", "--port", 0)
+
+
+def test_without_its_libraries_one_line_says_how_to_install_them(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("sparsepack.serve.", "uvicorn", "starlette"))]:
+        if name != "sparsepack.serve.options":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert fails(artifact) == (
+        "sparsepack: serve needs uvicorn, which is not installed: pip install 'sparsepack[serve]'"
+    )

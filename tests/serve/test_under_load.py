@@ -1,0 +1,157 @@
+"""Many clients at once, slow ones, and ones that go: everybody else is served, and nothing is left behind."""
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import openai
+import psutil
+import pytest
+from serving import Served, stalled_stream, wait_until
+
+from sparsepack.load import Model
+from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.worker import Ticket
+
+ASKED = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+LONG = 900
+
+
+@pytest.fixture
+def fresh(model: Model) -> Iterator[Served]:
+    """A server of one test's own, which leaves nothing behind."""
+    threads = threading.active_count()
+    with Served(model, ServeOptions()) as running:
+        yield running
+        running.close_clients()
+        wait_until(lambda: running.idle() and running.connections() == 0)
+        wait_until(lambda: running.tasks() <= 2, 10)
+    wait_until(lambda: threading.active_count() <= threads)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is Ticket]
+
+
+def test_a_hundred_clients_at_once_get_each_its_own_text(fresh: Served) -> None:
+    prompts = [f"There were {n} kings who had" for n in range(100)]
+    expected = [fresh.model.generate(prompt, GenerateOptions(tokens=12)).result().text for prompt in prompts]
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        asked = {**ASKED, "prompt": prompts[number]}
+        if number % 2:
+            return str((await client.completions.create(**asked)).choices[0].text)
+        pieces = [piece async for piece in await client.completions.create(**asked, stream=True)]
+        return "".join(piece.choices[0].text for piece in pieces)
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{fresh.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            return await asyncio.gather(*(ask(client, n) for n in range(100)))
+
+    assert asyncio.run(all_at_once()) == expected
+
+
+def test_a_full_queue_refuses_with_the_time_to_wait_and_a_client_that_tries_again_is_served(model: Model) -> None:
+    with Served(model, ServeOptions(queue=1)) as served, stalled_stream(served, LONG), stalled_stream(served, LONG):
+        wait_until(lambda: served.worker.waiting == 1)
+        with served.http() as http:
+            refused = http.post("/v1/completions", json={**ASKED, "prompt": "x"})
+        assert refused.status_code == 503
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.json()["error"]["code"] == "queue_full"
+        with pytest.raises(openai.InternalServerError, match="the queue is full; try again in"):
+            served.client().completions.create(**ASKED, prompt="x")
+        assert served.client(max_retries=10).completions.create(**ASKED, prompt="x").choices[0].text
+
+
+def test_a_reader_that_stalls_keeps_nobody_waiting_and_gets_all_once_it_reads(fresh: Served) -> None:
+    with stalled_stream(fresh, LONG) as slow:
+        wait_until(lambda: fresh.worker.busy)
+        assert fresh.client().completions.create(**ASKED, prompt="x").choices[0].text
+        wait_until(fresh.idle)  # the slow one's text is made as well
+        assert fresh.tasks() > 2, "it waits to be sent"
+        received = b""
+        slow.settimeout(20)
+        while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and (part := slow.recv(65536)):
+            received += part
+        assert received.count(b'"finish_reason":null') > LONG // 4
+        assert b"data: [DONE]" in received
+
+
+def test_a_reader_that_takes_nothing_for_too_long_is_dropped(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    with Served(model, ServeOptions(send_timeout=1)) as served, stalled_stream(served, LONG):
+        wait_until(lambda: served.worker.busy)
+        wait_until(served.idle)
+        wait_until(lambda: served.tasks() <= 2)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            wait_until(lambda: served.connections() == 0)
+    assert capsys.readouterr().err.count("the client took nothing for 1 s") <= 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_the_engine_at_once(fresh: Served, stream: bool) -> None:
+    body = f'{{"model": "tiny", "prompt": "Once", "max_tokens": 1000, "stream": {str(stream).lower()}}}'
+    with socket.create_connection(("127.0.0.1", fresh.port)) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+        wait_until(lambda: fresh.worker.busy and fresh.model.engine.position > 20)
+    wait_until(fresh.idle, 3)
+    assert fresh.model.engine.position < 1000
+    assert fresh.client().completions.create(**ASKED, prompt="x").choices[0].text
+
+
+def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(fresh: Served) -> None:
+    expected = fresh.model.generate("There was", GenerateOptions(tokens=12)).result().text
+
+    async def go(client: openai.AsyncOpenAI) -> None:
+        stream = await client.completions.create(**{**ASKED, "max_tokens": 500}, prompt="Once", stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+
+    async def give_up(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            await client.completions.create(**{**ASKED, "max_tokens": 900}, prompt="Once", timeout=0.3)
+
+    async def stay(client: openai.AsyncOpenAI) -> str:
+        return str((await client.completions.create(**ASKED, prompt="There was")).choices[0].text)
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{fresh.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            leaving = [asyncio.create_task(what(client)) for _ in range(20) for what in (go, give_up)]
+            staying = [asyncio.create_task(stay(client)) for _ in range(20)]
+            await asyncio.gather(*leaving)
+            return await asyncio.gather(*staying)
+
+    assert asyncio.run(all_at_once()) == [expected] * 20
+
+
+def test_health_answers_while_a_text_is_made(fresh: Served) -> None:
+    with stalled_stream(fresh, LONG), fresh.http() as http:
+        wait_until(lambda: fresh.worker.busy)
+        began = time.monotonic()
+        assert http.get("/health").json()["making"] == 1
+        assert time.monotonic() - began < 2
+
+
+def test_many_requests_leave_memory_and_files_as_they_were(fresh: Served) -> None:
+    process = psutil.Process(os.getpid())
+
+    def ask(count: int) -> tuple[int, int]:
+        with fresh.http() as http:
+            for number in range(count):
+                asked = {**ASKED, "max_tokens": 2, "prompt": "x", "stream": bool(number % 2)}
+                assert http.post("/v1/completions", json=asked).status_code == 200
+                assert http.post("/v1/completions", json={"model": "other"}).status_code == 404
+        wait_until(lambda: fresh.connections() == 0)
+        gc.collect()
+        return process.memory_info().rss, process.num_fds()
+
+    ask(50)
+    memory, files = ask(50)
+    later, files_later = ask(300)
+    assert files_later <= files
+    assert later - memory < 8 * 2**20, "28 thousand bytes for each text"
