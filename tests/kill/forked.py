@@ -4,6 +4,7 @@ One process imports everything once and runs each command in a fork of itself; i
 process do not live on in a fork. It is asked in lines of JSON on its standard input.
 """
 
+import gc
 import json
 import os
 import signal
@@ -130,7 +131,12 @@ def _serve(said: str) -> None:
     for line in sys.stdin:
         job = json.loads(line)
         os.truncate(said, 0)
-        answer = (_status(job["command"]), []) if job.get("inside") else _forked(job)
+        if job.get("inside"):
+            answer = _status(job["command"]), []
+            gc.collect()
+            gc.freeze()  # what a fork's collector does not touch need not be copied
+        else:
+            answer = _forked(job)
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -13,8 +13,8 @@ _EACH = pytest.mark.parametrize("name", NAMES)
 def test_a_kill_leaves_the_old_or_the_new_and_a_rerun_ends_the_same(place: Place, name: str, old: bool) -> None:
     verb = VERBS[name]
     operations = place.operations(verb, old)
-    last = len(operations) - operations[::-1].index("exchange") if "exchange" in operations else 1
-    for at in some(operations, 1, [last, last + 1] if old else []):
+    exchanged = [number for number, name in enumerate(operations, 2) if name == "exchange"]
+    for at in some(operations, 1, exchanged):
         folder, case = place.begin(verb, old), f"{name} killed at file operation {at}"
         ended = place.forker.run(verb.command(place.inputs, folder, False), folder, at)
         assert ended.status is None, f"{case}: {ended.said}"
