@@ -83,9 +83,7 @@ def test_a_damaged_file_fails_and_is_not_compared(
     assert report.tensors == ()
     (tmp_path / "text.gguf").write_text("no GGUF")
     assert not verify(tmp_path / "text.gguf").passed
-    with pytest.raises(
-        ArtifactError, match=r"none\.gguf: no such file or folder"
-    ):  # the user's mistake, no damage
+    with pytest.raises(ArtifactError, match=r"none\.gguf: no such file or folder"):  # the user's mistake, no damage
         verify(tmp_path / "none.gguf")
 
 
