@@ -21,9 +21,10 @@ def shipped_recipes() -> Mapping[str, Path]:
 
 
 def listed() -> str:
-    """A line for each: name and description."""
+    """A line for each, name and description, and where they lie."""
     width = max(map(len, shipped_recipes()), default=0)
-    return "\n".join(f"{name.ljust(width)}  {_keys(path)['description']}" for name, path in shipped_recipes().items())
+    lines = (f"{name.ljust(width)}  {_keys(path)['description']}" for name, path in shipped_recipes().items())
+    return "\n".join([*lines, f"in {FOLDER}, with a workflow for GitHub Actions"])
 
 
 def _keys(path: Path) -> dict[str, str]:

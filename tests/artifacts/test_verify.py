@@ -114,7 +114,10 @@ def test_a_damaged_file_fails_and_is_not_compared(
     assert not report.passed
     assert "does not match the SHA-256" in report.problems[0]
     assert report.tensors == ()
-    assert verify(tmp_path / "none.gguf").problems[0].endswith("expected a GGUF file")
+    (tmp_path / "text.gguf").write_text("no GGUF")
+    assert not verify(tmp_path / "text.gguf").passed
+    with pytest.raises(ArtifactError, match=r"none\.gguf: no such file or folder"):  # the user's mistake, no damage
+        verify(tmp_path / "none.gguf")
 
 
 def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

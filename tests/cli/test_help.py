@@ -41,7 +41,7 @@ def test_every_option_says_what_it_is_and_what_stands_without_it(names: tuple[st
     assert option.help
     shown = help_of(names, option)
     default = option.to_info_dict()["default"]
-    if option.is_flag or option.required or option.name == "sparsity":  # which is asked for or not
+    if option.is_flag or option.is_eager or option.required or option.name == "sparsity":  # asked for or not
         return
     if default in (None, (), ""):
         takes_a_value = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType | click.Choice)

@@ -7,9 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from sparsepack.cli import main
-from sparsepack.recipe.load import SHIPPED, load_recipe
+from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.reference import json_schema, markdown
 from sparsepack.recipe.schema import RecipeModel, section_in
+from sparsepack.recipe.shipped import FOLDER
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
@@ -35,7 +36,7 @@ def test_run_prints_the_schema_without_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "ci", "teal50", "global50"])
 def test_the_json_schema_has_the_keys_of_shipped_recipes(name: str) -> None:
-    given = load_recipe(SHIPPED / f"{name}.yaml", ["model=shipped:tiny"]).to_json()
+    given = load_recipe(FOLDER / f"{name}.yaml", ["model=shipped:tiny"]).to_json()
     assert given.keys() == json_schema()["properties"].keys()
     for key, section in json_schema()["$defs"].items():
         value = given.get({"ActivationSparsity": "activation_sparsity"}.get(key, key.lower()))

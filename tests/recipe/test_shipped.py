@@ -27,7 +27,9 @@ def test_names_are_the_files_of_the_repository_but_for_the_workflow() -> None:
 def test_run_lists_them_with_what_they_are_for() -> None:
     result = CliRunner().invoke(main, ["run", "--list"])
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.stdout.splitlines()] == list(shipped_recipes())
+    *lines, place = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    assert str(FOLDER) in place
     assert all(load_recipe(Path(name), ["model=m"]).description in result.stdout for name in shipped_recipes())
 
 

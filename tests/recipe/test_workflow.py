@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sparsepack.recipe.load import SHIPPED
+from sparsepack.recipe.shipped import FOLDER
 
-PROJECT = tomllib.loads((SHIPPED.parent / "pyproject.toml").read_text())["project"]["name"]
+PROJECT = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["name"]
 
 PARSE = """
 import sys
@@ -33,8 +33,8 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     (folder / ".github" / "workflows").mkdir(parents=True)
     (folder / "recipes").mkdir()
-    shutil.copy(SHIPPED / "github-workflow.yaml", folder / ".github" / "workflows" / "sparsepack.yaml")
-    shutil.copy(SHIPPED / "ci.yaml", folder / "recipes" / "ci.yaml")
+    shutil.copy(FOLDER / "github-workflow.yaml", folder / ".github" / "workflows" / "sparsepack.yaml")
+    shutil.copy(FOLDER / "ci.yaml", folder / "recipes" / "ci.yaml")
     for command in (("init", "-q"), ("add", "-A")):
         subprocess.run(["git", *command], cwd=folder, check=True)
     return folder
@@ -70,7 +70,7 @@ def run_shell_steps(repository: Path, workflow: dict[str, Any], status: int) -> 
     command(tools, "pip", 'printf "pip %s\\n" "$*"')
     command(tools, "sparsepack", f'"{sys.executable}" -c "{PARSE}" "$@" || exit 70\nexit {status}')
     environment = {**os.environ, **workflow["env"], "PATH": f"{tools}:{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SHIPPED.parent), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     said = ""
     for step in steps(workflow):
         if "run" in step:
