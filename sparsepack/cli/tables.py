@@ -70,7 +70,8 @@ def thresholds_table(summary: Mapping[str, Any]) -> str:
     said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
     parts = [head, table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
     parts.append(f"a decoded token skips, on text like the calibration text: {said} of all block weights")
-    parts += [f"note: {note}" for note in _edited(summary)]
+    if notes := _edited(summary):
+        parts.append("\n".join(f"note: {note}" for note in notes))
     return "\n\n".join(parts)
 
 
@@ -82,6 +83,7 @@ def _site_cell(row: Mapping[str, Any]) -> str:
 
 
 _FAR = 0.02
+_MOST_NOTES = 8
 
 
 def _edited(summary: Mapping[str, Any]) -> list[str]:
@@ -92,6 +94,8 @@ def _edited(summary: Mapping[str, Any]) -> list[str]:
         for row in summary["rows"]
         if row.get("expected") is not None and abs(row["expected"] - row["sparsity"]) > _FAR
     ]
+    if len(notes) > _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"the same of {len(notes) - _MOST_NOTES} more sites"]
     outlook = summary.get("expected")
     if outlook is not None and abs(outlook["of_sparse_sites"] - summary["sparsity"]) > _FAR:
         notes.append(f"the thresholds count, not the table's `sparsity` of {100 * summary['sparsity']:.1f} %")

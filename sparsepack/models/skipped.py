@@ -30,10 +30,10 @@ def skipped(
 
     weights      -- of every site of every block, in any unit
     inactive     -- share of inactive channels, by site; a site that is not named skips nothing
-    sparse_sites -- those that may be sparse
+    sparse_sites -- those that may be sparse; one that does skip is counted with them
     """
     saved = sum(weights[key] * share for key, share in inactive.items())
-    sparse = sum(weight for key, weight in weights.items() if key in sparse_sites)
+    sparse = sum(weight for key, weight in weights.items() if key in sparse_sites or inactive.get(key))
     return Skipped(saved / sum(weights.values()), saved / sparse if sparse else 0.0)
 
 

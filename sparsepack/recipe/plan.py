@@ -45,7 +45,7 @@ def _paths(recipe: Recipe) -> dict[str, str]:
             for value in (values,) if isinstance(values, str) else values or ():
                 there = Path(value).resolve()
                 key = ".".join(filter(None, (place, name)))
-                found[f"{key} {value}"] = str(there) if there.exists() else "no such path here: a name"
+                found[f"{key} {value}"] = str(there) if there.exists() else "taken as a name: there is no such path"
     return found
 
 

@@ -370,7 +370,7 @@ def test_overwriting_replaces_calibrations_only(small, text, small_calibration, 
     [
         ({"context": 4}, "context > sinks"),
         ({"context": 5}, "without a BOS token a window has 4 positions"),
-        ({"context": 1, "sinks": 0}, "without a BOS token a window has 0 positions"),
+        ({"context": 1, "sinks": 0}, "context 1: expected at least 2"),
         ({"context": 513}, "made for at most 512"),
         ({"sinks": -1}, "sinks -1"),
         ({"samples": -1}, "samples -1"),

@@ -3,6 +3,8 @@
 Nothing is listed here: what is compared is found by walking click's parameters and pydantic's fields.
 """
 
+import subprocess
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -97,3 +99,10 @@ def test_every_key_of_a_recipe_says_what_it_means() -> None:
     keys = {("", name): field for name, field in RecipeModel.model_fields.items() if name not in sections}
     keys |= {(place, name): field for place, each in sections.items() for name, field in each.model_fields.items()}
     assert [place for place, field in keys.items() if not field.description] == []
+
+
+def test_option_dataclasses_and_the_command_line_need_no_pydantic() -> None:
+    """As on a machine with a GPU that has torch and little else."""
+    modules = {each.options.__module__ for _, each in EVERY} | {"sparsepack.cli"}
+    script = f"import sys; sys.modules['pydantic'] = None; import {', '.join(sorted(modules))}"
+    subprocess.run([sys.executable, "-c", script], check=True)

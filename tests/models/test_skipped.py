@@ -19,6 +19,10 @@ def test_a_site_that_may_be_sparse_and_skips_nothing_counts_in_both():
     assert found == Skipped(150 / 800, 150 / 800)
 
 
+def test_a_site_that_skips_is_a_sparse_site_though_nobody_said_so():
+    assert skipped(WEIGHTS, {(0, "attn_in"): 0.5, (1, "attn_in"): 0.0}, []) == Skipped(50 / 800, 0.5)
+
+
 def test_nothing_skips_where_nothing_may():
     assert skipped(WEIGHTS, {}, []) == Skipped(0.0, 0.0)
 

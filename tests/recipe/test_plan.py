@@ -43,10 +43,10 @@ def test_a_dry_run_says_where_every_relative_path_leads(tmp_path, monkeypatch, c
     assert paths == {
         "working directory": str(tmp_path),
         "work": str(tmp_path / "work" / "tiny"),
-        "model shipped:tiny": "no such path here: a name",
+        "model shipped:tiny": "taken as a name: there is no such path",
         "calibrate.text texts/a.txt": str(tmp_path / "texts" / "a.txt"),
-        "calibrate.text shipped:train": "no such path here: a name",
-        "eval.perplexity shipped:heldout": "no such path here: a name",
+        "calibrate.text shipped:train": "taken as a name: there is no such path",
+        "eval.perplexity shipped:heldout": "taken as a name: there is no such path",
     }
     told = capsys.readouterr().out
     assert "relative ones start at the working directory" in told

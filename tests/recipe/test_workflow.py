@@ -14,7 +14,8 @@ import yaml
 
 from sparsepack.recipe.shipped import FOLDER
 
-PROJECT = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["name"]
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
 
 PARSE = """
 import sys
@@ -70,7 +71,7 @@ def run_shell_steps(repository: Path, workflow: dict[str, Any], status: int) -> 
     command(tools, "pip", 'printf "pip %s\\n" "$*"')
     command(tools, "sparsepack", f'"{sys.executable}" -c "{PARSE}" "$@" || exit 70\nexit {status}')
     environment = {**os.environ, **workflow["env"], "PATH": f"{tools}:{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     said = ""
     for step in steps(workflow):
         if "run" in step:

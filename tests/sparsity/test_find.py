@@ -84,7 +84,10 @@ def test_ignored_sites_stay_dense_and_the_others_are_sparse(small, small_calibra
     dense = {key for key, rule in table.rules.items() if rule.dense}
     assert dense == {(0, site) for site in SITES} | {(1, "attn_out"), (2, "attn_out")}
     _, sites = realised(open_subject(small.name, table), windows_of(small, text, 64, 8))
-    assert set(sites) == set(table.rules) - dense
+    assert set(sites) == table.sparse_sites == set(table.rules) - dense
+    share = weights_of(small, list(table.rules))
+    sparse = sum(share[key] for key in table.sparse_sites)
+    assert (table.outlook().overall, table.outlook().of_sparse_sites) == pytest.approx((0.5 * sparse, 0.5), abs=0.01)
 
 
 def test_a_target_of_zero_leaves_the_model_dense(small, small_calibration):

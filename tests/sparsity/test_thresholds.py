@@ -2,13 +2,16 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from sparsepack.calibrate.collectors import histogram
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.families import SITES
 from sparsepack.models.rule import CURVE_SHARES, SiteRule
+from sparsepack.sparsity.sequential import at_quantile
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
 
@@ -92,6 +95,38 @@ def test_a_rule_on_a_device_is_the_rule_that_an_artifact_holds(table):
     assert torch.equal(there.limits, rule.limits)
     assert torch.equal(there.offset, rule.offset)
     assert not there.dense
+
+
+def test_a_rule_knows_what_another_threshold_would_skip():
+    scores = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).abs()
+    rule = at_quantile(SiteRule(sparsity=0.5), histogram.count(scores))
+    assert rule.expected() == rule.realised == pytest.approx(0.5, abs=1e-3)
+    for threshold in (0.05, 0.3, 1.0, 1.7, 2.2):
+        truth = float((scores <= threshold).float().mean())
+        assert replace(rule, threshold=threshold).expected() == pytest.approx(truth, abs=0.005)
+    assert replace(rule, threshold=9.0).expected() == 0.99
+    assert replace(rule, curve=()).expected() is None
+    assert replace(rule, threshold=0.0).expected() == 0
+    assert SiteRule().expected() == 0
+
+
+def test_exact_zeros_are_expected_to_be_skipped_at_a_threshold_of_zero():
+    scores = torch.cat([torch.zeros(700), torch.rand(300)])
+    rule = at_quantile(SiteRule(sparsity=0.5), histogram.count(scores))
+    assert rule.threshold == 0
+    assert rule.expected() == pytest.approx(0.7, abs=0.001)
+
+
+def test_an_outlook_counts_every_site_and_one_that_somebody_made_sparse(table, tmp_path):
+    def change(value):
+        value["rows"][3]["threshold"] = 0.5  # mlp_mid, which was kept dense
+
+    assert table.outlook() is not None
+    assert table.may_skip() == table.sparse_sites
+    again = read_thresholds(edited(table, tmp_path / "t.json", change))
+    assert again.may_skip() == table.sparse_sites | {(0, "mlp_mid")}
+    assert again.outlook() is None  # that site has no curve
+    assert again.summary()["expected"] is None
 
 
 def test_a_channel_without_weight_is_never_active():
