@@ -13,7 +13,7 @@ class CalibrateOptions:
     """How much text, and how it is run.
 
     context -- tokens per window (None: 2048, or what the model was made for if that is less)
-    samples -- windows drawn at random with `seed` (0: all, in order)
+    samples -- windows drawn at random with `seed`, as `models.windows.drawn_windows` says (0: all, in order)
     sinks   -- first positions of each window left out of the statistics (attention sinks)
     batch   -- windows at a time;  device, dtype -- where and in what precision the blocks run
     """

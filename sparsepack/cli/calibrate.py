@@ -16,7 +16,11 @@ from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag, 
 @click.option("-o", "--output", type=PATH, required=True, help="The calibration folder to make.")
 @window
 @from_options(
-    CalibrateOptions, "--samples", type=click.IntRange(0), help="Windows drawn at random; 0 for all, in order."
+    CalibrateOptions,
+    "--samples",
+    type=click.IntRange(0),
+    help="Windows drawn at random (of a text beyond 8 million characters, from stretches of it that are drawn first); "
+    "0 for all, in order.",
 )
 @seed_option
 @from_options(
