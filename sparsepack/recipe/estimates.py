@@ -1,14 +1,31 @@
 """Sizes of a model that the dry run reckons with."""
 
+import sys
+
 import torch
 
-from sparsepack.models.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.windows import count_windows
 from sparsepack.recipe.stage import Job
 
 LIVE = 4
 """Float32 tensors of a batch's widest activation that exist at one time."""
+
+
+WORKING = 100_000_000
+"""Bytes that torch takes for itself as soon as it works: threads, their buffers, matrices in the order it likes."""
+
+
+def process_bytes(job: Job) -> int:
+    """What a process takes besides a stage's own tensors: Python, libraries, the tokenizer, of which this one has
+    had all that a stage needs by now; and what torch needs to work. 0 on other devices than the CPU, since it is their memory that is reckoned there."""
+    import resource  # not on every system
+
+    if job.recipe.device != "cpu":
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return WORKING + (most if sys.platform == "darwin" else most * 1024)
 
 
 def parameters(checkpoint: Checkpoint) -> int:
@@ -19,6 +36,17 @@ def parameters(checkpoint: Checkpoint) -> int:
 def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     """Of so many tokens at the widest place of a block."""
     return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
+
+
+def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> int:
+    """Of a stage that takes so many windows through one block after the other, `batch` of them at a time."""
+    checkpoint, size = job.checkpoint, dtype_bytes(job)
+    shapes = checkpoint.source.shapes
+    block = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
+    hidden = windows * context * int(checkpoint.config.hidden_size) * size
+    # The table is stored in 16 bits at least; a block's inputs, its outputs, and these joined are there at once.
+    embedding = 2 * torch.Size(shapes[EMBEDDING]).numel()
+    return max(embedding + 2 * hidden, block * size + 3 * hidden + activation_bytes(checkpoint, batch * context))
 
 
 def dtype_bytes(job: Job) -> int:

@@ -63,20 +63,9 @@ def _tokens(job: Job, asked: Calibrate) -> int:
 
 
 def _memory(job: Job, asked: Calibrate) -> int:
-    import torch
+    from sparsepack.recipe.estimates import block_by_block_bytes
 
-    from sparsepack.models.checkpoint import EMBEDDING
-    from sparsepack.recipe.estimates import activation_bytes, dtype_bytes
-
-    checkpoint, size = job.checkpoint, dtype_bytes(job)
-    count, context = windows(job, asked)
-    shapes = checkpoint.source.shapes
-    block = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
-    hidden = count * context * int(checkpoint.config.hidden_size) * size
-    # The table is stored in 16 bits at least; a block's inputs, its outputs, and these joined are there at once.
-    embedding = 2 * torch.Size(shapes[EMBEDDING]).numel()
-    batch = activation_bytes(checkpoint, asked.batch * context)
-    return max(embedding + 2 * hidden, block * size + 3 * hidden + batch)
+    return block_by_block_bytes(job, *windows(job, asked), asked.batch)
 
 
 CALIBRATE = Stage(
