@@ -18,8 +18,10 @@ WORKING = 100_000_000
 
 
 def process_bytes(job: Job) -> int:
-    """What a process takes besides a stage's own tensors: Python, libraries, the tokenizer, of which this one has
-    had all that a stage needs by now; and what torch needs to work. 0 on other devices than the CPU, since it is their memory that is reckoned there."""
+    """What a process takes besides a stage's own tensors; 0 on other devices than the CPU, whose memory is reckoned.
+
+    That is Python, libraries and the tokenizer, all of which this process has by now, and what torch needs to work.
+    """
     import resource  # not on every system
 
     if job.recipe.device != "cpu":

@@ -102,10 +102,16 @@ def test_a_dry_run_tokenises_a_text_once_and_no_further_than_needed(recipe_file,
 def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model):
     name = model if model.startswith("shipped:") else str(shared / "models" / model)
     sections = {"calibrate.context": 512, "calibrate.samples": 16, "eval.context": 512, "eval.windows": 2}
-    overrides = [f"model={name}", "gates=null", "generate=null", *(f"{key}={value}" for key, value in sections.items())]
+    overrides = [
+        f"model={name}",
+        "gates=null",
+        "generate=null",
+        "bench={prompt: 16, generate: 8, repetitions: 1}",
+        *(f"{key}={value}" for key, value in sections.items()),
+    ]
     script = Path(__file__).with_name("peaks_of_stages.py")
     command = [sys.executable, str(script), str(write_recipe(tmp_path)), str(tmp_path / "work"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    for stage in ("calibrate", "thresholds", "eval"):
+    for stage in ("calibrate", "thresholds", "eval", "bench"):
         assert found["planned"][stage] == pytest.approx(found["took"][stage], rel=0.25), stage
