@@ -87,19 +87,19 @@ def duration(seconds: float) -> str:
 @contextmanager
 def _told(work: _Work) -> Iterator[None]:
     """Within, the outermost work's thread tells about the innermost one."""
-    stop: threading.Event | None = None
-    if not (_going_on or _quiet or sys.stderr.isatty()):
-        stop = threading.Event()
-        thread = threading.Thread(target=_tell, args=(stop,), name="progress", daemon=True)
+    first = not (_going_on or _quiet or sys.stderr.isatty())
     _going_on.append(work)
-    if stop:
-        thread.start()
+    stop = threading.Event()
+    thread = threading.Thread(target=_tell, args=(stop,), name="progress", daemon=True)
     try:
+        if first:
+            with contextlib.suppress(RuntimeError):  # no memory for a thread: then nothing is told
+                thread.start()
         yield
     finally:
         _going_on.remove(work)
-        if stop:
-            stop.set()
+        stop.set()
+        if thread.is_alive():
             thread.join()
 
 

@@ -19,7 +19,12 @@ class CalibrateOptions:
     context: int | None = option(
         "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
     )
-    samples: int = option("Windows drawn at random; 0 for all, in order.", default=128, least=0)
+    samples: int = option(
+        "Windows drawn at random (of a text beyond 8 million characters, from stretches of it that are drawn first); 0 "
+        "for all, in order.",
+        default=128,
+        least=0,
+    )
     seed: int = option("Which windows are drawn.", default=0, least=0, most=LARGEST_SEED)
     sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
     batch: int = option("Windows at a time.", default=2, least=1)

@@ -2,9 +2,11 @@
 
 Window i of a text is its tokens `context * i` to `context * (i + 1)`, of the text as a whole; a last, shorter one is
 left out. The first windows need only the beginning of the text. Windows drawn at random need all of it, since any
-window can be drawn.
+window can be drawn; of a long text, only `SAMPLE` characters are drawn from.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,13 @@ from sparsepack.models.tokens import tokens_of
 
 DEFAULT_CONTEXT = 2048
 """Tokens per window unless the user or the model says otherwise."""
+
+
+SAMPLE = 1 << 23
+"""Characters of a longer text from which windows are drawn, unless so many windows need more."""
+_STRETCH = 1 << 16
+_LONG_TOKEN = 16
+"""Characters: on average, those of no text are as long."""
 
 
 def window_length(asked: int | None, made_for: int) -> int:
@@ -49,14 +58,45 @@ def rolling_windows(
 def drawn_windows(tokenizer: Any, text: Text, context: int, samples: int, seed: int) -> torch.Tensor:
     """The inputs of `samples` windows drawn at random, in the order of the text: int64 [windows, positions].
 
-    All windows, where `samples` is 0 or there are no more: then the rest of the text is of no matter. Else they are
-    the first of a permutation of all windows by torch's generator with `seed`. Raises as `rolling_windows`.
+    All windows, where `samples` is 0 or there are no more. Else they are the first of a permutation of all windows by
+    torch's generator with `seed`. Where the text is longer than `SAMPLE` characters, or than 16 for each token that is
+    asked for if that is more, it is a sample of the text that is cut into windows. Raises as `rolling_windows`.
     """
+    if samples:
+        text = sample(text, max(SAMPLE, samples * context * _LONG_TOKEN), seed)
     windows = _windows(tokenizer, text, context)
     if samples and samples < len(windows):
         generator = torch.Generator().manual_seed(seed)
         windows = windows[torch.randperm(len(windows), generator=generator)[:samples].sort().values]
     return _inputs(tokenizer, windows.long())
+
+
+def sample(text: Text, characters: int, seed: int) -> Text:
+    """So many characters of a text, or a shorter text itself.
+
+    The text is cut into stretches of 65,536 characters, and the first of a permutation of them by torch's generator
+    with `seed` are taken, in the order of the text, as if each were a document. A last, shorter one is never taken.
+    """
+    if text.characters <= characters:
+        return text
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(text.characters // _STRETCH, generator=generator)
+    chosen = set(order[: -(-characters // _STRETCH)].tolist())
+    documents = tuple(stretch for number, stretch in enumerate(_stretches(text)) if number in chosen)
+    return replace(text, documents=documents, count=len(documents), characters=len(documents) * (_STRETCH + 2) - 2)
+
+
+def _stretches(text: Text) -> Iterator[str]:
+    """All of the same length, `_STRETCH`, but the last."""
+    waiting: list[str] = []
+    missing = _STRETCH
+    for piece in text.pieces():
+        while len(piece) >= missing:
+            yield "".join([*waiting, piece[:missing]])
+            waiting, piece, missing = [], piece[missing:], _STRETCH
+        waiting.append(piece)
+        missing -= len(piece)
+    yield "".join(waiting)
 
 
 def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:

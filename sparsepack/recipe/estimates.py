@@ -1,8 +1,10 @@
 """Sizes of a model that the dry run reckons with."""
 
+import sys
+
 import torch
 
-from sparsepack.models.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.windows import count_windows
@@ -10,6 +12,23 @@ from sparsepack.recipe.stage import Job
 
 LIVE = 4
 """Float32 tensors of a batch's widest activation that exist at one time."""
+
+
+WORKING = 100_000_000
+"""Bytes that torch takes for itself as soon as it works: threads, their buffers, matrices in the order it likes."""
+
+
+def process_bytes(job: Job) -> int:
+    """What a process takes besides a stage's own tensors; 0 on other devices than the CPU, whose memory is reckoned.
+
+    That is Python, libraries and the tokenizer, all of which this process has by now, and what torch needs to work.
+    """
+    import resource  # not on every system
+
+    if job.recipe.device != "cpu":
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return WORKING + (most if sys.platform == "darwin" else most * 1024)
 
 
 def parameters(checkpoint: Checkpoint) -> int:
@@ -26,6 +45,16 @@ def block_parameters(checkpoint: Checkpoint) -> int:
     """Of one decoder block."""
     shapes = checkpoint.source.shapes
     return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
+
+
+def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> int:
+    """Of a stage that takes so many windows through one block after the other, `batch` of them at a time."""
+    checkpoint, size = job.checkpoint, dtype_bytes(job)
+    hidden = windows * context * int(checkpoint.config.hidden_size) * size
+    # Rows of the table are taken as it is stored; a block's inputs, its outputs, and these joined are there at once.
+    embedding = torch.Size(checkpoint.source.shapes[EMBEDDING]).numel() * checkpoint.dtype.itemsize
+    block = block_parameters(checkpoint) * size
+    return max(embedding + 2 * hidden, block + 3 * hidden + activation_bytes(checkpoint, batch * context))
 
 
 def dtype_bytes(job: Job) -> int:

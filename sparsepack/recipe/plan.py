@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from sparsepack.models.families import SITES
 from sparsepack.recipe.console import print_lines, results, table
-from sparsepack.recipe.estimates import parameters
+from sparsepack.recipe.estimates import parameters, process_bytes
 from sparsepack.recipe.section import PATH, Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
@@ -32,7 +32,9 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
     plan["sites"] = _sites(job, plan["artifact"])
     asked = [(stage, job.recipe.asked(stage.key)) for stage in stages]
     plan["tokens"] = {s.name: count for s, a in asked if (count := s.tokens(job, a)) is not None}
-    plan["peak_memory_bytes"] = {s.name: count for s, a in asked if (count := s.memory(job, a)) is not None}
+    memory = {s.name: count for s, a in asked if (count := s.memory(job, a)) is not None}
+    plan["process_bytes"] = process_bytes(job)
+    plan["peak_memory_bytes"] = {name: plan["process_bytes"] + count for name, count in memory.items()}
     return plan
 
 
@@ -84,7 +86,8 @@ def show(plan: Mapping[str, Any]) -> None:
         tokens, memory = plan["tokens"].get(name), plan["peak_memory_bytes"].get(name)
         made.add_row(name, row["status"], f"{tokens:,}" if tokens else "", f"{memory / 1e6:,.0f}" if memory else "")
     console.print(made)
-    console.print("memory: weights and activations, beside Python and its libraries; dry run: nothing was written")
+    what = "of the whole process, Python and its libraries included" if plan["process_bytes"] else "of the device"
+    console.print(f"memory: {what}, within about a quarter; dry run: nothing was written")
 
 
 def _site_table(plan: Mapping[str, Any]) -> Any:

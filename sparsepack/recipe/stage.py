@@ -58,7 +58,7 @@ class Stage:
     wanted   -- whether it runs with what is asked
     problems -- what does not go together in the recipe, a sentence each, found before anything is opened
     misfits  -- what the model or a text does not allow, likewise; raises `UserError` where one cannot be read
-    tokens, memory -- of the dry run: tokens through the model, bytes at the peak; None: not known beforehand
+    tokens, memory -- of the dry run: tokens through the model, bytes of tensors at the peak; None: not known beforehand
     plan     -- more of the dry run, JSON-able, by key; called with None where the recipe has no such part
     show_plan -- that as lines and tables
     result   -- key in the report, how it is read from the work folder, and its value where the stage is left out

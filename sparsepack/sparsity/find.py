@@ -28,7 +28,8 @@ from sparsepack.sparsity.teal import greedy_sparsities, run_at
 from sparsepack.sparsity.thresholds import Thresholds
 
 _GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
-_BATCH = 2
+BATCH = 2
+"""Windows at a time."""
 
 
 def make_thresholds(
@@ -106,7 +107,7 @@ def _sequential(
     resume: ResumeState,
 ) -> dict[SiteKey, SiteRule]:
     windows = spread_windows(calibration.windows, options.windows)
-    return sequential_thresholds(_stream(checkpoint, options), windows, choose, _BATCH, resume)
+    return sequential_thresholds(_stream(checkpoint, options), windows, choose, BATCH, resume)
 
 
 @torch.no_grad()

@@ -391,6 +391,6 @@ def test_a_text_that_is_too_short_is_refused(small, tmp_path):
 
 def test_a_token_beyond_the_vocabulary_is_refused(small, text, tmp_path, monkeypatch):
     beyond = torch.full((6, 47), 512)
-    monkeypatch.setattr(run, "rolling_windows", lambda *_: (beyond, beyond))
+    monkeypatch.setattr(run, "drawn_windows", lambda *_: beyond)
     with pytest.raises(TextError, match="token 512 is beyond the model's vocabulary of 512"):
         calibrate(small, text, tmp_path / "c", OPTIONS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from sparsepack import progress
 from sparsepack.cli import main
 from sparsepack.cli.options import emit
 from sparsepack.errors import OutputError
@@ -307,3 +308,18 @@ def test_a_standard_output_that_is_full_is_one_line(tiny: Path) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == "sparsepack: standard output: the disk is full; free some space and run again\n"
+
+
+@pytest.mark.parametrize("place", ["before the verb", "after it", None])
+def test_quiet_leaves_results_and_errors(tiny: Path, place: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    before, after = (["--quiet"] if place == where else [] for where in ("before the verb", "after it"))
+    run = ("bench", tiny / "m.gguf", "-p", 8, "-n", 8, "-r", 1)
+    done = sparsepack(*before, *run, *after)
+    assert done.exit_code == 0
+    assert "t/s" in done.stdout
+    assert bool(done.stderr) == (place is None)
+    if place is None:
+        assert "runtime: " in done.stderr
+        assert any(line.startswith("bench: ") for line in done.stderr.splitlines())
+    assert "no such file" in fails(*before, "eval", "shipped:tiny", "--perplexity", "none.txt", *after)

@@ -184,7 +184,7 @@ def test_an_artifacts_tokenizer_is_the_checkpoints(shared, tmp_path, name):
     checkpoint = open_checkpoint(shared / "models" / name)
     pack(PackRequest(checkpoint.name, tmp_path / "m.gguf", format="zigzag-q4_k"))
     text = read_text(str(shared / "text" / "tinystories.sample.txt.xz"))
-    text = replace(text, documents=(text.documents[0][:5000] + " Zwei Übel — “naïve”\n\n\t1,234",))
+    text = replace(text, documents=(text.joined[:5000] + " Zwei Übel — “naïve”\n\n\t1,234",))
     ours, theirs = open_subject(str(tmp_path / "m.gguf")).tokenizer, checkpoint.tokenizer
     for one, other in zip(rolling_windows(ours, text, 64), rolling_windows(theirs, text, 64), strict=True):
         assert torch.equal(one, other)

@@ -1,13 +1,16 @@
 """Windows over a text: with and without a BOS token, and never too short."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models_for_tests import tokenizer
 
 from sparsepack.errors import TextError
 from sparsepack.files.text import Text, read_text
+from sparsepack.models import windows
 from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.windows import rolling_windows, tokenise
+from sparsepack.models.windows import drawn_windows, rolling_windows, sample, tokenise
 
 TEXT = Text("a.txt", ("The quick brown fox jumps over the lazy dog. " * 9, "And again, and again."), "0", count=2)
 
@@ -48,3 +51,36 @@ def test_a_text_longer_than_the_models_context_warns_of_nothing(caplog):
     with caplog.at_level("WARNING"):
         rolling_windows(open_checkpoint("shipped:tiny").tokenizer, read_text("shipped:heldout"), 64)
     assert not caplog.records
+
+
+def test_a_sample_is_stretches_of_the_text_in_its_order(monkeypatch):
+    monkeypatch.setattr(windows, "_STRETCH", 10)
+    text = replace(TEXT, documents=("".join(chr(256 + n) for n in range(57)), "b" * 18), characters=77)
+    assert sample(text, 77, seed=0) is text
+    some = sample(text, 35, seed=0)
+    stretches = list(some.documents)
+    assert [len(stretch) for stretch in stretches] == [10] * 4
+    places = [text.joined.index(stretch) for stretch in stretches]
+    assert places == sorted(set(places))
+    assert all(place % 10 == 0 for place in places[:-1])
+    assert some.characters == len(some.joined)
+    assert some.sha256 == text.sha256
+    assert list(sample(text, 35, seed=0).documents) == stretches
+    assert any(list(sample(text, 35, seed=seed).documents) != stretches for seed in range(1, 5))
+
+
+def test_of_a_long_text_windows_are_drawn_from_a_sample_unless_they_need_more(monkeypatch):
+    """From the sample as from any text."""
+    plain = tokenizer()
+    text = replace(TEXT, documents=tuple(f"Line {n} of the text. " * 40 for n in range(100)))
+    text = replace(text, characters=len(text.joined))
+    of_all = drawn_windows(plain, text, 16, 5, seed=1)
+    monkeypatch.setattr(windows, "_STRETCH", 500)
+    some = sample(text, 2_000, seed=1)
+    expected = drawn_windows(plain, some, 16, 5, seed=1)
+    monkeypatch.setattr(windows, "SAMPLE", 2_000)
+    assert torch.equal(drawn_windows(plain, text, 16, 5, seed=1), expected)
+    assert not torch.equal(expected, of_all)
+    many = drawn_windows(plain, text, 16, 400, seed=1)  # 400 x 16 x 16 characters are more than there are
+    assert len(many) == 400
+    assert len(drawn_windows(plain, text, 16, 0, seed=1)) == len(rolling_windows(plain, text, 16)[0])

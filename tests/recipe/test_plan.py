@@ -1,9 +1,15 @@
 """The dry run: what it predicts is what is made, and it makes nothing."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from models_for_tests import make_model
 from recipes_for_tests import write_recipe
 
+from sparsepack.models import tokens
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import pack, plan_of
 from sparsepack.recipe import run_recipe
@@ -99,3 +105,34 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
     request = request_of(job, Pack.of(recipe))
     predicted = plan_of(job.checkpoint, request, None)
     assert predicted.total_bytes == pack(request).path.stat().st_size
+
+
+def test_a_dry_run_tokenises_a_text_once_and_no_further_than_needed(recipe_file, tmp_path, monkeypatch):
+    told = []
+    encode = tokens._encode
+    monkeypatch.setattr(tokens, "PIECE", 4096)
+    monkeypatch.setattr(tokens, "_encode", lambda tokenizer, pieces: told.extend(pieces) or encode(tokenizer, pieces))
+    run_recipe(recipe_file, work=tmp_path / "work", dry_run=True)
+    assert len(told) == len(set(told))
+    assert sum(map(len, told)) < 60_000  # of 300,000 characters
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a stage is known on Linux only")
+@pytest.mark.parametrize("model", ["shipped:tiny", "books-26m-silu"])
+def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model):
+    name = model if model.startswith("shipped:") else str(shared / "models" / model)
+    sections = {"calibrate.context": 512, "calibrate.samples": 16, "eval.context": 512, "eval.windows": 2}
+    overrides = [
+        f"model={name}",
+        "gates=null",
+        "generate=null",
+        "bench={prompt: 16, generate: 8, repetitions: 1}",
+        *(f"{key}={value}" for key, value in sections.items()),
+    ]
+    script = Path(__file__).with_name("peaks_of_stages.py")
+    command = [sys.executable, str(script), str(write_recipe(tmp_path)), str(tmp_path / "work"), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    for stage in ("calibrate", "thresholds", "eval", "bench"):
+        assert found["planned"][stage] == pytest.approx(found["took"][stage], rel=0.25), stage

@@ -72,6 +72,14 @@ def _run(job: Job, asked: Bench) -> None:
     write_json(job.folder / RESULT, {**bench_decode(packed, settings, artifact_of(job).name, ids), "text": text})
 
 
+def _memory(job: Job, asked: Bench) -> int:
+    """The file and the engine's own order of it, and the array on which the memory's bandwidth is measured."""
+    from sparsepack.bench.machine import ARRAY_BYTES
+    from sparsepack.recipe.estimates import parameters
+
+    return ARRAY_BYTES + parameters(job.checkpoint) * 9 // 8
+
+
 def _skipped(row: Mapping[str, Any]) -> str:
     return shown(row["realised_sparsity"], row["realised_sparsity_of_sparse_sites"])
 
@@ -100,6 +108,7 @@ BENCH = Stage(
     problems=_problems,
     misfits=_misfits,
     tokens=lambda job, asked: asked.repetitions * (asked.prompt + 2 * asked.generate),
+    memory=_memory,
     result=("bench", read_json(RESULT), None),
     show=_show,
 )

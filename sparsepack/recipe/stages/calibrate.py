@@ -66,18 +66,9 @@ def _tokens(job: Job, asked: Calibrate) -> int:
 
 
 def _memory(job: Job, asked: Calibrate) -> int:
-    import torch
+    from sparsepack.recipe.estimates import block_by_block_bytes
 
-    from sparsepack.models.checkpoint import EMBEDDING
-    from sparsepack.recipe.estimates import activation_bytes, block_parameters, dtype_bytes
-
-    checkpoint, size = job.checkpoint, dtype_bytes(job)
-    count, context = windows(job, asked)
-    hidden = count * context * int(checkpoint.config.hidden_size) * size
-    # Rows of the table are taken as it is stored, then brought into the type of the arithmetic.
-    embedding = torch.Size(checkpoint.source.shapes[EMBEDDING]).numel() * checkpoint.dtype.itemsize
-    batch = activation_bytes(checkpoint, asked.batch * context)
-    return max(embedding + 2 * hidden, block_parameters(checkpoint) * size + hidden + batch)
+    return block_by_block_bytes(job, *windows(job, asked), asked.batch)
 
 
 CALIBRATE = Stage(

@@ -83,6 +83,18 @@ def _tokens(job: Job, asked: ActivationSparsity) -> int:
     return tokens
 
 
+def _memory(job: Job, asked: ActivationSparsity) -> int | None:
+    """Of `global`, which trains, it is not known."""
+    from sparsepack.recipe.estimates import block_by_block_bytes
+    from sparsepack.sparsity.find import BATCH
+
+    calibrate = Calibrate.of(job.recipe)
+    if asked.allocation == "global" or calibrate is None:
+        return None
+    count, context = windows(job, calibrate)
+    return block_by_block_bytes(job, min(asked.windows, count), context, BATCH)
+
+
 def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
     """What each pattern matches."""
     from sparsepack.sparsity.allocation import site_name, sparse_sites
@@ -150,6 +162,7 @@ THRESHOLDS = Stage(
     problems=_problems,
     misfits=_misfits,
     tokens=_tokens,
+    memory=_memory,
     plan=_plan,
     show_plan=_show_plan,
     result=("thresholds", _read, None),
