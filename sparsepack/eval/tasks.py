@@ -110,7 +110,7 @@ def load_tasks(names: list[str], task_path: Path | None) -> dict[str, Any]:
 
 
 def _load_task(manager: TaskManager, name: str, task_path: Path | None) -> dict[str, Any]:
-    from jinja2.sandbox import SecurityError
+    from jinja2.exceptions import SecurityError
 
     try:
         part: dict[str, Any] = manager.load([name])

@@ -30,7 +30,8 @@ def no_code() -> Iterator[None]:
     import lm_eval.tasks._yaml_loader
     import lm_eval.utils
     import yaml
-    from jinja2.sandbox import SandboxedEnvironment, SecurityError
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval.api.registry import get_metric, metric_registry
 
     def function(name: str, folder: Path) -> Any:
