@@ -10,7 +10,6 @@ from random import Random
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sparsepack.artifacts.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
-from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.files.hashing import NO_HASH
 from tests.fuzz.mutate import bytes_changed, json_changed
 
@@ -26,6 +25,7 @@ class Gguf:
 
     pairs: list[list]
     tensors: list[list]
+    alignment: int
 
     def write(self, path: Path) -> None:
         """Write it with our hashes first, all of them right."""
@@ -33,7 +33,7 @@ class Gguf:
         body, offsets = b"", []
         for *_, data in self.tensors:
             offsets.append(len(body))
-            body += data + bytes(-len(data) % DEFAULT_ALIGNMENT)
+            body += data + bytes(-len(data) % self.alignment)
         # Of the bytes that a reader will take for the tensor's, whatever its shape says now.
         ends = [offset + _bytes(*tensor[1:]) for offset, tensor in zip(offsets, self.tensors, strict=True)]
         hashes = [hashlib.sha256(body[a:b]).hexdigest() for a, b in zip(offsets, ends, strict=True)]
@@ -49,7 +49,7 @@ class Gguf:
             header += _string(key) + struct.pack("<I", kind) + value
         for (name, dimensions, kind, _), offset in zip(self.tensors, offsets, strict=True):
             header += _string(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset)
-        header += bytes(-len(header) % DEFAULT_ALIGNMENT)
+        header += bytes(-len(header) % self.alignment)
         path.write_bytes(header + body)
         seal(path, len(header), hashes)
 
@@ -70,8 +70,10 @@ def read(data: bytes) -> Gguf:
         *dimensions, kind, offset = struct.unpack_from(f"<{count}QIQ", data, at + 4)
         at += 4 + 8 * count + 12
         infos.append((name, dimensions, kind, offset))
-    start = at + -at % DEFAULT_ALIGNMENT
-    return Gguf(pairs, [[n, d, k, data[start + o : start + o + _bytes(d, k)]] for n, d, k, o in infos])
+    values = {key: value for key, _, value in pairs}
+    alignment = int.from_bytes(values["general.alignment"], "little")
+    start = at + -at % alignment
+    return Gguf(pairs, [[n, d, k, data[start + o : start + o + _bytes(d, k)]] for n, d, k, o in infos], alignment)
 
 
 def _bytes(dimensions: list[int], kind: int, data: bytes = b"") -> int:
@@ -112,7 +114,7 @@ def changed(random: Random, gguf: Gguf) -> Gguf:
                 tensor[3] = tensor[3][:at] + random.choice(_FLOATS) + tensor[3][at + 4 :]
             else:
                 tensor[3] = bytes_changed(random, tensor[3])
-    return Gguf(pairs, tensors)
+    return Gguf(pairs, tensors, gguf.alignment)
 
 
 def _pair_changed(random: Random, pairs: list[list]) -> None:
