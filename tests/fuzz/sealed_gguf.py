@@ -71,7 +71,7 @@ def read(data: bytes) -> Gguf:
         at += 4 + 8 * count + 12
         infos.append((name, dimensions, kind, offset))
     values = {key: value for key, _, value in pairs}
-    alignment = int.from_bytes(values["general.alignment"], "little")
+    alignment = int.from_bytes(values.get("general.alignment", b"\x20"), "little")
     start = at + -at % alignment
     return Gguf(pairs, [[n, d, k, data[start + o : start + o + _bytes(d, k)]] for n, d, k, o in infos], alignment)
 
