@@ -142,7 +142,8 @@ def test_padding_that_is_not_zero_is_found(checkpoints: Checkpoints, tmp_path: P
 
 
 def test_description_of_a_zigzag_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    table = {"allocation": "uniform", "rows": [{"layer": 0, "site": "attn_in", "threshold": 0.1}]}
+    row = {"layer": 0, "site": "attn_in", "sparsity": 0.5, "threshold": 0.1}
+    table = {"allocation": "uniform", "criterion": "magnitude", "sparsity": 0.5, "upstream": "sparse", "rows": [row]}
     write_zigzag(checkpoints["qwen3"], {}, tmp_path / "m.gguf", provenance={"thresholds": table})
     found = json.loads(json.dumps(describe(tmp_path / "m.gguf")))
     assert (found["kind"], found["thresholds"], found["sparse_sites"]) == ("zigzag-q4_k", table, 0)

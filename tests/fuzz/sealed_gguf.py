@@ -1,13 +1,15 @@
 """A GGUF of ours taken apart, changed, and put together with hashes that are right again."""
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from sparsepack.artifacts.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
-from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.files.hashing import NO_HASH
 from tests.fuzz.mutate import bytes_changed, json_changed
 
@@ -23,11 +25,18 @@ class Gguf:
 
     pairs: list[list]
     tensors: list[list]
+    alignment: int
 
     def write(self, path: Path) -> None:
         """Write it with our hashes first, all of them right."""
         path.write_bytes(b"")
-        hashes = [hashlib.sha256(data).hexdigest() for *_, data in self.tensors]
+        body, offsets = b"", []
+        for *_, data in self.tensors:
+            offsets.append(len(body))
+            body += data + bytes(-len(data) % self.alignment)
+        # Of the bytes that a reader will take for the tensor's, whatever its shape says now.
+        ends = [offset + _bytes(*tensor[1:]) for offset, tensor in zip(offsets, self.tensors, strict=True)]
+        hashes = [hashlib.sha256(body[a:b]).hexdigest() for a, b in zip(offsets, ends, strict=True)]
         blank = struct.pack("<IQ", _STRING, len(hashes)) + _string(NO_HASH) * len(hashes)
         ours = [
             [HEADER_HASH, _STRING, _string(NO_HASH)],
@@ -38,12 +47,9 @@ class Gguf:
         header = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(pairs))
         for key, kind, value in pairs:
             header += _string(key) + struct.pack("<I", kind) + value
-        offset, body = 0, b""
-        for name, dimensions, kind, data in self.tensors:
+        for (name, dimensions, kind, _), offset in zip(self.tensors, offsets, strict=True):
             header += _string(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset)
-            padded = data + bytes(-len(data) % DEFAULT_ALIGNMENT)
-            offset, body = offset + len(padded), body + padded
-        header += bytes(-len(header) % DEFAULT_ALIGNMENT)
+        header += bytes(-len(header) % self.alignment)
         path.write_bytes(header + body)
         seal(path, len(header), hashes)
 
@@ -64,9 +70,18 @@ def read(data: bytes) -> Gguf:
         *dimensions, kind, offset = struct.unpack_from(f"<{count}QIQ", data, at + 4)
         at += 4 + 8 * count + 12
         infos.append((name, dimensions, kind, offset))
-    start = at + -at % DEFAULT_ALIGNMENT
-    ends = [offset for *_, offset in infos[1:]] + [len(data) - start]
-    return Gguf(pairs, [[n, d, k, data[start + o : start + e]] for (n, d, k, o), e in zip(infos, ends, strict=True)])
+    values = {key: value for key, _, value in pairs}
+    alignment = int.from_bytes(values.get("general.alignment", b"\x20"), "little")
+    start = at + -at % alignment
+    return Gguf(pairs, [[n, d, k, data[start + o : start + o + _bytes(d, k)]] for n, d, k, o in infos], alignment)
+
+
+def _bytes(dimensions: list[int], kind: int, data: bytes = b"") -> int:
+    """How long a tensor is by its shape and type; of an unknown type, as long as it was."""
+    if kind not in set(GGMLQuantizationType):
+        return len(data)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    return math.prod(dimensions) // block * size
 
 
 def changed(random: Random, gguf: Gguf) -> Gguf:
@@ -99,7 +114,7 @@ def changed(random: Random, gguf: Gguf) -> Gguf:
                 tensor[3] = tensor[3][:at] + random.choice(_FLOATS) + tensor[3][at + 4 :]
             else:
                 tensor[3] = bytes_changed(random, tensor[3])
-    return Gguf(pairs, tensors)
+    return Gguf(pairs, tensors, gguf.alignment)
 
 
 def _pair_changed(random: Random, pairs: list[list]) -> None:

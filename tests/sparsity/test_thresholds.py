@@ -154,11 +154,11 @@ ROWS = [
     (lambda row: row.update(layer=True), r"row 2: layer is True"),
     (lambda row: row.update(sparsity=1.0), r"row 2: sparsity 1.0"),
     (lambda row: row.update(sparsity=-0.1), r"row 2: sparsity -0.1"),
-    (lambda row: row.update(sparsity=float("nan")), r"row 2: sparsity nan"),
+    (lambda row: row.update(sparsity=float("nan")), r"row 2: sparsity is nan"),
     (lambda row: row.update(sparsity="half"), r"row 2: sparsity is 'half'; expected a number"),
     (lambda row: row.update(threshold=-1), r"row 2: sparsity .*, threshold -1"),
-    (lambda row: row.update(threshold=float("inf")), r"row 2: .* threshold inf"),
-    (lambda row: row.update(threshold=float("nan")), r"row 2: .* threshold nan"),
+    (lambda row: row.update(threshold=float("inf")), r"row 2: threshold is inf"),
+    (lambda row: row.update(threshold=float("nan")), r"row 2: threshold is nan"),
     (lambda row: row.update(threshold=None), r"row 2: threshold is None; expected a number"),
     (lambda row: row.update(realised=[]), r"row 2: realised is \[\]"),
     (lambda row: row.update(offset="%%%"), r"row 2: offset is not base64"),
@@ -213,9 +213,9 @@ def test_a_table_of_another_model_is_refused(table, tiny):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: rows[:-1], r"one row for every site: blk\.2\.mlp_mid"),
+        (lambda rows: rows[:-1], r"the row of layer 2, mlp_mid is missing"),
         (lambda rows: [*rows, rows[0]], "a row that stands twice"),
-        (lambda rows: [{**rows[0], "layer": 3}, *rows[1:]], r"one row for every site: blk\.0\.attn_in"),
+        (lambda rows: [{**rows[0], "layer": 3}, *rows[1:]], r"the row of layer 0, attn_in is missing"),
         (lambda rows: [{**rows[0], "channel_weights": "AAAAAA=="}, *rows[1:]], "has 1 channels, the model 256"),
     ],
 )
@@ -231,3 +231,20 @@ def test_a_summary_is_the_table_without_its_vectors(table):
     assert summary["rows"][0]["channel_weights"] is True
     assert summary["rows"][1]["channel_weights"] is False
     assert summary["rows"][1]["threshold"] == table.rules[0, "attn_out"].threshold
+
+
+@pytest.mark.parametrize("rows", [slice(0, 0), slice(1, None), slice(4, None), slice(0, -1)])
+def test_a_table_with_missing_rows_is_refused_also_without_its_model(table, tmp_path, rows):
+    path = edited(table, tmp_path / "t.json", lambda value: value.update(rows=value["rows"][rows]))
+    with pytest.raises(ThresholdsError, match="is missing"):
+        read_thresholds(path)
+
+
+@pytest.mark.parametrize("wrong", [10**400, "x" * 100_000, [1] * 100_000, "a\nb"])
+def test_a_head_that_is_too_much_is_one_short_line(table, tmp_path, wrong):
+    for name in ("sparsity", "criterion"):
+        path = edited(table, tmp_path / "t.json", lambda value, name=name: value.update({name: wrong}))
+        with pytest.raises(ThresholdsError, match=name) as caught:
+            read_thresholds(path)
+        assert len(str(caught.value)) < 500
+        assert "\n" not in str(caught.value)

@@ -144,7 +144,7 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
     for name in sizes:
         value = getattr(architecture, name)
         if type(value) is not int or not 1 <= value < 2**31:
-            raise ValueError(f"{name} {str(value)[:60]}, expected a positive integer below 2**31")
+            raise ValueError(f"{name} {repr(value)[:60]}, expected a positive integer below 2**31")
     real = (architecture.norm_eps, architecture.rotary_scale, *architecture.inv_freq)
     if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in real):
         raise ValueError("norm_eps, rotary_scale or inv_freq hold something else than numbers")

@@ -241,8 +241,9 @@ def test_provenance_is_in_the_manifest(checkpoints: Checkpoints, tmp_path: Path)
     table = {
         "allocation": "uniform",
         "criterion": "magnitude",
-        "target": 0.5,
-        "rows": [{"layer": 0, "site": "attn_in"}],
+        "sparsity": 0.5,
+        "upstream": "sparse",
+        "rows": [{"layer": 0, "site": "attn_in", "sparsity": 0.5, "threshold": 0.1}],
     }
     provenance = {
         "calibration": {"sha256": "ab" * 32},
@@ -287,7 +288,7 @@ FORGED = {
     "extra tensor": (lambda v, t: (v, [*t, dataclasses.replace(t[-1], name="x")]), "x is not understood"),
     "other width": (lambda v, t: (edited(v, NUMBERS, intermediate=100), t), "the architecture means Q4_K"),
     "no numbers": (lambda v, t: (edited(v, NUMBERS, layers="two"), t), "layers 'two'"),
-    "many layers": (lambda v, t: (edited(v, NUMBERS, layers=10**12), t), "10000*0 layers"),
+    "many layers": (lambda v, t: (edited(v, NUMBERS, layers=10**12), t), "layers 10000*0, expected"),
     "words for numbers": (lambda v, t: (edited(v, NUMBERS, inv_freq=["x"] * 32), t), "something else than numbers"),
     "words for windows": (lambda v, t: (edited(v, NUMBERS, sliding_windows=["x", 0]), t), "something else than integ"),
     "unknown number": (lambda v, t: (edited(v, NUMBERS, experts=8), t), "experts"),
