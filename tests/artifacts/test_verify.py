@@ -51,6 +51,8 @@ def test_rows_are_decoded_as_the_whole_is(checkpoints: Checkpoints, tmp_path: Pa
             continue
         rows = len(whole)
         for first, last in ((0, 256), (256, 512), (3, 5), (rows - 1, rows), (0, rows + 300), (250, 260)):
+            if first >= rows:
+                continue
             assert torch.equal(artifact.decoded(tensor, first, last), whole[first:last]), (tensor, first, last)
 
 

@@ -181,7 +181,8 @@ def _memory(job: Job, asked: Eval) -> int:
     logits = POSITIONS * WORDS * 4 * LIVE
     if not asked.perplexity or job.recipe.device != "cpu":
         return int((2 if asked.perplexity else 1) * whole + logits + activations)
-    waiting = 2 * max(HIDDEN_BYTES, batch * context * int(config.hidden_size) * size)
+    window = context * int(config.hidden_size) * size
+    waiting = 2 * max(batch * window, min(HIDDEN_BYTES, (asked.windows or HIDDEN_BYTES) * window))
     # The artifact's output matrix is decoded to float32, the source model's stays as it is stored.
     heads = int(config.vocab_size) * int(config.hidden_size) * (4 + checkpoint.dtype.itemsize)
     streamed = waiting + max(block_parameters(checkpoint) * size + activations, heads + logits)
