@@ -103,7 +103,9 @@ def test_a_client_that_goes_frees_the_engine_at_once(fresh: Served, stream: bool
     assert fresh.client().completions.create(**ASKED, prompt="x").choices[0].text
 
 
-def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(fresh: Served) -> None:
+def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(
+    fresh: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = fresh.model.generate("There was", GenerateOptions(tokens=12)).result().text
 
     async def go(client: openai.AsyncOpenAI) -> None:
@@ -127,6 +129,7 @@ def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(
             return await asyncio.gather(*staying)
 
     assert asyncio.run(all_at_once()) == [expected] * 20
+    assert "socket.send() raised" not in caplog.text, "nothing is sent to clients that went"
 
 
 def test_health_answers_while_a_text_is_made(fresh: Served) -> None:
