@@ -27,6 +27,7 @@ from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthe
 from sparsepack.bench import traffic
 from sparsepack.files.gguf import read_gguf
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.skipped import skipped_weights
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -151,7 +152,7 @@ def decode_rows(model: Synthetic, results: dict[int, Measured]) -> list[dict[str
                     "range": [min(speeds), max(speeds)],
                     "ratio": cpu_setting.median_ratio(speeds, result.decode[PEER]),
                     "best_ratio": max(speeds) / max(result.decode[PEER]),
-                    "skipped": traffic.realised_sparsity(packed, activity) if ours else 0.0,
+                    "skipped": skipped_weights(packed, activity).overall if ours else 0.0,
                     "bytes_per_token": needed,
                     "bandwidth_share": needed * speed / bandwidth,
                     "read_bandwidth": bandwidth,

@@ -22,9 +22,9 @@ from cuda_synthetic import LLAMA_8B, find_thresholds, random_model, with_thresho
 from cuda_timing import device_line
 from synthetic import Size, random_ids
 
-from sparsepack.bench import traffic
 from sparsepack.cli.tables import table
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.skipped import skipped_weights
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
 
@@ -73,7 +73,7 @@ def measure(packed: PackedModel, sequences: int, rounds: int) -> dict[str, dict[
         for mode, taken in samples.items():
             engine.dense = mode == "dense"
             seconds = step_seconds(engine, texts)
-            skipped[mode] = traffic.realised_sparsity(packed, engine.activity())
+            skipped[mode] = skipped_weights(packed, engine.activity()).overall
             if round >= 0:
                 taken.append(seconds)
     return {mode: {"seconds": statistics.median(taken), "sparsity": skipped[mode]} for mode, taken in samples.items()}

@@ -33,6 +33,7 @@ from synthetic import Size, random_ids
 from sparsepack.bench import traffic
 from sparsepack.cli.tables import table
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.skipped import skipped_weights
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -124,7 +125,7 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
             "seconds": statistics.median(taken),
             "range": [min(taken), max(taken)],
             "bytes": traffic.bytes_per_token(sparse, activity[name]),
-            "sparsity": traffic.realised_sparsity(sparse, activity[name]),
+            "sparsity": skipped_weights(sparse, activity[name]).overall,
         }
         for name, taken in samples.items()
     }

@@ -82,7 +82,7 @@ def main(
         began = time.time()
         rules: Rules = {}
         if sparsity:
-            asked = AllocationOptions(sparsity, allocation, criterion, device=device, **options)
+            asked = AllocationOptions(sparsity, allocation, criterion, device=device, dtype="float32", **options)
             rules = find_thresholds(checkpoint, calibration, asked).rules
         spent = time.time() - began
         cells = []
@@ -101,7 +101,7 @@ def main(
 
 def _calibrated(checkpoint: Checkpoint, text: str, samples: int, device: str) -> Calibration:
     with tempfile.TemporaryDirectory() as folder:
-        options = CalibrateOptions(samples=samples, device=device)
+        options = CalibrateOptions(samples=samples, device=device, dtype="float32")
         return calibrate(checkpoint, read_text(text), Path(folder) / "cal", options)
 
 

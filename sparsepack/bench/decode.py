@@ -15,6 +15,7 @@ from sparsepack.bench.machine import ARRAY_BYTES, read_bandwidth
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.skipped import skipped_weights
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backends import backend_named, batch_backend
 from sparsepack.runtime.batch import BatchEngine
@@ -259,7 +260,7 @@ def _row(
     if test.n_gen:
         needed = traffic.bytes_per_token(packed, activity) / settings.batch  # that tokens of a step share
         row["bytes_per_token"] = needed
-        skipped = traffic.skipped_weights(packed, activity)
+        skipped = skipped_weights(packed, activity)
         row["realised_sparsity"] = skipped.overall
         row["realised_sparsity_of_sparse_sites"] = skipped.of_sparse_sites
         row["bandwidth_share"] = needed * avg_ts / bandwidth

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from sparsepack.models.packed import PackedModel, PackedSite
-from sparsepack.models.skipped import Skipped, skipped, sparse_sites_of
 
 Activity = Mapping[tuple[int, str], float]
 """Share of active columns per (layer, site), as `Engine.activity` returns it; a site not named is wholly active."""
@@ -38,22 +37,6 @@ def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
     )
     row = packed.embedding.blocks.nbytes / packed.embedding.rows
     return sites + row + _always_read(packed)
-
-
-def skipped_weights(packed: PackedModel, activity: Activity) -> Skipped:
-    """The share of the block weights that a token skipped; see `models.skipped`."""
-    weights = {
-        (number, name): site.matrix.rows * site.matrix.columns
-        for number, layer in enumerate(packed.layers)
-        for name, site in layer.sites.items()
-    }
-    inactive = {key: 1 - share for key, share in activity.items()}
-    return skipped(weights, inactive, sparse_sites_of(packed.manifest, packed.rules))
-
-
-def realised_sparsity(packed: PackedModel, activity: Activity) -> float:
-    """That of all block weights."""
-    return skipped_weights(packed, activity).overall
 
 
 def _sites(packed: PackedModel) -> list[PackedSite]:

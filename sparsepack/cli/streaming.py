@@ -3,11 +3,13 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sparsepack.files.atomic import write_bytes
 from sparsepack.load import Model, ModelOfSeveral, what_runs
+from sparsepack.models.skipped import shown
 from sparsepack.progress import say
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
@@ -66,7 +68,8 @@ class Answers:
             "prefill_seconds": made.prefill_seconds,
             "decode_seconds": made.decode_seconds,
             "tokens_per_second": made.tokens_per_second,
-            "skipped": made.skipped,
+            "skipped": made.skipped.overall if made.skipped else None,
+            "skipped_of_sparse_sites": made.skipped.of_sparse_sites if made.skipped else None,
             "runtime": self._engine.description,
             "dense": self._engine.dense,
         }
@@ -105,7 +108,7 @@ def summary(made: Generated) -> str:
     before = made.prompt_tokens - made.prefilled
     prompt = f"{made.prompt_tokens} of the prompt{f', {before} of them from before,' if before else ''}"
     speed = f" ({made.tokens_per_second:.1f} tokens/s)" if made.tokens_per_second else ""
-    skipped = "" if made.skipped is None else f"; {made.skipped:.1%} of the blocks' weights skipped"
+    skipped = "" if made.skipped is None else f"; {shown(**asdict(made.skipped))} of the blocks' weights skipped"
     return (
         f"{len(made.tokens)} tokens in {made.decode_seconds:.2f} s{speed} after {prompt} in "
         f"{made.prefill_seconds:.2f} s; {_ENDED[made.reason].format(made.stop)}{skipped}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it brings torch, and recipes show figures without that
+    from sparsepack.models.packed import PackedModel
     from sparsepack.models.rule import Rules, SiteKey
 
 
@@ -35,6 +36,17 @@ def skipped(
     saved = sum(weights[key] * share for key, share in inactive.items())
     sparse = sum(weight for key, weight in weights.items() if key in sparse_sites or inactive.get(key))
     return Skipped(saved / sum(weights.values()), saved / sparse if sparse else 0.0)
+
+
+def skipped_weights(packed: PackedModel, activity: Mapping[SiteKey, float]) -> Skipped:
+    """What a packed model skipped where so much of each site was active; a site that is not named was so wholly."""
+    weights = {
+        (number, name): site.matrix.rows * site.matrix.columns
+        for number, layer in enumerate(packed.layers)
+        for name, site in layer.sites.items()
+    }
+    inactive = {key: 1 - share for key, share in activity.items()}
+    return skipped(weights, inactive, sparse_sites_of(packed.manifest, packed.rules))
 
 
 def shown(overall: float, of_sparse_sites: float) -> str:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.skipped import Skipped, skipped_weights
 from sparsepack.runtime.backends import batch_backend
-from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares, skipped_share
+from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares
 from sparsepack.runtime.sampling import Sampler
 
 
@@ -84,9 +85,10 @@ class BatchEngine:
         """
         return shares(self.packed, self._decoder.active(), self._decoder.stepped)
 
-    def skipped(self) -> float | None:
-        """Share of the weights of all blocks that a step skipped, for all sequences at once; None before the first."""
-        return skipped_share(self.packed, self.activity())
+    def skipped(self) -> Skipped | None:
+        """What the steps skipped, for all sequences at once; None before the first."""
+        activity = self.activity()
+        return skipped_weights(self.packed, activity) if activity else None
 
     @torch.no_grad()
     def prefill(self, sequence: int, ids: Sequence[int]) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.skipped import Skipped, skipped_weights
 from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.sampling import Sampler
 
@@ -120,10 +121,10 @@ class Engine:
         active = {key: count - since.active.get(key, 0) for key, count in now.active.items()}
         return shares(self.packed, active, now.stepped - since.stepped)
 
-    def skipped(self, since: Counts | None = None) -> float | None:
-        """Share of the weights of all blocks that a decoded token skipped, over the positions of `activity`; None
-        where nothing was."""
-        return skipped_share(self.packed, self.activity(since))
+    def skipped(self, since: Counts | None = None) -> Skipped | None:
+        """What decoded tokens skipped, over the positions of `activity`; None where there were none."""
+        activity = self.activity(since)
+        return skipped_weights(self.packed, activity) if activity else None
 
     @torch.no_grad()
     def prefill(self, ids: Sequence[int]) -> Tensor:
@@ -222,17 +223,6 @@ def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: 
         (layer, name): count / (stepped * packed.layers[layer].sites[name].matrix.columns)
         for (layer, name), count in active.items()
     }
-
-
-def skipped_share(packed: PackedModel, activity: Mapping[tuple[int, str], float]) -> float | None:
-    """Share of the weights of all blocks that is skipped where so much of each site is active; None for no activity."""
-    weights = {
-        (n, name): site.matrix.rows * site.matrix.columns
-        for n, layer in enumerate(packed.layers)
-        for name, site in layer.sites.items()
-    }
-    read = sum(weights[key] * share for key, share in activity.items())
-    return 1 - read / sum(weights.values()) if activity else None
 
 
 def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
+from sparsepack.models.skipped import Skipped
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
@@ -26,7 +27,7 @@ class Generated:
     stop          -- the stop string that came
     prompt_tokens -- of the prompt; prefilled -- how many of them were not in the cache yet
     decoded       -- steps after the prefill, each of one token; with several texts together, of all of them
-    skipped       -- share of the weights of all blocks that a step skipped; None without one
+    skipped       -- what the steps skipped; None without one
     """
 
     text: str
@@ -38,7 +39,7 @@ class Generated:
     prefill_seconds: float
     decoded: int
     decode_seconds: float
-    skipped: float | None
+    skipped: Skipped | None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -70,7 +71,7 @@ class Generation(Iterator[str]):
         self._answer = _Answer(tokenizer, ids, options, engine.architecture.eos)
         self._prefilled, self._decoded = 0, 0
         self._prefill_seconds = self._decode_seconds = 0.0
-        self._skipped: float | None = None
+        self._skipped: Skipped | None = None
         self._pieces = self._run()
 
     def __next__(self) -> str:

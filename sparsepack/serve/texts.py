@@ -11,7 +11,7 @@ PREFILLED_AT_ONCE = 512
 
 KEPT_IN_STEPS_OF = 32
 """Positions: where a prefill goes on from a multiple of them, the CPU's kernels add in the same order as if it had
-begun at the beginning, so that the bits are the same."""
+begun at the beginning, so that the bits are the same: with the AVX2 kernels, where it was tried."""
 
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
 
@@ -21,7 +21,7 @@ class Texts:
 
     The next text goes on from what its prompt has in common with the last one's, so that of a chat only what is new is
     prefilled. The last answer is not kept: its tokens were decoded, with columns skipped, and a prompt runs dense. So
-    the same request gives the same answer, whatever was asked before; on a GPU up to the last bits of the logits.
+    the same request gives the same answer, whatever was asked before; elsewhere up to the last bits of the logits.
     """
 
     def __init__(self, model: Model) -> None:

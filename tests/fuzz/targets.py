@@ -24,7 +24,8 @@ from sparsepack.load import load
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.rule import SiteRule
 from sparsepack.models.source_files import config_json, tokenizer_config
-from sparsepack.recipe.load import SHIPPED, load_recipe
+from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.shipped import FOLDER
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
@@ -251,7 +252,7 @@ def _thresholds(model: Path, folder: Path) -> Target:
 
 
 def _recipe(model: Path, folder: Path) -> Target:
-    texts = [path.read_text() for path in sorted(SHIPPED.glob("*.yaml")) if "workflow" not in path.name]
+    texts = [path.read_text() for path in sorted(FOLDER.glob("*.yaml")) if "workflow" not in path.name]
     (folder / "text.txt").write_text(TEXT[:5000])
     own = {"model": str(model), "calibrate": {"text": str(folder / "text.txt"), "context": 16, "samples": 1}}
     values = [json.dumps({**yaml.safe_load(text), **own}) for text in texts]

@@ -18,6 +18,7 @@ from packed_models import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
+from sparsepack.models.skipped import Skipped
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.options import GenerateOptions
@@ -74,8 +75,8 @@ class Script:
     def counts(self) -> None:
         return None
 
-    def skipped(self, since: None) -> float:
-        return 0.5
+    def skipped(self, since: None) -> Skipped:
+        return Skipped(0.5, 0.5)
 
     def keep(self, ids: Sequence[int]) -> int:
         kept = 0
@@ -217,7 +218,7 @@ def test_a_generation_tells_what_it_made() -> None:
     engine = Script([*encoded(tokenizer, "abc"), 2])
     made = generate(engine, tokenizer, "xy").result()  # type: ignore[arg-type]
     assert (made.text, made.tokens, made.reason, made.stop) == ("abc", tuple(encoded(tokenizer, "abc")), "eos", None)
-    assert (made.prompt_tokens, made.prefilled, made.decoded, made.skipped) == (3, 3, 3, 0.5)
+    assert (made.prompt_tokens, made.prefilled, made.decoded, made.skipped) == (3, 3, 3, Skipped(0.5, 0.5))
     assert made.tokens_per_second == made.decoded / made.decode_seconds > 0
     nothing = generate(engine, tokenizer, "xy", GenerateOptions(0)).result()  # type: ignore[arg-type]
     assert (nothing.text, nothing.reason, nothing.decoded, nothing.tokens_per_second) == ("", "tokens", 0, None)

@@ -43,18 +43,16 @@ def _length(job: Job, asked: Generate) -> int:
 
 
 def _run(job: Job, asked: Generate) -> None:
-    from sparsepack.bench.traffic import realised_sparsity
     from sparsepack.load import load, what_runs
 
     model = load(artifact_of(job), job.recipe.device, _length(job, asked), verify=False)
     say(*what_runs(model.engine))
     made = model.generate(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"}))).result()
-    activity = model.engine.activity()
     result = {
         "prompt": asked.prompt,
         "text": made.text,
         "ended": made.reason,
-        "realised_sparsity": realised_sparsity(model.packed, activity) if activity else None,
+        "realised_sparsity": made.skipped.overall if made.skipped else None,
         "backend": model.engine.backend,
     }
     write_json(job.folder / RESULT, result)
