@@ -18,12 +18,10 @@ from torch import Tensor
 
 from sparsepack.codecs.superblock import (
     FP16_MAX,
-    check_columns,
     decode_blocks,
-    for_each_chunk,
+    encode_blocks,
     fp16_bytes,
     fp16_from_bytes,
-    largest,
 )
 
 BLOCK = 32
@@ -44,16 +42,7 @@ def encode(weights: Tensor) -> Tensor:
 
     Raises PackingError for weights that are not finite, or a K that 32 does not divide.
     """
-    check_columns(weights, "Q5_0", BLOCK)
-    largest(weights)
-    flat = weights.detach().reshape(-1, BLOCK)
-    blocks = torch.empty(flat.shape[0], BLOCK_BYTES, dtype=torch.uint8, device=weights.device)
-
-    def work(part: slice) -> None:
-        blocks[part] = _encode(flat[part].float())
-
-    for_each_chunk(flat.shape[0], weights.device, work, BLOCK)
-    return blocks.view(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
+    return encode_blocks(weights, BLOCK, BLOCK_BYTES, "Q5_0", _encode)
 
 
 def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -71,6 +71,27 @@ def largest(weights: Tensor) -> float:
     return magnitude
 
 
+def encode_blocks(
+    weights: Tensor, block: int, block_bytes: int, name: str, encode: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Quantise in chunks: floats [..., n * block] -> uint8 [..., n * block_bytes] on the same device.
+
+    encode -- float32 [n, block] -> uint8 [n, block_bytes]
+
+    Raises PackingError for weights that are not finite, or not whole blocks.
+    """
+    check_columns(weights, name, block)
+    largest(weights)
+    flat = weights.detach().reshape(-1, block)
+    blocks = torch.empty(flat.shape[0], block_bytes, dtype=torch.uint8, device=weights.device)
+
+    def work(part: slice) -> None:
+        blocks[part] = encode(flat[part].float())
+
+    for_each_chunk(flat.shape[0], weights.device, work, block)
+    return blocks.view(*weights.shape[:-1], weights.shape[-1] // block * block_bytes)
+
+
 def decode_blocks(
     blocks: Tensor,
     dtype: torch.dtype,

@@ -242,7 +242,7 @@ def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: 
     assert dense["realised_sparsity"] == 0 < sparse["realised_sparsity"] < 0.7
     with pytest.raises(UserError, match="text of 39 tokens: the tests take 42"):
         bench_decode(packed, BenchSettings(generate=14, device="cuda", batch=3), ids=ids)
-    for wrong in ({"batch": 9, "device": "cuda"}, {"batch": 2}, {"batch": 2, "device": "cuda", "n_gen": 0}):
+    for wrong in ({"batch": 9, "device": "cuda"}, {"batch": 2}, {"batch": 2, "device": "cuda", "generate": 0}):
         with pytest.raises(UserError, match="batch"):
             BenchSettings(**wrong)
 
