@@ -48,6 +48,7 @@ class _Tokens(Stored):
 
 
 class _Compute(Stored):
+    device: Name
     dtype: Name
 
 

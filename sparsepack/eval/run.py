@@ -18,7 +18,6 @@ from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.skipped import skipped
-from sparsepack.models.tokens import tokens_of
 from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
@@ -27,7 +26,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
     """Measure what was asked; the result is JSON-able.
 
     `{"subject": {...}, "protocol", "perplexity": [row, ...], "tasks": {...}, "sparsity": {...}, "versions"}`
-    A row's `windows_of` is how many windows the text has; None where it was not tokenised to its end.
+    A row's `windows_of` is how many windows the text has; None where it was not looked at to its end.
 
     read -- opens a text by its name: for callers that have done so already
 
@@ -47,7 +46,6 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
     for text in texts:
         scorer.reset()
         inputs, targets = rolling_windows(subject.tokenizer, text, context, request.windows)
-        tokens = tokens_of(subject.tokenizer, text)
         scores = score_windows(
             scorer, inputs, targets, protocol, reference, request.windows_at_once, request.second_half
         )
@@ -59,7 +57,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
                 "protocol": protocol,
                 "scored": "second half" if protocol == "decode" or request.second_half else "all",
                 "context": context,
-                "windows_of": len(tokens.first()) // context if tokens.complete else None,
+                "windows_of": len(inputs) if request.windows is None or len(inputs) < request.windows else None,
                 **summarise(scores, _bytes_of(subject.tokenizer, scored)),
                 "realised_sparsity": realised_sparsity(scorer, subject),
             }

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
+from sparsepack.files.stored import shown
 from sparsepack.models.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
 
@@ -12,8 +14,15 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def gguf_tokenizer(file: GgufFile, name: str) -> Any:
-    """The tokenizer of a GGUF; raises `CheckpointError` as `gguf_tokenizer_json` does."""
-    return _wrapped(gguf_tokenizer_json(file, name), gguf_tokenizer_config(file, name))
+    """The tokenizer of a GGUF; raises `CheckpointError` as `gguf_tokenizer_json` does, and where it does not work."""
+    tokenizer_json, config = gguf_tokenizer_json(file, name), gguf_tokenizer_config(file, name)
+    try:
+        tokenizer = _wrapped(tokenizer_json, config)
+        # What does not fit together shows only in use.
+        list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])
+    except Exception as error:  # the libraries raise bare Exception
+        raise CheckpointError(f"{name}: its tokenizer cannot be read ({shown(error)}); make the file again") from error
+    return tokenizer
 
 
 def folder_tokenizer(folder: Path) -> Any:

@@ -100,7 +100,7 @@ def test_a_recipe_hands_its_trust_on(monkeypatch, tmp_path):
     class Asked(Exception):
         pass
 
-    def asked(request):
+    def asked(request, read):
         raise Asked(request.trust_tasks)
 
     (tmp_path / "r.yaml").write_text(

@@ -55,7 +55,7 @@ def json_changed(random: Random, text: str) -> str:
     broken = random.random() < 0.1
     try:
         value = json.loads(text)
-    except ValueError:  # of an earlier change
+    except (ValueError, RecursionError):  # of an earlier change
         broken = True
     if broken:
         return bytes_changed(random, text.encode("utf-8", "replace")).decode(errors="replace")

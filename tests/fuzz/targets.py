@@ -122,18 +122,19 @@ def _stock(path: Path) -> None:
 
 
 def _run_natively(path: Path) -> None:
-    load(path, threads=1).continued("The class", GenerateOptions(tokens=3))
+    load(path, threads=1).generate("The class", GenerateOptions(tokens=3)).result()
 
 
 def _run_in_torch(path: Path) -> None:
-    load(path, threads=1, backend="reference").continued("The class", GenerateOptions(tokens=2))
+    load(path, threads=1, backend="reference").generate("The class", GenerateOptions(tokens=2)).result()
 
 
 def _as_source(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     assert checkpoint.architecture
-    for _ in checkpoint.block(0):
-        pass
+    for name in checkpoint.source.shapes:
+        if name.startswith("model.layers.0."):
+            checkpoint.tensor(name)
 
 
 def _checkpoint(model: Path, folder: Path) -> Target:
@@ -174,8 +175,9 @@ def _checkpoint(model: Path, folder: Path) -> Target:
         tokenizer_config(checkpoint)
         checkpoint.tokenizer_json()
         assert checkpoint.architecture
-        for _ in checkpoint.block(0):
-            pass
+        for name in checkpoint.source.shapes:
+            if name.startswith("model.layers.0."):
+                checkpoint.tensor(name)
 
     return Target("checkpoint", write, read)
 

@@ -104,7 +104,7 @@ class Operations:
 
     def _opened(self, file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
         """`open`, in whose files each write that reaches the system is counted."""
-        if not set(mode) & set("wax+") or not self._below(file):
+        if not set(mode) & set("wax+") or not self._below(file) or "opener" in named:  # tempfile's own files
             return self._open(file, mode, buffering, *rest, **named)
         raw = _File(self, file, mode.replace("b", "").replace("t", ""))
         if buffering == 0:

@@ -96,7 +96,9 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(recipe_file, tmp_pa
 def test_an_output_whose_stage_was_not_recorded_is_made_again(finished_once, finished):
     state = json.loads((finished / "state.json").read_text())
     del state["stages"]["eval"]
-    (finished / "state.json").write_text(json.dumps({**state, "sha256": fingerprint(state["stages"])}))
+    (finished / "state.json").write_text(
+        json.dumps({**state, "sha256": fingerprint([state["recipe"], state["stages"]])})
+    )
     assert ran(run_recipe(finished_once[0], work=finished)) == ["eval"]
 
 
