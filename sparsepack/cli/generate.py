@@ -1,13 +1,19 @@
 """`sparsepack generate`."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, backend_option, device_option, from_options, json_output, torch_threads
-from sparsepack.errors import UserError
+from sparsepack.cli.options import (
+    PATH,
+    backend_option,
+    device_option,
+    from_options,
+    json_output,
+    text_of,
+    torch_threads,
+)
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 
@@ -70,8 +76,8 @@ def generate(
         raise click.UsageError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --chat")
     if len(files) != len(set(files)):
         raise click.UsageError("--prompt-file: a file is named twice")
-    texts = [*prompts, *(_text_of(file) for file in files)]
-    template = None if chat_template is None else _text_of(chat_template)
+    texts = [*prompts, *(text_of(file) for file in files)]
+    template = None if chat_template is None else text_of(chat_template)
 
     from dataclasses import replace
 
@@ -90,16 +96,3 @@ def generate(
     else:
         several = load_several(path, len(texts), device, context, dense=dense, backend=backend)
         print_together(several, texts, options, json_path)
-
-
-def _text_of(path: Path) -> str:
-    """A file's text without the end of its last line; `-` is standard input."""
-    try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a text file") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not text (byte {error.start} is not UTF-8); expected a text file in UTF-8") from error
-    return text.removesuffix("\n").removesuffix("\r")

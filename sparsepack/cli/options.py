@@ -5,6 +5,7 @@ Defaults are those of the option dataclasses; nothing heavy is imported at the t
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -165,3 +166,16 @@ def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> Non
     click.echo(printable(table(result)))
     if json_path:
         write_json(Path(json_path), result)
+
+
+def text_of(path: Path) -> str:
+    """A file's text without the end of its last line; `-` is standard input."""
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); expected a text file") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not text (byte {error.start} is not UTF-8); expected a text file in UTF-8") from error
+    return text.removesuffix("\n").removesuffix("\r")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, backend_option, device_option, from_options, torch_threads
+from sparsepack.cli.options import PATH, backend_option, device_option, from_options, text_of, torch_threads
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions
 
@@ -21,10 +21,7 @@ def _key(context: click.Context, parameter: click.Parameter, key: str | None) ->
 
 def _template(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
     """A file's text."""
-    try:
-        return None if path is None else path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {path}: cannot be read ({error}); expected text in UTF-8") from error
+    return None if path is None else text_of(path)
 
 
 @click.command()
