@@ -1,6 +1,6 @@
 """Each reader on hostile input for a little while.
 
-Ten seconds a target: a few hundred inputs, enough to notice what a change broke, without a minute more on every run of
+Five seconds a target: some hundred inputs, enough to notice what a change broke, without a minute more on every run of
 the tests. The seed is fixed, so that a run fails for a change and not by chance; `make fuzz` takes another seed each
 time, and as long as one likes.
 """
@@ -13,7 +13,7 @@ import pytest
 from tests.fuzz.harness import Broken, Target, fuzz
 from tests.fuzz.targets import TARGETS, make_targets
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 5))
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 KEPT = Path(__file__).parents[2] / "build" / "fuzz"
 
