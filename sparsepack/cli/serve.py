@@ -21,7 +21,10 @@ def _key(context: click.Context, parameter: click.Parameter, key: str | None) ->
 
 def _template(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
     """A file's text."""
-    return None if path is None else text_of(path)
+    try:
+        return None if path is None else text_of(path)
+    except UserError as error:
+        raise UserError(f"--chat-template {error}") from error
 
 
 @click.command()
