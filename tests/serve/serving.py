@@ -110,7 +110,8 @@ def stalled_stream(served: Served, tokens: int, buffer: int = 4096) -> Iterator[
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         client.connect(("127.0.0.1", served.port))
-        body = f'{{"model": "tiny", "prompt": "Once", "max_tokens": {tokens}, "stream": true}}'
+        # Greedily, since a text that is sampled may end after a few tokens.
+        body = f'{{"model": "tiny", "prompt": "Once", "max_tokens": {tokens}, "temperature": 0, "stream": true}}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
         yield client

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import socket
 import threading
@@ -96,7 +97,7 @@ def test_a_reader_that_takes_nothing_for_too_long_is_dropped(model: Model, capsy
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_frees_the_engine_at_once(fresh: Served, stream: bool) -> None:
-    body = f'{{"model": "tiny", "prompt": "Once", "max_tokens": 1000, "stream": {str(stream).lower()}}}'
+    body = json.dumps({**ASKED, "max_tokens": 1000, "prompt": "Once", "stream": stream})
     with socket.create_connection(("127.0.0.1", fresh.port)) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
@@ -110,6 +111,7 @@ def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(
     fresh: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = fresh.model.generate("There was", GenerateOptions(tokens=12)).result().text
+    given_up: list[openai.AsyncOpenAI] = []
 
     async def go(client: openai.AsyncOpenAI) -> None:
         stream = await client.completions.create(**{**ASKED, "max_tokens": 500}, prompt="Once", stream=True)
@@ -118,8 +120,10 @@ def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(
         await stream.close()
 
     async def give_up(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.APITimeoutError):
+        try:
             await client.completions.create(**{**ASKED, "max_tokens": 900}, prompt="Once", timeout=0.3)
+        except openai.APITimeoutError:
+            given_up.append(client)  # all but one or two, to whom a fast machine gives their text in time
 
     async def stay(client: openai.AsyncOpenAI) -> str:
         return str((await client.completions.create(**ASKED, prompt="There was")).choices[0].text)
@@ -132,6 +136,7 @@ def test_clients_that_go_in_mid_stream_or_from_the_queue_leave_the_others_alone(
             return await asyncio.gather(*staying)
 
     assert asyncio.run(all_at_once()) == [expected] * 20
+    assert len(given_up) > 10
     assert "socket.send() raised" not in caplog.text, "nothing is sent to clients that went"
 
 

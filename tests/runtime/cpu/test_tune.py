@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.runtime.tuning.SHAPES", (SHAPE, OTHER))
+    monkeypatch.setattr("sparsepack.tune.SHAPES", (SHAPE, OTHER))
     table = CliRunner().invoke(main, ["tune", "--threads", "1"])
     assert table.exit_code == 0, table.output
     path = str(tuned_path(instruction_set(), 1))
