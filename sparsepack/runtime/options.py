@@ -28,4 +28,4 @@ class GenerateOptions:
         "Makes tokens less likely that were there before, as in llama.cpp; 1 does nothing.", default=1.0, above=0
     )
     repeat_last_n: int = option("How many of the last tokens count as there before; -1 for all.", default=64, least=-1)
-    stop: tuple[str, ...] = option("Text that ends what is generated, and is not part of it. Repeats.", default=())
+    stop: tuple[str, ...] = option("Text that ends what is generated, and is not part of it.", default=())
