@@ -33,17 +33,24 @@ class Tokens:
     """The ids of a text, as many as anybody has asked for so far: four bytes each. `complete` when that is all."""
 
     def __init__(self, tokenizer: Tokenizer, text: Text) -> None:
-        self._characters = text.characters
+        self._tokenizer, self._text = tokenizer, text
+        self._begin()
+
+    def _begin(self) -> None:
         self._made = [np.empty(0, np.int32)]
-        self._more = _joined(tokenizer, text.pieces())
+        self._more = _joined(self._tokenizer, self._text.pieces())
         self._count = self._told = 0
         self.complete = False
 
     def first(self, most: int | None = None) -> torch.Tensor:
         """The first `most` ids, or all (None), or as many as there are: int32 [T]."""
         if not self.complete and (most is None or self._count < most):
-            with progress("tokenising, characters", self._characters, self._told) as advance:
-                self._make(most, advance)
+            with progress("tokenising, characters", self._text.characters, self._told) as advance:
+                try:
+                    self._make(most, advance)
+                except BaseException:
+                    self._begin()  # a generator that raised has ended: what it made so far would pass for the whole
+                    raise
             self._made = [np.concatenate(self._made)]
         return torch.from_numpy(self._made[0])[:most]
 

@@ -230,3 +230,22 @@ def test_thirty_megabytes_of_text_take_little_memory(tmp_path, end):
     command = [sys.executable, "-c", MEASURE, str(path)]
     more = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10
     assert more < 300e6
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_tokenising_that_was_interrupted_begins_again(monkeypatch):
+    tokenizer = byte_level().backend_tokenizer
+    text = _text("The quick brown fox. " * 2_000)
+    encode, calls = module._encode, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return encode(*arguments)
+
+    monkeypatch.setattr(module, "_encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokenise(tokenizer, text)
+    assert not tokens_of(tokenizer, text).complete
+    assert tokenise(tokenizer, text).tolist() == _whole(tokenizer, text)
