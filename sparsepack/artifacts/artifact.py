@@ -83,13 +83,8 @@ class Artifact(ABC):
 
     def logical_shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape without padding, as the manifest gives it; the stored one where it does not."""
-        entry = self.manifest["tensors"].get(name)
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if shape is None:
-            return self.tensors[name].shape
-        if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
-            raise ArtifactError(f"{self.path}: the manifest gives {name} the shape {shape}; pack it again")
-        return tuple(shape)
+        shape = self.manifest["tensors"].get(name, {}).get("shape")
+        return self.tensors[name].shape if shape is None else tuple(shape)
 
     def check_shapes(self) -> None:
         """Raise `ArtifactError` unless the matrices are those of the manifest, in its shapes: nothing is padded."""

@@ -39,7 +39,7 @@ def describe(path: Path) -> dict[str, Any]:
         "padding_rows": {
             name: entry["padding_rows"]
             for name, entry in artifact.manifest["tensors"].items()
-            if isinstance(entry, dict) and entry.get("padding_rows")
+            if entry.get("padding_rows")
         },
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),

@@ -3,7 +3,9 @@
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from sparsepack import __version__
 from sparsepack.artifacts.formats import FORMATS
@@ -27,7 +29,7 @@ class _Source(Stored):
 
 
 class _Shape(Stored):
-    shape: list[Size] | None = None
+    shape: Annotated[list[Size], Field(min_length=1)] | None = None
     padding_rows: Count = 0
 
 

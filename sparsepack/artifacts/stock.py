@@ -63,11 +63,18 @@ def stock_config(packed: PackedModel) -> Any:
 
     try:
         values = json.loads(packed.config_json)
-        return AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**values)
     except Exception as error:  # transformers checks fields in several ways, each with its own kind
         raise ArtifactError(
             f"config.json inside the artifact is not understood ({shown(error)}); pack it again"
         ) from error
+    numbers, blocks = packed.architecture, getattr(config, "num_hidden_layers", None)
+    if (config.model_type, blocks) != (numbers.model_type, numbers.layers):
+        raise ArtifactError(
+            f"config.json inside the artifact means {blocks} blocks of a {config.model_type} model, its tensors are "
+            f"{numbers.layers} of a {numbers.model_type} model; pack it again"
+        )
+    return config
 
 
 def stock_tokenizer(packed: PackedModel) -> Any:

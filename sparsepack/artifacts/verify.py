@@ -95,14 +95,14 @@ def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
     artifact = open_artifact(Path(path))
     problems, tensors = [], []
     packed_from = artifact.manifest["model"]
-    if packed_from.get("sha256") != checkpoint.sha256:
+    if packed_from["sha256"] != checkpoint.sha256:
         problems.append(
-            f"{path}: packed from {packed_from.get('name')} (SHA-256 {str(packed_from.get('sha256'))[:12]}), "
+            f"{path}: packed from {packed_from['name']} (SHA-256 {packed_from['sha256'][:12]}), "
             f"{checkpoint.name} is {checkpoint.sha256[:12]}: another model, or another version of it"
         )
-    if packed_from.get("model_type") != checkpoint.family.model_type:
+    if packed_from["model_type"] != checkpoint.family.model_type:
         problems.append(
-            f"{path}: a {packed_from.get('model_type')} model, {checkpoint.name} is {checkpoint.family.model_type}"
+            f"{path}: a {packed_from['model_type']} model, {checkpoint.name} is {checkpoint.family.model_type}"
         )
     else:
         for found in _compared(artifact, checkpoint):

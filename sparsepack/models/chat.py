@@ -68,8 +68,8 @@ def template_of(tokenizer_config: Mapping[str, Any]) -> str | None:
     """The template that tokenizer_config.json (or a tokenizer's settings) names: the default one of several."""
     found = tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, Mapping)]
-        found = {entry.get("name"): entry.get("template") for entry in named}
+        named = [entry for entry in found if isinstance(entry, Mapping) and isinstance(entry.get("name"), str)]
+        found = {entry["name"]: entry.get("template") for entry in named}
     if isinstance(found, Mapping):
         found = found.get("default")
     return found if isinstance(found, str) and found else None

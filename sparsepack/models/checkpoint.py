@@ -173,7 +173,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     path = _located(name)
     config = _config(path, name)
     family = family_of(config.model_type, name)
-    _check_sizes(config, name)
+    check_sizes(config, name)
     source: TensorSource
     if path.is_file():
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -251,8 +251,8 @@ _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 _MOST_LAYERS = 10_000
 
 
-def _check_sizes(config: Any, name: str) -> None:
-    """Numbers with which others are made must be such, before anything is."""
+def check_sizes(config: Any, name: str) -> None:
+    """Raise `CheckpointError` for numbers of a configuration that are none, or too large: others are made with them."""
     limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
     for field, limit in limits.items():
         value = getattr(config, field, None)

@@ -105,6 +105,8 @@ def _rope(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _take_factors(config: Any, file: GgufFile, name: str) -> None:
     """Llama 3's scaling from the factors that llama.cpp's converter made of it, if it is Llama 3's."""
+    if (kind := file.tensors["rope_freqs.weight"].type) != "F32":
+        raise CheckpointError(f"{name}: rope_freqs.weight is {kind}, expected F32; convert the model again")
     factors = np.frombuffer(file.bytes("rope_freqs.weight").tobytes(), dtype="<f4")
     scaling = {**_LLAMA3, "factor": float(factors.max(initial=1.0)), "rope_theta": config.rope_parameters["rope_theta"]}
     config.rope_parameters = scaling

@@ -32,6 +32,8 @@ def gguf_tokenizer_json(file: GgufFile, name: str) -> str:
     """
     keys = _Keys(file.metadata, name)
     tokens = keys.list("tokens", str)
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError(f"{name}: the tensor token_embd.weight is missing; make the file again")
     rows = file.tensors["token_embd.weight"].shape[0]
     if len(tokens) > rows:
         raise CheckpointError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import CheckpointError
+from sparsepack.files.stored import shown
 from sparsepack.models.tokenizer_json import CONTROL, UNUSED, USER_DEFINED, Vocabulary, sentencepiece
 
 FILE = "tokenizer.model"
@@ -96,8 +97,8 @@ def _object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({shown(error)}); download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object; download it again")
     return value

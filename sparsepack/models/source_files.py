@@ -22,7 +22,7 @@ def config_json(checkpoint: Checkpoint) -> str:
 def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """What tokenizer_config.json says, with the text of chat_template.jinja as `chat_template`.
 
-    Raises `PackingError` where the file is no JSON object.
+    Raises `PackingError` where the file is no JSON object, or its template no text.
     """
     if checkpoint.path.is_file():
         tokenizer = checkpoint.tokenizer
@@ -41,8 +41,14 @@ def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _with_template(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    template = folder / "chat_template.jinja"
-    return config | ({"chat_template": template.read_text(encoding="utf-8")} if template.is_file() else {})
+    path = folder / "chat_template.jinja"
+    try:
+        if path.is_file():
+            config = config | {"chat_template": path.read_text(encoding="utf-8")}
+        (template_of(config) or "").encode()  # JSON can hold halves of characters
+    except ValueError as error:
+        raise PackingError(f"{folder}: its chat template is no text ({shown(error)}); download it again") from error
+    return config
 
 
 def chat_template(checkpoint: Checkpoint) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsepack.errors import UserError
+from sparsepack.errors import PackingError, UserError
 from sparsepack.models.chat import render_chat, template_of
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.source_files import chat_template
@@ -64,7 +64,8 @@ def test_the_default_of_several_templates_is_taken() -> None:
     several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     assert template_of({"chat_template": several}) == "d"
     assert template_of({"chat_template": {"default": "d"}}) == "d"
-    assert [template_of({"chat_template": wrong}) for wrong in (None, "", 7, [7], {"rag": "r"})] == [None] * 5
+    wrong = (None, "", 7, [7], {"rag": "r"}, [{"name": [], "template": "x"}])
+    assert [template_of({"chat_template": found}) for found in wrong] == [None] * len(wrong)
     assert template_of({}) is None
 
 
@@ -76,3 +77,15 @@ def test_a_folder_has_it_in_its_own_file_or_among_the_tokenizers_settings(tmp_pa
     assert chat_template(open_checkpoint(folder)) == "of the settings"
     (folder / "chat_template.jinja").write_text("of the file")
     assert chat_template(open_checkpoint(folder)) == "of the file"
+
+
+def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(PackingError, match="its chat template is no text"):
+        chat_template(open_checkpoint(folder))
+    (folder / "chat_template.jinja").unlink()
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": "half \ud800"}))
+    with pytest.raises(PackingError, match="its chat template is no text"):
+        chat_template(open_checkpoint(folder))

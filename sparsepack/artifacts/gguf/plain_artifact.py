@@ -11,8 +11,8 @@ from sparsepack.artifacts.gguf.container import GgufArtifact
 from sparsepack.artifacts.stock import StockModel
 from sparsepack.codecs.types import BLOCKS
 from sparsepack.errors import ArtifactError
-from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
-from sparsepack.models.families import FAMILIES
+from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
+from sparsepack.models.families import family_of
 from sparsepack.models.gguf_config import gguf_config
 from sparsepack.models.gguf_names import gguf_names, permute_rotary, unpermute_rotary
 from sparsepack.models.packed import PackedModel
@@ -34,6 +34,8 @@ class PlainArtifact(GgufArtifact):
 
     def stock(self) -> StockModel:
         config = gguf_config(self.file, str(self.path))
+        permuted = family_of(config.model_type, str(self.path)).gguf_permuted
+        check_sizes(config, str(self.path))
         names = {theirs: ours for ours, theirs in gguf_names(config.num_hidden_layers).items()}
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
@@ -44,7 +46,7 @@ class PlainArtifact(GgufArtifact):
             if names.get(name) not in self.tensors:
                 raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
             value = self.decoded(names[name])
-            if FAMILIES[config.model_type].gguf_permuted:
+            if permuted:
                 for projection, count in heads.items():
                     if f"{projection}." in name:
                         return unpermute_rotary(value, count)

@@ -114,8 +114,7 @@ class _Reader:
             return torch.from_numpy(self.file.bytes(info.name))
 
     def check_logical(self, name: str, rows: int, columns: int) -> None:
-        entry = self.manifest["tensors"].get(name)
-        shape = entry.get("shape") if isinstance(entry, dict) else None
+        shape = self.manifest["tensors"].get(name, {}).get("shape")
         if shape != [rows, columns]:
             raise self.wrong(f"the manifest gives {name} the logical shape {shape}, expected {[rows, columns]}")
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from sparsepack.artifacts.open import open_artifact
 from sparsepack.cli import main
-from sparsepack.models.checkpoint import Checkpoint
-from tests.artifacts_for_tests import write_zigzag
+from sparsepack.errors import UserError
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from tests.artifacts_for_tests import write_plain, write_zigzag
 from tests.fuzz import sealed_gguf
 
 MANIFEST = "sparsepack.manifest"
@@ -44,6 +46,7 @@ CHANGES = {
     "notes of numbers": {"notes": [1]},
     "tensors of numbers": {"tensors": {"token_embd.weight": 7}},
     "shapes of text": {"tensors": {"token_embd.weight": {"shape": ["x"]}}},
+    "a shape of nothing": {"tensors": {"output_norm.weight": {"shape": []}}},
     "padding of text": {"tensors": {"token_embd.weight": {"shape": [1], "padding_rows": "x"}}},
     "rows of text": {"thresholds": {**TABLE, "rows": ["x"]}},
     "thresholds of text": {"thresholds": "x"},
@@ -106,3 +109,37 @@ def test_numbers_that_no_engine_can_run_are_refused(whole: sealed_gguf.Gguf, fie
     result = CliRunner().invoke(main, ["generate", str(path), "--prompt", "The", "--tokens", "2"])
     assert result.exit_code == 2, result.output
     assert "not understood" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> sealed_gguf.Gguf:
+    path = tmp_path_factory.mktemp("hostile") / "m.gguf"
+    write_plain(checkpoints["llama"], path, "f16")
+    return sealed_gguf.read(path.read_bytes())
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**9}, {"model_type": "gpt2"}], ids=str)
+@pytest.mark.parametrize("kind", ["whole", "plain"])
+def test_a_configuration_of_another_model_is_refused(
+    kind: str, change: dict, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    good, key = request.getfixturevalue(kind), "sparsepack.config"
+    config = json.loads(next(value[8:] for k, _, value in good.pairs if k == key))
+    path = sealed(good, key, json.dumps({**config, **change}), tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=str(*change.values())):
+        open_artifact(path).stock()
+
+
+def test_a_plain_file_without_its_embedding_is_refused(plain: sealed_gguf.Gguf, tmp_path: Path) -> None:
+    tensors = [tensor for tensor in plain.tensors if tensor[0] != "token_embd.weight"]
+    sealed_gguf.Gguf(plain.pairs, tensors, plain.alignment).write(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"token_embd\.weight is missing"):
+        open_artifact(tmp_path / "m.gguf").stock()
+
+
+def test_rotary_factors_that_are_no_float32_are_refused(plain: sealed_gguf.Gguf, tmp_path: Path) -> None:
+    pairs = [pair for pair in plain.pairs if pair[0] != "sparsepack.config"]
+    factors = ["rope_freqs.weight", [3], 1, bytes(6)]
+    sealed_gguf.Gguf(pairs, [*plain.tensors, factors], plain.alignment).write(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"rope_freqs\.weight is F16, expected F32"):
+        open_checkpoint(tmp_path / "m.gguf")
