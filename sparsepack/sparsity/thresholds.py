@@ -133,8 +133,9 @@ def read_thresholds(path: Path) -> Thresholds:
     _check_whole(rules, str(path))
     counted = {key: row["weights"] for key, row in zip(rules, rows, strict=True) if row.get("weights") is not None}
     for (layer, site), count in counted.items():
-        if type(count) is not int or count < 1:
-            raise ThresholdsError(f"{path}: layer {layer}, {site}: weights is {count!r}; expected a whole number")
+        if type(count) is not int or not 1 <= count < 2**63:
+            shown = str(count)[:60]
+            raise ThresholdsError(f"{path}: layer {layer}, {site}: weights is {shown}; expected a whole number")
     allowed = {key for key, row in zip(rules, rows, strict=True) if row.get("may_be_sparse", not rules[key].dense)}
     return Thresholds(
         **head,
@@ -228,7 +229,7 @@ def _curve(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
     """The curve of a row; empty in tables of before there was one."""
     values = row.get("curve") or []
     numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
-    rising = numbers and sorted(values) == values and all(0 <= value < math.inf for value in values)
+    rising = numbers and sorted(values) == values and all(0 <= value <= _LARGEST for value in values)
     if not rising or len(values) not in (0, len(CURVE_SHARES)):
         raise ThresholdsError(
             f"{where}: curve; expected {len(CURVE_SHARES)} numbers, none below the one before (it is not for editing)"

@@ -145,7 +145,9 @@ def test_a_threshold_of_zero_still_skips_exact_zeros():
 ROWS = [
     (lambda row: row.update(curve=[1.0]), r"row 2: curve; expected 21 numbers, none below the one before"),
     (lambda row: row.update(curve=list(range(21, 0, -1))), r"row 2: curve; expected 21 numbers"),
+    (lambda row: row.update(curve=[0.0] * 20 + [10**400]), r"row 2: curve; expected 21 numbers, none"),
     (lambda row: row.update(weights=0), r"layer 0, attn_out: weights is 0; expected a whole number"),
+    (lambda row: row.update(weights=10**400), r"layer 0, attn_out: weights is 10{59}; expected a whole number"),
     (lambda row: row.pop("site"), r"row 2: the field 'site' is missing"),
     (lambda row: row.pop("threshold"), r"row 2: the field 'threshold' is missing"),
     (lambda row: row.update(site="mlp"), r"row 2: site 'mlp'; expected one of attn_in"),
