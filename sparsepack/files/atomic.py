@@ -33,8 +33,16 @@ def check_output(path: Path, overwrite: bool, folder: bool = False, marker: str 
     Even `overwrite` replaces only a file by a file, and a folder by a folder: an empty one, or one that holds a file
     named `marker` where that is given. A folder that a killed run left aside is put back first.
     """
+    try:
+        _temporary(path).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # its name is longer than the output's own
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); give another name") from error
     if folder:
         restore_folder(path)
+    if path.is_symlink() and not path.exists():
+        raise OutputError(f"{path}: a link to what is not there; remove it or give another name")
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OutputError(f"{path}: a device or the like, which would be replaced; expected the name of a file")
     if path.exists() and path.is_dir() != folder:
@@ -98,7 +106,7 @@ def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
 def restore_folder(path: Path) -> None:
     """Put back the folder `path` if a run was killed when it had stepped aside for another; else clear what is left of
     such a one."""
-    target = path.resolve()
+    target = Path(os.path.realpath(path))  # which takes a link to itself, as `resolve` does not
     aside = _aside(target)
     with suppress(OSError):
         if not aside.is_dir():

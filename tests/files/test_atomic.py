@@ -245,3 +245,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, mo
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(OutputError, match="cannot be written, since the folder"):
         check_output(tmp_path / "out", overwrite=True)
+
+
+def test_a_name_too_long_and_a_link_to_nothing_are_refused_before_any_work(tmp_path):
+    with pytest.raises(OutputError, match="cannot be written"):
+        check_output(tmp_path / ("x" * 240), overwrite=False)  # its temporary name is longer still
+    for name, target in (("nothing", "none"), ("itself", "itself")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        for folder in (True, False):
+            with pytest.raises(OutputError, match=f"{name}: a link to what is not there"):
+                check_output(tmp_path / name, overwrite=True, folder=folder)
