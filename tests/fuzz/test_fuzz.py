@@ -6,9 +6,11 @@ time, and as long as one likes.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fuzz.harness import Broken, Target, fuzz
 from tests.fuzz.targets import TARGETS, make_targets
@@ -18,7 +20,17 @@ SEED = int(os.environ.get("FUZZ_SEED", 0))
 KEPT = Path(__file__).parents[2] / "build" / "fuzz"
 
 
+@pytest.fixture
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `make_targets` sets for its process does not stay for the tests that follow."""
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_input_ends_in_success_or_one_line(name: str, tmp_path: Path) -> None:
     (target,) = make_targets(tmp_path, [name])
