@@ -7,22 +7,24 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.codecs.q4_k import scales_and_mins
+from sparsepack.codecs.q8_0 import BLOCK_BYTES as Q8_0_BYTES
 from sparsepack.codecs.superblock import BLOCK
-from sparsepack.errors import UserError
+from sparsepack.codecs.types import stored_bytes
 from sparsepack.runtime.cuda.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.shared_memory import deepest_pipeline, shared_limit
 
-TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4}
+TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
 """As `kernels/rows.cuh` numbers them."""
 MOST_VECTORS = 8
 """Of one launch."""
 
-TILE_ROWS = {"F32": 4, "F16": 4, "BF16": 4, "Q4_K": 8, "Q6_K": 8}
-TILE_COLUMNS = {"F32": 128, "F16": 256, "BF16": 256, "Q4_K": 256, "Q6_K": 256}
-TILE_BYTES = {"F32": 2048, "F16": 2048, "BF16": 2048, "Q4_K": 1152, "Q6_K": 1680}
+TILE_ROWS = {"F32": 4, "F16": 4, "BF16": 4, "Q4_K": 8, "Q6_K": 8, "Q8_0": 8}
+TILE_COLUMNS = {"F32": 128, "F16": 256, "BF16": 256, "Q4_K": 256, "Q6_K": 256, "Q8_0": 256}
+TILE_BYTES = {"F32": 2048, "F16": 2048, "BF16": 2048, "Q4_K": 1152, "Q6_K": 1680, "Q8_0": 2176}
 WARPS = 16
 STAGES = (4, 3, 2)
 """Of a warp's pipeline: the first with which shared memory has room for the whole of x."""
@@ -39,7 +41,7 @@ class RowsMatrix:
     """A matrix as `kernels/rows.cuh` draws it.
 
     data      -- uint8; tiles of 8 rows (missing ones are zeros), or rows of floats padded to 16 bytes
-    type      -- "Q6_K", "Q4_K", "F16", "BF16" or "F32"
+    type      -- "Q8_0", "Q6_K", "Q4_K", "F16", "BF16" or "F32"
     row_bytes -- of a row of floats, padding included; 0 for the other types
     """
 
@@ -53,28 +55,21 @@ class RowsMatrix:
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> RowsMatrix:
     """Repack a stored matrix on a device, chunk by chunk. Takes its stored size there; waits until it is done.
 
-    Raises `ValueError` for a zigzag matrix, `UserError` for a type without a kernel.
+    Raises `ValueError` for another type, such as that of a zigzag matrix.
     """
-    if matrix.type == ZIGZAG:
-        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
+    if matrix.type not in TYPES:
+        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows: {', '.join(TYPES)}")
     rows, row_bytes = matrix.blocks.shape
     step = max(CHUNK_BYTES // max(row_bytes, 1) // 8, 1) * 8  # whole tiles
     parts = [matrix.blocks[start : start + step] for start in range(0, rows, step)]
-    if matrix.type not in TYPES:
-        raise UserError(
-            f"a matrix of {matrix.rows} rows in {matrix.type}: the cuda backend has no kernel for it; pack the model "
-            "again with --output-type f16, or run it with --backend reference"
-        )
-    if matrix.type in ("Q4_K", "Q6_K"):
+    if repack := _REPACKED.get(matrix.type):
         padded_bytes = 0
-        across = matrix.columns // BLOCK
+        across = -(-matrix.columns // TILE_COLUMNS[matrix.type])
+        tile_bytes = stored_bytes(matrix.type, TILE_COLUMNS[matrix.type])  # of a row, as stored
         data = torch.empty(-(-rows // 8), across * TILE_BYTES[matrix.type], dtype=torch.uint8, device=device)
-        repack = _tiles_of_q6_k if matrix.type == "Q6_K" else _tiles_of_q4_k
         for number, part in enumerate(parts):
-            part = part.to(device)
-            if missing := -len(part) % 8:
-                part = torch.cat([part, part.new_zeros(missing, row_bytes)])
-            tiles = repack(part.view(len(part), across, -1))
+            part = pad(part.to(device), (0, across * tile_bytes - row_bytes, 0, -len(part) % 8))
+            tiles = repack(part.view(len(part), across, tile_bytes))
             data[number * step // 8 :][: len(tiles)] = tiles.view(len(tiles), -1)
     else:
         padded_bytes = -(-row_bytes // 16) * 16
@@ -85,6 +80,16 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> Rows
     if data.is_cuda:
         torch.cuda.current_stream(data.device).synchronize()  # kernels read weights before they wait for what is ahead
     return RowsMatrix(data.view(-1), matrix.type, matrix.rows, matrix.columns, padded_bytes)
+
+
+def _tiles_of_q8_0(blocks: Tensor) -> Tensor:
+    """uint8 [8 n, tiles, 8 blocks of 34] -> [n, tiles, 2176]."""
+    rows, across, _ = blocks.shape
+    blocks = blocks.view(rows, across, 8, Q8_0_BYTES)
+    columns = (blocks[..., 2:] ^ 128).reshape(rows, across, 16, 4, 4)
+    planes = _by_tile(columns).permute(0, 3, 5, 1, 4, 2, 6)  # [n, tiles, 4, halves, 16, rows, 4]
+    factors = _by_tile(blocks[..., :2]).permute(0, 3, 1, 4, 2, 5)  # [n, tiles, halves, 8, rows, 2]
+    return torch.cat([part.flatten(2) for part in (planes, factors)], dim=2)
 
 
 def _tiles_of_q6_k(blocks: Tensor) -> Tensor:
@@ -124,6 +129,10 @@ def _by_tile(x: Tensor) -> Tensor:
     return x.reshape(-1, 2, 4, *x.shape[1:])
 
 
+_REPACKED = {"Q4_K": _tiles_of_q4_k, "Q6_K": _tiles_of_q6_k, "Q8_0": _tiles_of_q8_0}
+"""The types that are repacked into tiles; of the others, floats, lanes read rows as they are stored."""
+
+
 def product(
     matrix: RowsMatrix,
     x: Tensor,
@@ -141,7 +150,7 @@ def product(
     candidates -- what `sampling.pick_likeliest` chooses from, as `new_candidates` makes it
 
     The same bits every run; and where x fits in shared memory (on an H100 4096 columns of eight vectors), whatever the
-    number of vectors. For Q4_K and Q6_K, terms fade to 0 below 2^-64 and xn is infinite from 2^64 on.
+    number of vectors. For types of blocks, terms fade to 0 below 2^-64 and xn is infinite from 2^64 on.
 
     Raises `ValueError` for shapes that do not fit.
     """
@@ -239,7 +248,7 @@ def _plan(type: str, columns: int, vectors: int, device: torch.device) -> _Plan:
     pieces."""
     tiles = -(-columns // TILE_COLUMNS[type])
     # float32 x of a tile; sums of 16 columns for the types that have sub-blocks; norms or candidates of the warps
-    x = 4 * vectors * (TILE_COLUMNS[type] + (16 if type in ("Q4_K", "Q6_K") else 0))
+    x = 4 * vectors * (TILE_COLUMNS[type] + (16 if type in _REPACKED else 0))
     few = 8 * vectors * WARPS
 
     def shared(stages: int, piece: int) -> int:

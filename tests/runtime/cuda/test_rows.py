@@ -8,16 +8,22 @@ from torch import Tensor
 
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.codecs.types import BLOCKS
 from sparsepack.runtime.cuda import rows
 from sparsepack.runtime.cuda.rows import blocks, embed, load_rows, matmul, new_candidates, product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 FLOATS = ["F32", "F16", "BF16"]
-TYPES = [*FLOATS, "Q4_K", "Q6_K"]
+TYPES = [*FLOATS, "Q4_K", "Q6_K", "Q8_0"]
 SHAPES = [(77, 512), (1, 256), (2000, 1024)]
 FLOAT_SHAPES = [(300, 64), (33, 513), (5, 3)]
-CASES = [(type, shape) for type in TYPES for shape in SHAPES + FLOAT_SHAPES * (type in FLOATS)]
+Q8_0_SHAPES = [(9, 32), (33, 96), (300, 896), (130, 1056)]
+CASES = [
+    *((type, shape) for type in TYPES for shape in SHAPES),
+    *((type, shape) for type in FLOATS for shape in FLOAT_SHAPES),
+    *(("Q8_0", shape) for shape in Q8_0_SHAPES),
+]
 EPS = 1e-5
 
 
@@ -68,13 +74,15 @@ def test_product_is_that_of_the_decoded_weights(type: str, shape: tuple[int, int
     assert_is_product(y, weights(type, shape), x)
 
 
-@pytest.mark.parametrize("type", ["Q4_K", "Q6_K"])
-def test_every_pattern_of_bits_counts(type: str) -> None:
-    blocks = torch.randint(0, 256, (40, 2, 144 if type == "Q4_K" else 210), generator=torch.Generator().manual_seed(9))
-    blocks = blocks.to(torch.uint8)
-    factors = slice(0, 4) if type == "Q4_K" else slice(208, 210)
-    fresh = normal(40, 2, 2 if type == "Q4_K" else 1, seed=8).half()
-    blocks[..., factors] = fresh.view(torch.uint8).view(40, 2, -1)
+@pytest.mark.parametrize(
+    ("type", "factors"), [("Q4_K", slice(0, 4)), ("Q6_K", slice(208, 210)), ("Q8_0", slice(0, 2))], ids=str
+)
+def test_every_pattern_of_bits_counts(type: str, factors: slice) -> None:
+    weights, block_bytes = BLOCKS[type]
+    shape = (40, 512 // weights, block_bytes)
+    blocks = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(9)).to(torch.uint8)
+    fresh = normal(*shape[:2], (factors.stop - factors.start) // 2, seed=8).half()
+    blocks[..., factors] = fresh.view(torch.uint8).view(*shape[:2], -1)
     matrix = PackedMatrix(blocks.view(40, -1), type, 40, 512)
     x, on_device = normal(3, 512), load_rows(matrix, "cuda")
     y = torch.empty(3, 40, device="cuda")
@@ -112,7 +120,9 @@ def test_a_vector_has_the_same_bits_every_time_and_in_any_company(type: str) -> 
 
 
 @pytest.mark.parametrize("vectors", [0, 1, 8, 9, 16, 17, 50])
-@pytest.mark.parametrize(("type", "shape"), [("Q6_K", (2000, 1024)), ("Q4_K", (77, 512)), ("F16", (33, 513))], ids=str)
+@pytest.mark.parametrize(
+    ("type", "shape"), [("Q8_0", (33, 96)), ("Q6_K", (2000, 1024)), ("Q4_K", (77, 512)), ("F16", (33, 513))], ids=str
+)
 def test_matmul_takes_any_number_of_vectors(type: str, shape: tuple[int, int], vectors: int) -> None:
     x = normal(vectors, shape[1])
     y = matmul(loaded(type, shape), x.cuda()).cpu()

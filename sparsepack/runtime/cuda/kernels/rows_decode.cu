@@ -8,20 +8,25 @@
 
 #include "rows.cuh"
 
-// Four columns of a row from 4 * quad on, rounded as codecs/q4_k.py and q6_k.py round.
+// Four columns of a row from 4 * quad on, rounded as the codecs round.
 __device__ __forceinline__ void decode(
     float (&w)[4], const u8* weights, int row, int quad, int columns, int row_bytes) {
     const int tiles = (columns + 4 * TILE_QUADS - 1) / (4 * TILE_QUADS);
     const u8* tile = weights + ((u64)tiles * (row / TILE_ROWS) + quad / TILE_QUADS) * TILE_BYTES;
     const int r = row % 4, i = quad % QUADS;
     const int lane = row % TILE_ROWS / 4 * ACROSS + quad % TILE_QUADS / QUADS;
-    if (TYPE == Q6_K) {
+    if (TYPE == Q8_0) {
+        const u32 word = ((const u32*)tile)[128 * i + lane * 4 + r];
+        const float d = half_to_float(((const u16*)(tile + FACTORS))[lane / 2 * 4 + r]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = d * (float)((int)(word >> FIELD * j & 255) - ZERO);
+    } else if (TYPE == Q6_K) {
         const u32* words = (const u32*)tile + lane * 4 + r;
         const u32 word = i < 3 ? words[128 * i] : fourth(words[0], words[128], words[256]);
         const float d = half_to_float(((const u16*)(tile + FACTORS))[row % TILE_ROWS]);
         const float scale = d * (float)((int)tile[SCALES + lane * 4 + r] - 128);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = scale * (float)((int)(word >> FIELD * j & 63) - 32);
+        for (int j = 0; j < 4; ++j) w[j] = scale * (float)((int)(word >> FIELD * j & 63) - ZERO);
     } else if (TYPE == Q4_K) {
         const u32 word = ((const u32*)tile)[128 * (i / 2) + lane * 4 + r] >> 16 * (i % 2);
         const u32 bytes = ((const u32*)(tile + SCALES))[lane / 2];

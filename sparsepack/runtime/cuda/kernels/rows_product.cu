@@ -93,6 +93,9 @@ __device__ __forceinline__ void multiply(
         } else if (TYPE == Q4_K) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) words[r][i] = component(p[i / 2], r) >> 16 * (i % 2);
+        } else if (TYPE == Q8_0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[r][i] = component(p[i], r);
         }
     }
 
@@ -100,7 +103,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int b = 0; b < BATCH; ++b)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) dots[b][r] = !PACKED ? sums[b][r] : TYPE == Q6_K ? x_sums[b * 16] : 0.0f;
+        for (int r = 0; r < 4; ++r) dots[b][r] = !PACKED ? sums[b][r] : ZERO ? x_sums[b * 16] : 0.0f;
 
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
@@ -128,7 +131,10 @@ __device__ __forceinline__ void multiply(
 
     uint4 factors = {};
     u32 scales = 0, minima = 0;
-    if (TYPE == Q6_K) {
+    if (TYPE == Q8_0) {
+        const uint2 d = ((const uint2*)(tile + FACTORS))[lane / 2];
+        factors = {d.x, d.x >> 16, d.y, d.y >> 16};
+    } else if (TYPE == Q6_K) {
         const uint2 d = ((const uint2*)(tile + FACTORS))[lane / 16];
         factors = {d.x, d.x >> 16, d.y, d.y >> 16};
         scales = ((const u32*)(tile + SCALES))[lane];
@@ -141,10 +147,11 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         if (PACKED) {
-            const float scale = half_to_float((u16)component(factors, r)) * lifted(scales, r, TYPE == Q6_K ? 128 : 0);
+            const float of_block = TYPE == Q8_0 ? 0x1p85f : lifted(scales, r, TYPE == Q6_K ? 128 : 0);
+            const float scale = half_to_float((u16)component(factors, r)) * of_block;
             // x_sums have 2^-85 for the mins.
             const float minimum =
-                TYPE == Q6_K ? 0 : half_to_float((u16)(component(factors, r) >> 16)) * lifted(minima, r, 0);
+                TYPE == Q4_K ? half_to_float((u16)(component(factors, r) >> 16)) * lifted(minima, r, 0) : 0;
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 sums[b][r] = fmaf(scale, dots[b][r], sums[b][r]);
@@ -159,7 +166,8 @@ __device__ __forceinline__ void multiply(
 
 // Four of a row's columns; zeros beyond the last.
 __device__ __forceinline__ float4 four(const float* row, int column, int columns) {
-    if (PACKED) return load_l2((const float4*)(row + column));
+    if (WHOLE_TILES) return load_l2((const float4*)(row + column));
+    if (PACKED) return column < columns ? load_l2((const float4*)(row + column)) : make_float4(0, 0, 0, 0);
     float v[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) v[j] = column + j < columns ? load_l2(row + column + j) : 0;
@@ -201,22 +209,22 @@ __device__ __forceinline__ void fill(
             const int column = first + 4 * i;
             float4 v = four(x + (u64)columns * b, column, columns);
             if (norm) {
-                v.x *= factor * (PACKED || column < columns ? norm[column] : 0);
-                v.y *= factor * (PACKED || column + 1 < columns ? norm[column + 1] : 0);
-                v.z *= factor * (PACKED || column + 2 < columns ? norm[column + 2] : 0);
-                v.w *= factor * (PACKED || column + 3 < columns ? norm[column + 3] : 0);
+                v.x *= factor * (WHOLE_TILES || column < columns ? norm[column] : 0);
+                v.y *= factor * (WHOLE_TILES || column + 1 < columns ? norm[column + 1] : 0);
+                v.z *= factor * (WHOLE_TILES || column + 2 < columns ? norm[column + 2] : 0);
+                v.w *= factor * (WHOLE_TILES || column + 3 < columns ? norm[column + 3] : 0);
             }
             const int of = i / TILE_QUADS * BATCH + b, lane = i % TILE_QUADS / QUADS;
             if (PACKED) {
                 float sum = (v.x + v.y) + (v.z + v.w);
                 sum += __shfl_xor_sync(ALL_LANES, sum, 1);
                 sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-                // What dots begin with, since q is 32 too large; or what mins are multiplied by.
-                if (i % 4 == 0) sums[of * 16 + lane] = sum * (TYPE == Q6_K ? -32 * 0x1p-85f : 0x1p-85f);
+                // What dots begin with, since q is too large by ZERO; or what mins are multiplied by.
+                if (i % 4 == 0) sums[of * 16 + lane] = sum * (ZERO ? -ZERO * 0x1p-85f : 0x1p-85f);
                 v.x *= 0x1p64f;
-                v.y *= 0x1p64f / (1 << FIELD);
-                v.z *= 0x1p64f / (1 << 2 * FIELD);
-                v.w *= 0x1p64f / (1 << 3 * FIELD);
+                v.y *= 0x1p64f / (1 << field_shift(1));
+                v.z *= 0x1p64f / (1 << field_shift(2));
+                v.w *= 0x1p64f / (1 << field_shift(3));
             }
             to[of * TILE_QUADS + i % QUADS * ACROSS + lane] = v;
         }
@@ -233,7 +241,7 @@ __device__ __forceinline__ u64 candidate(float value, int row) {
 // y           float32 [BATCH, rows]
 // x           float32 [BATCH, columns]
 // norm        float32 [columns]: RMSNorm comes first; or null
-// columns     of Q4_K and Q6_K: a multiple of 256
+// columns     of Q4_K and Q6_K: a multiple of 256; of Q8_0: of 32
 // row_bytes   of floats
 // piece       tiles of a row whose x fits in shared memory
 // candidates  u64 [BATCH, blocks]: the best row of each block, as sampling.cu reads it; or null
