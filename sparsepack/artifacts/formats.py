@@ -55,7 +55,7 @@ class Format:
         return "" if self.folder else ".gguf"
 
     def plan(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "Plan":
-        """The artifact of a model, before any weight is read; `Plan.write` makes it.
+        """The artifact of a model, before any tensor of it is made; `Plan.write` makes it.
 
         Raises `PackingError` for what the format cannot hold.
         """

@@ -1,4 +1,4 @@
-"""What an artifact will be, before any weight is read: the writer makes it, the dry run adds it up."""
+"""What an artifact will be, before any tensor of it is made: the writer makes it, the dry run adds it up."""
 
 import math
 from abc import ABC, abstractmethod

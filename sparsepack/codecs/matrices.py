@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs import q4_k, q5_0, q6_k, q8_0, zigzag
-from sparsepack.codecs.superblock import BLOCK, largest
+from sparsepack.codecs.superblock import largest
 from sparsepack.codecs.types import BLOCKS, TYPES
 from sparsepack.errors import PackingError
 
@@ -44,22 +44,28 @@ class PackedMatrix:
     columns: int
 
 
-def fitting_type(asked: str, columns: int, name: str) -> tuple[str, str | None]:
-    """ggml's name of the type to store a matrix in, and a note for the user where "auto" had to choose F16.
+def fitting_type(asked: str, columns: int, name: str) -> str:
+    """ggml's name of a type that the user asked for.
 
-    Raises `PackingError` for an unknown type, or one of superblocks where 256 does not divide the width.
+    Raises `PackingError` for an unknown type, or one of blocks that do not divide the width.
     """
-    if asked == "auto":
-        if columns % BLOCK == 0:
-            return "Q6_K", None
-        return "F16", f"{name} kept at F16: {columns} columns, Q6_K needs a multiple of {BLOCK}"
     if asked not in TYPES:
         raise PackingError(f"{name}: unknown type {asked!r}; expected auto, {', '.join(TYPES)}")
     if columns % (block := BLOCKS[asked.upper()][0]):
         raise PackingError(
             f"{name}: {columns} columns, {asked.upper()} needs a multiple of {block}; choose auto, f16, bf16 or f32"
         )
-    return asked.upper(), None
+    return asked.upper()
+
+
+def relative_error(weights: Tensor, type: str) -> float:
+    """What storing weights in ggml's `type` does to them: the root mean square of the error over that of the weights.
+
+    Raises `PackingError` as `encode_rows`.
+    """
+    exact = weights.float()
+    error = decode_rows(encode_rows(exact, type), type) - exact
+    return float(error.norm() / exact.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def encode_rows(weight: Tensor, type: str) -> Tensor:

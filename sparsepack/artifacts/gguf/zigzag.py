@@ -1,6 +1,6 @@
 """The zigzag GGUF: one file with everything to run a model that skips the columns of inactive channels.
 
-    token_embd.weight              [vocabulary, hidden]    Q6_K, Q4_K, F16, BF16 or F32
+    token_embd.weight              [vocabulary, hidden]    Q8_0, Q6_K, Q4_K, F16, BF16 or F32
     blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
@@ -62,7 +62,7 @@ def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPlan:
     """A model as a zigzag GGUF (SpQt, section 4.1.2).
 
-    An output or embedding of type "auto" is Q6_K, or F16 where that does not fit. Writing it holds one matrix in
+    An output or embedding of type "auto" is Q6_K, Q8_0 or F16 (`embedding_types`). Writing it holds one matrix in
     memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` for a type that does not fit
     or a rule of another model; writing raises it naming a tensor whose weights are not finite.
     """
