@@ -22,6 +22,8 @@ def exp_mean(values: "Tensor") -> dict[str, float | None]:
 
 
 def with_error(figure: Mapping[str, float | None], digits: int) -> str:
-    """`15.430 ± 0.210`; without the error where a single window gives none."""
-    error = figure.get("stderr")
-    return f"{figure['value']:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+    """`15.430 ± 0.210`; without the error where a single window gives none, `-` where there is no number at all."""
+    value, error = figure["value"], figure.get("stderr")
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

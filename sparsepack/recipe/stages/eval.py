@@ -234,8 +234,7 @@ def _tasks(found: Mapping[str, Any]) -> Table:
     made = table(f"tasks, protocol {found['protocol']}{chat}", "task", ">samples", "metric", ">value")
     for name, task in found["tasks"].items():
         for metric, value in task["metrics"].items():
-            shown = "-" if value["value"] is None else with_error(value, 4)
-            made.add_row(escape(name), str(task["samples"]), escape(metric), shown)
+            made.add_row(escape(name), str(task["samples"]), escape(metric), with_error(value, 4))
     return made
 
 
