@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from sparsepack import __version__
 from sparsepack.artifacts.inspect import describe
+from sparsepack.errors import UserError
 from sparsepack.eval.standard_error import with_error
 from sparsepack.publish.results import Results, read_results
 from sparsepack.publish.templates import render
@@ -24,10 +25,20 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
     results -- JSON files of `run`, `eval` or `bench`; without any, the card says how to measure
     name    -- its heading (default: the source model's name)
 
-    Raises `UserError` for results of another model, `ArtifactError` where there is no artifact of ours.
+    Raises `UserError` for results that are damaged or of another model, `ArtifactError` where there is no artifact of
+    ours.
     """
     description = describe(path)
     found = read_results(results, description)
+    try:
+        measured = {
+            "accuracy": [_accuracy(row) for row in found.perplexities],
+            "tasks": _tasks(found),
+            "speed": _speed(found),
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        files = ", ".join(map(str, results))
+        raise UserError(f"{files}: damaged, or of another sparsepack ({error!r}); measure again") from error
     return render(
         "card.md.jinja",
         mark=Markup(MARK),
@@ -35,10 +46,8 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         heading=name or f"{Path(description['provenance']['model']['name']).name}, {description['kind']}",
         artifact=description,
         file=Path(path).name,
-        accuracy=[_accuracy(row) for row in found.perplexities],
-        tasks=_tasks(found),
-        speed=_speed(found),
         version=__version__,
+        **measured,
     )
 
 
@@ -72,7 +81,7 @@ def _tasks(results: Results) -> list[dict[str, Any]]:
         {
             "task": name,
             "metric": metric,
-            "value": "-" if value["value"] is None else with_error(value, 4),
+            "value": with_error(value, 4),
             "samples": task["samples"],
             "protocol": evaluation["tasks"]["protocol"],
         }

@@ -66,7 +66,7 @@ def _ours(api: "HfApi", repository: str, revision: str | None) -> bool:
         return True
     from huggingface_hub import hf_hub_download
 
-    return MARK in Path(hf_hub_download(repository, _CARD, revision=revision)).read_text(encoding="utf-8")
+    return MARK.encode() in Path(hf_hub_download(repository, _CARD, revision=revision)).read_bytes()
 
 
 def _first_line(error: Exception) -> str:

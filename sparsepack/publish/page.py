@@ -37,6 +37,7 @@ def report_page(work: Path) -> str:
 def _page(report: Mapping[str, Any]) -> str:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     tests = report["bench"]["tests"] if report["bench"] else []
+    skipped = _skipped(rows)
     return render(
         "page.html.jinja",
         report=report,
@@ -45,7 +46,8 @@ def _page(report: Mapping[str, Any]) -> str:
         rows=rows,
         tasks=_tasks(report),
         with_error=with_error,
-        sparsity=_sparsity(report["thresholds"], rows),
+        skipped_on="evaluation" if skipped else "calibration",
+        sparsity=_sparsity(report["thresholds"], skipped),
         thresholds=_thresholds(report["thresholds"]),
         speed=_speed(tests),
         tests=tests,
@@ -58,7 +60,7 @@ def _page(report: Mapping[str, Any]) -> str:
 
 def _tasks(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, int]]:
     return [
-        (name, metric, "-" if value["value"] is None else with_error(value, 4), found["protocol"], task["samples"])
+        (name, metric, with_error(value, 4), found["protocol"], task["samples"])
         for evaluation in report["evaluations"]
         if (found := evaluation["tasks"])
         for name, task in found["tasks"].items()
@@ -66,20 +68,22 @@ def _tasks(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, int]]:
     ]
 
 
-def _sparsity(table: Mapping[str, Any] | None, rows: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
-    """A chart per site, a bar per block: the share that was skipped on the first text scored sparse, else on the
-    calibration's, and a line for the target."""
+def _skipped(rows: list[Mapping[str, Any]]) -> Mapping[str, float]:
+    """The share of the channels that was skipped, by site, on the first text scored sparse; empty without one."""
+    return next((row["realised_sparsity"]["sites"] for row in rows if row["realised_sparsity"]["sites"]), {})
+
+
+def _sparsity(table: Mapping[str, Any] | None, skipped: Mapping[str, float]) -> list[tuple[str, Markup]]:
+    """A chart per site, a bar per block: the share in `skipped`, else that on the calibration text, and a line for the
+    target."""
     if table is None:
         return []
-    measured: Mapping[str, float] = next(
-        (row["realised_sparsity"]["sites"] for row in rows if row["realised_sparsity"]["sites"]), {}
-    )
     made = []
     for site, of_site in _by_site(table).items():
         bars = [
             charts.Bar(
                 str(row["layer"]),
-                measured.get(f"blk.{row['layer']}.{site}", row["realised"] or 0.0),
+                skipped.get(f"blk.{row['layer']}.{site}", row["realised"] or 0.0),
                 row["sparsity"],
             )
             for row in of_site

@@ -76,6 +76,19 @@ def test_what_is_no_result_is_refused_in_one_line(work: Path, tmp_path: Path, te
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "damage", [{"perplexity": [{}]}, {"perplexity": 3}, {"tasks": {"tasks": {"t": {}}}}, {"perplexity": ["x"]}], ids=str
+)
+def test_a_damaged_result_is_refused_in_one_line(work: Path, tmp_path: Path, damage: dict[str, object]) -> None:
+    report = json.loads((work / "report.json").read_text())
+    (tmp_path / "eval.json").write_text(json.dumps(report["evaluations"][0] | damage))
+    (tmp_path / "bench.json").write_text(json.dumps(report["bench"] | {"tests": [{}]}))
+    for name in ("eval.json", "bench.json"):
+        with pytest.raises(UserError, match=rf"{name}: damaged, or of another sparsepack") as refused:
+            model_card(work / "model.gguf", [tmp_path / name])
+        assert "\n" not in str(refused.value)
+
+
 def test_a_stranger_s_words_open_no_html_and_no_cell(work: Path) -> None:
     description = describe(work / "model.gguf")
     description["notes"] = ["<script>alert(1)</script> | a\n# heading"]

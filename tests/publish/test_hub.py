@@ -15,7 +15,7 @@ from sparsepack.publish.hub import push
 class Hub:
     """What `HfApi` is called for here, with what it was given."""
 
-    def __init__(self, card: str | None = None) -> None:
+    def __init__(self, card: bytes | None = None) -> None:
         self.card, self.commits, self.created = card, [], []
 
     def create_repo(self, name: str, **asked: Any) -> None:
@@ -37,7 +37,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
 
     def download(name: str, file: str, revision: str | None) -> str:
-        (tmp_path / "there.md").write_text(made.card or "")
+        (tmp_path / "there.md").write_bytes(made.card or b"")
         return str(tmp_path / "there.md")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
@@ -55,9 +55,11 @@ def test_the_file_and_its_card_go_up_in_one_commit(work: Path, hub: Hub) -> None
     assert asked["commit_message"] == "Add model.gguf"
 
 
-@pytest.mark.parametrize(("card", "replaced"), [(f"{MARK}\n# old", True), ("# By hand", False)])
+@pytest.mark.parametrize(
+    ("card", "replaced"), [(f"{MARK}\n# old".encode(), True), (b"# By hand", False), (b"caf\xe9", False)]
+)
 def test_only_our_own_card_is_replaced(
-    work: Path, hub: Hub, card: str, replaced: bool, capsys: pytest.CaptureFixture[str]
+    work: Path, hub: Hub, card: bytes, replaced: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.card = card
     push(work / "model.gguf", "me/tiny")

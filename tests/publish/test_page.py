@@ -88,6 +88,17 @@ def test_nothing_in_a_report_becomes_html(work: Path, tmp_path: Path) -> None:
     assert "script" not in parsed(page).tags
 
 
+def test_the_page_says_on_which_text_it_was_skipped(work: Path, tmp_path: Path) -> None:
+    assert "a bar for each block of the model, on the evaluation text." in report_page(work)
+
+    def dense(report: dict[str, Any]) -> None:
+        for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
+            row["realised_sparsity"]["sites"] = {}
+
+    page = report_page(changed(work, tmp_path, dense))
+    assert "a bar for each block of the model, on the calibration text." in page
+
+
 def test_a_recipe_that_only_calibrates_has_a_page(work: Path, tmp_path: Path) -> None:
     def strip(report: dict[str, Any]) -> None:
         report |= {"evaluations": [], "gates": []}
