@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_SEED, check_options, option
-from sparsepack.runtime.backends import BACKENDS, batch_backend, most_sequences
+from sparsepack.runtime.backends import BACKENDS, backend_named, batch_backend, most_sequences
 
 MOST_THREADS = 1024
 
@@ -47,6 +47,8 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         check_options(self, UserError)
+        if self.backend is not None:
+            backend_named(self.backend).check_device(self.device)
         if self.batch > 1 and not self.generate:
             raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:

@@ -126,12 +126,11 @@ def _override(text: str) -> tuple[tuple[str, ...], Any, str]:
 
 def _put(value: dict[str, Any], keys: tuple[str, ...], override: Any, text: str) -> None:
     for position, key in enumerate(keys[:-1], 1):
-        inner = value.get(key)
-        if inner is None:
-            inner = value[key] = {}
+        inner = {} if value.get(key) is None else value[key]
         if not isinstance(inner, dict):
             raise RecipeError(f"--set {text}: {'.'.join(keys[:position])} is {_shown(inner)}, it has no keys inside")
-        value = inner
+        value[key] = dict(inner)  # an alias may have put the same one elsewhere, too, where it stays
+        value = value[key]
     value[keys[-1]] = override
 
 

@@ -54,7 +54,7 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         measured = "not measured" if verdict.measured is None else readable(verdict.measured)
         said = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
-        made.add_row(verdict.gate, measured, verdict.limit, escape(verdict.where), said)
+        made.add_row(escape(verdict.gate), measured, verdict.limit, escape(verdict.where), said)
     results().print(made)
 
 

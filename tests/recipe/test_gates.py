@@ -8,6 +8,8 @@ import pytest
 from sparsepack.cli import main
 from sparsepack.errors import RecipeError
 from sparsepack.recipe import run_recipe
+from sparsepack.recipe.gates import Verdict
+from sparsepack.recipe.report import show_verdicts
 from sparsepack.recipe.run import judge
 from sparsepack.recipe.schema import Gates
 from sparsepack.recipe.shipped import FOLDER
@@ -76,6 +78,11 @@ def test_task_gates_name_task_and_metric():
     assert not verdict.passed
     with pytest.raises(RecipeError, match=r"gates\.tasks\.blimp\.accuracy: not measured; there are acc"):
         judged(tasks={"blimp": {"accuracy": {"min": 0.5}}})
+
+
+def test_names_are_shown_as_they_are(capsys):
+    show_verdicts([Verdict("tasks.a[/b][c].acc", 0.5, "at least 0.4", "d[/e]", True)])
+    assert "tasks.a[/b][c].acc" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", [None, math.nan])

@@ -81,6 +81,9 @@ CONTRADICTIONS = {
     "calibrate.sinks=64": "calibrate.sinks: 64; expected fewer than context, 64",
     "eval.task_path=/nowhere": "eval.task_path: /nowhere is no folder",
     "eval.backend=cuda": "eval.backend: device cpu: the cuda backend runs on NVIDIA GPUs",
+    "bench={backend: cuda}": "bench: device cpu: the cuda backend runs on NVIDIA GPUs",
+    "bench={batch: 4}": "bench: a batch of 4 by the cpu backend on device cpu",
+    "bench={prompt: 0, generate: 0}": "bench: nothing to measure",
 }
 
 
@@ -121,6 +124,14 @@ def test_overrides_are_yaml_and_the_last_one_wins(recipe_file):
     assert recipe.eval.perplexity == ("a.txt", "b.txt")
     assert recipe.activation_sparsity.sparsity == 0.4
     assert recipe.bench is None
+
+
+def test_an_override_leaves_what_an_alias_stands_for_as_it_is(tmp_path):
+    recipe = write_recipe(tmp_path, gates=None)
+    gates = "gates: {perplexity: &limit {max: 9}, perplexity_ratio: *limit}"
+    recipe.write_text(recipe.read_text().replace("gates: null", gates))
+    gates = load_recipe(recipe, ["gates.perplexity.max=20"]).gates
+    assert (gates.perplexity.max, gates.perplexity_ratio.max) == (20, 9)
 
 
 def test_the_section_activation_sparsity_may_have_its_old_name(tmp_path, capsys):

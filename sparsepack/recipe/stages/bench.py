@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from rich.markup import escape
 
 from sparsepack.bench.options import BenchSettings
+from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.models.skipped import shown
 from sparsepack.progress import say
@@ -34,13 +35,24 @@ class Bench(Section):
 
 def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
     yield from needs_engine("bench", recipe)
-    if not asked.prompt and not asked.generate:
-        yield "bench: prompt and generate are both 0; give one of them tokens"
+    try:
+        _asked_for(recipe, asked)
+    except UserError as error:
+        yield f"bench: {error}"
+
+
+def _asked_for(recipe: Recipe, asked: Bench) -> BenchSettings:
+    return BenchSettings(**asked.model_dump(), device=recipe.device)
 
 
 def _misfits(job: Job, asked: Bench) -> Iterator[str]:
-    yield from job.too_long("bench.prompt", asked.prompt)
+    yield from job.too_long("bench.prompt", _prefilled(asked))
     yield from job.too_long("bench.generate", asked.generate)
+
+
+def _prefilled(asked: Bench) -> int:
+    """Tokens of the prefill test, which there is none of for several sequences."""
+    return asked.prompt if asked.batch == 1 else 0
 
 
 def _settings(job: Job, asked: Bench) -> dict[str, Any]:
@@ -58,8 +70,7 @@ def _run(job: Job, asked: Bench) -> None:
     from sparsepack.bench.decode import bench_decode
     from sparsepack.models.windows import tokenise
 
-    device = job.recipe.device
-    settings = BenchSettings(**asked.model_dump(), device=device)
+    settings = _asked_for(job.recipe, asked)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
     ids, text = None, None
     for name in perplexity_texts(job.recipe)[:1]:
@@ -70,6 +81,11 @@ def _run(job: Job, asked: Bench) -> None:
             say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None
     write_json(job.folder / RESULT, {**bench_decode(packed, settings, artifact_of(job).name, ids), "text": text})
+
+
+def _tokens(job: Job, asked: Bench) -> int:
+    """Of prefill, and of decoding, dense and sparse."""
+    return asked.repetitions * (_prefilled(asked) + 2 * asked.generate * asked.batch)
 
 
 def _memory(job: Job, asked: Bench) -> int:
@@ -107,7 +123,7 @@ BENCH = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
-    tokens=lambda job, asked: asked.repetitions * (asked.prompt + 2 * asked.generate),
+    tokens=_tokens,
     memory=_memory,
     result=("bench", read_json(RESULT), None),
     show=_show,
