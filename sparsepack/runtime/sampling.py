@@ -98,10 +98,14 @@ class Sampler:
 
 
 def penalised(logits: Tensor, recent: Iterable[int], penalty: float) -> Tensor:
-    """The logits with those of recent tokens made smaller: divided by the penalty where positive, else multiplied."""
+    """The logits with those of recent tokens made smaller: divided by the penalty where positive, else multiplied.
+
+    They stay finite whatever the penalty: among infinite ones none could be drawn.
+    """
     ids = torch.tensor(sorted(set(recent)), dtype=torch.int64)
-    found = logits[ids]
-    return logits.index_put((ids,), torch.where(found > 0, found / penalty, found * penalty))
+    found, limits = logits[ids], torch.finfo(logits.dtype)
+    changed = torch.where(found > 0, found / penalty, found * penalty)
+    return logits.index_put((ids,), changed.clamp(limits.min, limits.max))
 
 
 def not_finite(best: float) -> ArtifactError:

@@ -113,6 +113,14 @@ def test_what_was_there_is_less_likely_the_prompt_and_the_choices_alike() -> Non
     assert logits.tolist() == torch.tensor([2.0, 1.9, 1.8, -1.0]).tolist()
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-308, 1.7e308])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_of_any_size_leaves_a_choice(penalty: float, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, repeat_penalty=penalty)
+    for logits in (torch.tensor([900.0, 800.0, -700.0]), torch.tensor([-900.0, -800.0, -700.0])):
+        assert Sampler(sampling, [0, 1, 2]).choose(logits) in range(3)
+
+
 def test_it_is_an_error_of_the_weights_with_a_penalty_too() -> None:
     with pytest.raises(ArtifactError, match="largest logit"):
         Sampler(Sampling(repeat_penalty=2.0), [0]).choose(torch.tensor([float("nan"), 1.0]))
