@@ -15,6 +15,7 @@ import click
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.cli.streams import json_text, printable
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.sparsity.options import AllocationOptions
@@ -143,21 +144,12 @@ def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
 
 
 def print_json(value: Any) -> None:
-    """JSON on standard output, with escapes where its encoding cannot print a character."""
-    import json
-    import sys
-
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding)
-    except UnicodeEncodeError:
-        text = json.dumps(value, indent=2)
-    click.echo(text)
+    """JSON on standard output."""
+    click.echo(json_text(value, indent=2))
 
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
     """Print a result as a table, and write it as JSON to a file; for `-` print JSON alone."""
-    from sparsepack.cli.streams import printable
     from sparsepack.files.atomic import write_json
 
     if json_path == "-":

@@ -39,7 +39,10 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 )
 @from_options(ServeOptions, "--model-name")
 @click.option(
-    "--chat-template", type=PATH, callback=_template, help="A file with the template of chats, for the model's own."
+    "--chat-template",
+    type=PATH,
+    callback=_template,
+    help="A file with the template of chats, in place of the model's own.",
 )
 @from_options(ServeOptions, "--queue")
 @click.option(

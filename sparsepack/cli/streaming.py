@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparsepack.cli.streams import json_text
 from sparsepack.files.atomic import write_bytes
 from sparsepack.load import Model, ModelOfSeveral, what_runs
 from sparsepack.models.skipped import shown
@@ -44,11 +45,11 @@ class Answers:
     def add(self, prompt: str, made: Generated) -> None:
         """A text that has ended."""
         say(summary(made))
-        line = json.dumps(self._record(prompt, made), ensure_ascii=False)
+        record = self._record(prompt, made)
         if self._path == "-":
-            _write(f"{line}\n")
+            _write(f"{json_text(record)}\n")
         elif self._path is not None:
-            self._lines.append(f"{line}\n")
+            self._lines.append(f"{json.dumps(record, ensure_ascii=False)}\n")
 
     def close(self) -> None:
         """No more texts come."""

@@ -1,38 +1,56 @@
 """Standard output and error of a command: whatever they are connected to, printing never ends in a traceback."""
 
 import errno
+import json
 import os
 import re
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
 
 
 def prepare() -> None:
-    """Give each standard stream something to be, and let it replace what its encoding cannot print.
+    """Give each standard stream something to be, and let it take what its encoding cannot print or read.
 
     A stream that was closed (`>&-`) would leave its number to the next file that is opened, which libraries then print
-    into. Output gets a descriptor that cannot be written, so that printing fails as it does in other programs.
+    into. Output gets a descriptor that cannot be written, so that printing fails as it does in other programs; input
+    is empty. Bytes of the input that are no text become half characters, which whoever reads the text refuses.
     """
     for number, how in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, how)  # the lowest number that is free
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
     if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),
+        (sys.stdout, "replace"),
+        (sys.stderr, "backslashreplace"),
+    ):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+            stream.reconfigure(errors=errors)
 
 
 def printable(text: str) -> str:
     """The text without what would command a terminal: a file may say anything."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON for standard output, with escapes where its encoding cannot print a character."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=indent)
+    return text
 
 
 def failure() -> str | None:

@@ -44,6 +44,25 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(file: Path, verb: int) -
     assert [line for line in done.stderr.splitlines() if not line.startswith("runtime:")] == []
 
 
+def test_a_closed_standard_input_is_an_empty_one(file: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for asked in (["--prompt-file", "-", "--tokens", "1"], ["--chat", "--chat-template", str(template)]):
+        command = subprocess.list2cmdline([*SPARSEPACK, "generate", str(file), *asked])
+        done = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_line_of_standard_input_that_is_no_text_is_refused_in_one_line(file: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = [*SPARSEPACK, "generate", str(file), "--chat", "--chat-template", str(template)]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(b"sparsepack: prompt: not text")
+
+
 def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(tmp_path: Path) -> None:
     """Where output is closed, the first file that is opened would get its number."""
     output = tmp_path / "out.gguf"
@@ -67,6 +86,12 @@ def test_json_is_still_json_where_the_encoding_is_narrow(file: Path, tmp_path: P
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*SPARSEPACK, "inspect", str(odd), "--json", "-"], capture_output=True, env=environment)
     assert json.loads(done.stdout)["path"] == str(odd)
+
+
+def test_texts_as_json_lose_no_character_where_the_encoding_is_narrow(file: Path) -> None:
+    command = [*SPARSEPACK, "generate", str(file), "--prompt", "caf\u00e9 \u2713", "--tokens", "1", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert json.loads(done.stdout)["prompt"] == "caf\u00e9 \u2713"
 
 
 def test_a_name_that_is_no_text_is_printed(file: Path, tmp_path: Path) -> None:
