@@ -1,0 +1,158 @@
+"""Sliding windows: structured sparsity of any kind as that of the hardware, exactly (SlideSparse, 3.2, 3.3 and C.1).
+
+Windows of `window` inputs lie `stride` apart over each group of `of` inputs. Every nonzero goes to the first window
+that covers it and has room for it; a window has room for `most`. For keep 6 of 8 on 2:4 tensor cores, with weights at
+inputs 0, 1, 2, 3, 6 and 7:
+
+    input             0  1  2  3  4  5  6  7
+    weight            a  b  c  d  .  .  e  f
+    window 0          a  b  .  .
+    window 1                c  d  .  .
+    window 2                      .  .  e  f
+    slid weight       a  b  .  .  c  d  .  .  .  .  e  f        each four have at most two nonzeros
+    lifted input      0  1  2  3  2  3  4  5  4  5  6  7        the inputs that the windows see
+
+Slid weights times lifted inputs is weights times inputs. Of the slid weights only the `most` values of each window and
+their positions in it are stored.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sparsepack.codecs.pattern import Pattern, check_pattern, grouped, ungrouped
+from sparsepack.errors import PackingError
+
+
+@dataclass(frozen=True)
+class Slide:
+    """How a pattern becomes one of at most `most` nonzeros in `window` inputs; 2 in 4 is what NVIDIA's tensor cores
+    skip zeros of.
+
+    Raises `PackingError` where some weights of the pattern would find no room. The paper's condition for that
+    (theorem 2) is not enough: with a window that has room for less than the stride (1 in 4), two nonzeros that only one
+    window covers cannot both be placed.
+    """
+
+    pattern: Pattern
+    most: int = 2
+    window: int = 4
+
+    def __post_init__(self) -> None:
+        known = 1 <= self.most < self.window <= self.pattern.of
+        if not known or (self.pattern.of - self.window) % self.stride:
+            raise PackingError(f"{self.pattern}: windows of {self.window} do not cover it in steps of {self.stride}")
+        if (self.windows > 1 and self.most < self.stride) or self.windows * self.most < self.pattern.keep:
+            raise PackingError(
+                f"{self.pattern}: {self.windows} windows of {self.window} with {self.most} nonzeros each have no room "
+                f"for every choice of {self.pattern.keep}"
+            )
+
+    @property
+    def stride(self) -> int:
+        """Inputs from one window to the next."""
+        return self.window - self.most
+
+    @property
+    def windows(self) -> int:
+        """Windows over a group."""
+        return (self.pattern.of - self.window) // self.stride + 1
+
+    @property
+    def slots(self) -> int:
+        """Values that are stored for a group."""
+        return self.windows * self.most
+
+    @property
+    def expansion(self) -> float:
+        """Lifted inputs for each input: gamma in the paper, 1.5 for keep 6 of 8."""
+        return self.windows * self.window / self.pattern.of
+
+    def stored(self, columns: int) -> int:
+        """Values that are stored for a row of so many inputs."""
+        return self.pattern.groups(columns) * self.slots
+
+    def lifted(self, columns: int) -> int:
+        """Lifted inputs of so many inputs."""
+        return self.pattern.groups(columns) * self.windows * self.window
+
+
+def slide(weight: Tensor, how: Slide, name: str = "weight") -> tuple[Tensor, Tensor]:
+    """The values of the slid weights and their positions.
+
+    weight: [rows, columns], of integers, float32, float16 or bfloat16. Returns the values in that type and uint8
+    positions within their windows, both [rows, how.stored(columns)]. The positions of a window ascend; one with fewer
+    nonzeros than room has zeros at positions that are free. A zero stays a zero, whatever its sign was.
+
+    Raises `PackingError` naming the first group that does not have the pattern.
+    """
+    check_pattern(weight, how.pattern, name)
+    groups = grouped(weight, how.pattern)
+    sources, positions = (table.to(weight.device) for table in _tables(how))
+    bits = (1 << torch.arange(how.pattern.of, device=weight.device)).to(torch.int32)
+    which = ((groups != 0) * bits).sum(-1, dtype=torch.int32)
+    padded = torch.cat([groups, groups.new_zeros(*groups.shape[:-1], 1)], dim=-1)
+    values = padded.gather(-1, sources[which].long())
+    return values.flatten(-2), positions[which].flatten(-2)
+
+
+def windowed(values: Tensor, positions: Tensor, how: Slide) -> Tensor:
+    """The slid weights with their zeros: [rows, stored] twice -> [rows, lifted]."""
+    shape = (*values.shape[:-1], -1, how.most)
+    dense = values.new_zeros(*values.shape[:-1], values.shape[-1] // how.most, how.window)
+    return dense.scatter_(-1, positions.view(shape).long(), values.view(shape)).flatten(-2)
+
+
+def unslide(values: Tensor, positions: Tensor, how: Slide, columns: int) -> Tensor:
+    """The inverse of `slide`: [rows, stored] twice -> [rows, columns]."""
+    groups = windowed(values, positions, how).view(*values.shape[:-1], -1, how.windows, how.window)
+    weight = values.new_zeros(*groups.shape[:-2], how.pattern.of)
+    for number in range(how.windows):  # every input has its weight in one of the windows, zeros in the others
+        seen = weight[..., number * how.stride :][..., : how.window]
+        seen.copy_(torch.where(groups[..., number, :] != 0, groups[..., number, :], seen))
+    return ungrouped(weight, columns)
+
+
+def lift(x: Tensor, how: Slide) -> Tensor:
+    """The inputs that the windows see: [..., columns] -> [..., lifted]."""
+    return grouped(x, how.pattern).unfold(-1, how.window, how.stride).flatten(-3)
+
+
+def pack_positions(positions: Tensor) -> Tensor:
+    """Positions below 4, four to a byte, the first in the lowest bits: uint8 [rows, n] -> [rows, n / 4 rounded up]."""
+    quads = torch.nn.functional.pad(positions, (0, -positions.shape[-1] % 4)).view(*positions.shape[:-1], -1, 4)
+    return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
+
+
+def unpack_positions(packed: Tensor, count: int, how: Slide, name: str = "positions") -> Tensor:
+    """The inverse of `pack_positions`: uint8 [rows, bytes] -> [rows, count].
+
+    Raises `PackingError` where they do not ascend within a window: no hardware could have such weights.
+    """
+    positions = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)[..., :count]
+    ascending = positions.view(*positions.shape[:-1], -1, how.most).to(torch.int8).diff(dim=-1) > 0
+    if not ascending.all():
+        row, window = (int(n) for n in (~ascending).any(-1).nonzero()[0])
+        raise PackingError(f"{name}: the positions of row {row}, window {window} do not ascend; they were changed")
+    return positions
+
+
+@cache
+def _tables(how: Slide) -> tuple[Tensor, Tensor]:
+    """For every set of nonzeros of a group, a bit each: which of its inputs each slot takes, `of` for a zero; and the
+    position of the slot in its window. Both uint8 [2 ** of, slots]; nonsense for sets that are too large."""
+    of = how.pattern.of
+    left = (torch.arange(1 << of)[:, None] >> torch.arange(of) & 1).bool()  # nonzeros without a place
+    sources, positions = [], []
+    for first in range(0, how.windows * how.stride, how.stride):
+        seen = left[:, first : first + how.window]
+        taken = seen & (seen.cumsum(1) <= how.most)
+        free = ~taken
+        filled = taken | (free & (free.cumsum(1) <= how.most - taken.sum(1, keepdim=True)))
+        position = filled.byte().argsort(dim=1, descending=True, stable=True)[:, : how.most]
+        sources.append(torch.where(taken.gather(1, position), position + first, of))
+        positions.append(position)
+        left[:, first : first + how.window] &= free
+    return torch.cat(sources, 1).to(torch.uint8), torch.cat(positions, 1).to(torch.uint8)
