@@ -118,7 +118,9 @@ def _forked(job: dict[str, Any]) -> tuple[int | None, list[str]]:
 
 
 def _serve(said: str) -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    # A command finds its own standard streams unused, and can take no line that is for this process.
+    jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 2)
 
@@ -128,7 +130,7 @@ def _serve(said: str) -> None:
 
     torch.set_num_threads(1)
     learned._SAVE_EVERY = 0.0  # each step, so that there are states to go on from
-    for line in sys.stdin:
+    for line in jobs:
         job = json.loads(line)
         os.truncate(said, 0)
         if job.get("inside"):
