@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 
+from sparsepack.cli.options import utf8
 from sparsepack.cli.streaming import Answers, stream
 from sparsepack.errors import UserError
 from sparsepack.load import Model
@@ -61,9 +62,10 @@ def _messages(first: Sequence[str], typed: bool) -> Iterator[str]:
         say(_HELP)
         yield from _typed()
     elif not first:
-        for line in sys.stdin:
-            if line.strip():
-                yield line.rstrip("\r\n")
+        for line in sys.stdin.buffer:
+            text = utf8(line, "standard input").rstrip("\r\n")
+            if text.strip():
+                yield text
 
 
 def _typed() -> Iterator[str]:

@@ -12,11 +12,11 @@ _CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
 
 
 def prepare() -> None:
-    """Give each standard stream something to be, and let it take what its encoding cannot print or read.
+    """Give each standard stream something to be, and let it replace what its encoding cannot print.
 
     A stream that was closed (`>&-`) would leave its number to the next file that is opened, which libraries then print
     into. Output gets a descriptor that cannot be written, so that printing fails as it does in other programs; input
-    is empty. Bytes of the input that are no text become half characters, which whoever reads the text refuses.
+    is empty.
     """
     for number, how in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
@@ -29,13 +29,9 @@ def prepare() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    for stream, errors in (
-        (sys.stdin, "surrogateescape"),
-        (sys.stdout, "replace"),
-        (sys.stderr, "backslashreplace"),
-    ):
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=errors)
+            stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
 
 
 def printable(text: str) -> str:

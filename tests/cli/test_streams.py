@@ -60,7 +60,7 @@ def test_a_line_of_standard_input_that_is_no_text_is_refused_in_one_line(file: P
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command, input=b"caf\xe9\n", capture_output=True, env=environment)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(b"sparsepack: prompt: not text")
+    assert done.stderr.splitlines()[-1].startswith(b"sparsepack: standard input: not text (byte 3")
 
 
 def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(tmp_path: Path) -> None:
