@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache
 
 # Not `getrusage`: its peak counts the process that started this one, which may be a large test run.
 _PEAK = """
@@ -37,6 +38,11 @@ def peak_bytes(code: str) -> int:
 
 def command_peak_bytes(*arguments: str) -> int:
     """Of a `sparsepack` command, above what its imports take."""
-    found = peak_bytes(_COMMAND.format(arguments=list(arguments))) - peak_bytes(IMPORTS)
+    found = peak_bytes(_COMMAND.format(arguments=list(arguments))) - _imports_peak_bytes()
     print("above its imports:", found >> 20, "MiB for", *arguments[:2])
     return found
+
+
+@cache
+def _imports_peak_bytes() -> int:
+    return peak_bytes(IMPORTS)

@@ -51,7 +51,7 @@ def test_verify_against_the_model(made, artifact):
 
 
 def test_eval_against_the_model(made, artifact):
-    windows = 8
+    windows = 2
     flags = ["--perplexity", str(made[0] / "text.txt"), "--context", str(CONTEXT), "--windows", str(windows)]
     taken = command_peak_bytes("eval", str(artifact), "--against", str(made[0] / "model"), *flags)
     waiting = 2 * min(HIDDEN_BYTES, windows * CONTEXT * HIDDEN * 4)
@@ -59,6 +59,6 @@ def test_eval_against_the_model(made, artifact):
 
 
 def test_calibrate(made):
-    flags = ["--text", str(made[0] / "text.txt"), "--context", str(CONTEXT), "--samples", "8"]
+    flags = ["--text", str(made[0] / "text.txt"), "--context", str(CONTEXT), "--samples", "2"]
     taken = command_peak_bytes("calibrate", str(made[0] / "model"), *flags, "-o", str(made[0] / "c"))
     assert taken < 0.75 * made[1]

@@ -122,11 +122,13 @@ def test_a_dry_run_tokenises_a_text_once_and_no_further_than_needed(recipe_file,
 @pytest.mark.parametrize("model", ["shipped:tiny", "books-26m-silu"])
 def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model):
     name = model if model.startswith("shipped:") else str(shared / "models" / model)
-    sections = {"calibrate.context": 512, "calibrate.samples": 16, "eval.context": 512, "eval.windows": 2}
+    sections = {"calibrate.context": 512, "calibrate.samples": 4, "eval.context": 512, "eval.windows": 2}
     overrides = [
         f"model={name}",
         "gates=null",
         "generate=null",
+        "verify=false",
+        "eval.protocols=decode",
         "bench={prompt: 16, generate: 8, repetitions: 1}",
         *(f"{key}={value}" for key, value in sections.items()),
     ]
