@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from native_build import use_other_build
+from operations_for_tests import Backend, opened
 
 from sparsepack.runtime.cpu import dispatch
 
@@ -19,3 +20,9 @@ def _one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     dispatch._operations.cache_clear()  # or nanobind may call them leaked, where pytest keeps a module to the very end
+
+
+@pytest.fixture(scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """What `operations_for_tests.every_backend` names."""
+    yield from opened(*request.param)

@@ -1,94 +1,35 @@
-"""The operations of every backend against float64 products of the dequantised weights."""
+"""The operations of every backend on zigzag matrices, against float64 products of the dequantised weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_build import instruction_set_params
+from operations_for_tests import Backend, assert_close_to_product, every_backend, normal, packed
 from torch import Tensor
 
 from sparsepack.codecs import q4_k, zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.models.rule import SiteRule, active_channels
 from sparsepack.runtime import reference
-from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.cpu.dispatch import FORCED
-from sparsepack.runtime.operations import Operations
+
+pytestmark = every_backend
 
 ODD_SHAPES = [(1, 1), (1, 300), (255, 1), (256, 256), (257, 33), (512, 64), (700, 513), (768, 31), (1025, 40)]
 STACKED_SHAPES = [(960, 576), (3072, 192), (1280, 97), (4352, 130), (1024, 2048)]  # grouped queries, gate and up
 SHAPES = ODD_SHAPES + STACKED_SHAPES
-ROW_TYPES = ["F32", "F16", "BF16", "Q4_K", "Q6_K"]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """elementwise -- of a sum's error, relative to its number of terms times the largest of them
-    normwise -- of the error of a whole result, relative to it"""
-
-    elementwise: float
-    normwise: float
-
-
-@dataclass(frozen=True)
-class Backend:
-    """many -- bounds of `zigzag_matmul`"""
-
-    operations: Operations
-    device: str
-    bounds: Bounds
-    many: Bounds
-
-
-CASES = [
-    pytest.param(("reference", "cpu"), id="reference"),
-    pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-    pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
-    *(
-        pytest.param(("cpu", *isa.values), id=f"cpu-{isa.values[0]}", marks=isa.marks)
-        for isa in instruction_set_params()
-    ),
-]
-
-
-@pytest.fixture(params=CASES, scope="module")
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    name, variant = request.param
-    if variant == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    exact = Bounds(1e-6, 1e-5)
-    if name == "reference":
-        yield Backend(backend_named(name).open().operations, variant, exact, exact)
-        return
-    if name == "cuda":
-        # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
-        yield Backend(backend_named(name).open().operations, variant, exact, Bounds(1e-3, 1e-3))
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FORCED, variant)
-        # Sums of float32 in plain C++, of products of 16-bit integers elsewhere.
-        bounds = Bounds(1e-6 if variant == "scalar" else 1e-4, 1e-4)
-        yield Backend(backend_named(name).open().operations, "cpu", bounds, bounds)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
-
-
-def packed(rows: int, columns: int) -> PackedMatrix:
-    return PackedMatrix(zigzag.pack(normal(rows, columns, seed=rows)), ZIGZAG, rows, columns)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def gemv(backend: Backend, matrix: PackedMatrix, x: Tensor, threshold: Tensor) -> Tensor:
@@ -96,35 +37,6 @@ def gemv(backend: Backend, matrix: PackedMatrix, x: Tensor, threshold: Tensor) -
     x = x.to(backend.device)
     indices, count = backend.operations.collect(x, threshold.to(backend.device))
     return backend.operations.zigzag_gemv(loaded, x, indices, count).cpu()
-
-
-def largest_weights(matrix: PackedMatrix) -> Tensor:
-    """Bounds of each row's weights, and of the terms that may cancel in them: float64 [rows]. Zigzag's multipliers
-    share their precision among the sub-blocks of a superblock, whatever the scale of each."""
-    if matrix.type != ZIGZAG:
-        return decode_matrix(matrix).double().abs().amax(1)
-    ends = []
-    for nibbles in (0, 255):
-        blocks = matrix.blocks.clone()
-        blocks[..., 4:16] = 255
-        blocks[..., 16:] = nibbles
-        ends.append(zigzag.unpack(blocks, matrix.rows).double())
-    return ((ends[1] - ends[0]).abs() + ends[0].abs()).amax(1)
-
-
-def assert_close_to_product(bounds: Bounds, y: Tensor, matrix: PackedMatrix, x: Tensor, allowance: float = 1) -> None:
-    """y [..., rows] against x [..., columns] W^T in float64; `allowance` times the normwise bound."""
-    weight, x = decode_matrix(matrix).double(), x.double()
-    expected = x @ weight.T
-    largest = x.abs().amax(-1, keepdim=True) * largest_weights(matrix) * matrix.columns
-    assert y.dtype == torch.float32
-    assert y.shape == expected.shape
-    assert torch.isfinite(y).all()
-    error = (y.double() - expected).abs()
-    assert (error <= bounds.elementwise * largest).all()
-    # What the norm would be if the terms had random signs: a few rows whose terms cancel say nothing.
-    typical = (x.square() @ weight.T.square()).sum(-1).sqrt()
-    assert (error.norm(dim=-1) <= allowance * bounds.normwise * expected.norm(dim=-1).maximum(typical)).all()
 
 
 # collect
@@ -264,19 +176,6 @@ def test_matmul_with_several_threads(backend: Backend, batch: int, threads: int)
     assert_close_to_product(backend.many, y, matrix, x)
 
 
-@pytest.mark.gpu
-def test_collect_and_gemv_never_wait_for_the_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    loaded = reference.load_zigzag(packed(300, 128), "cuda")
-    x, threshold = normal(128).to("cuda"), torch.tensor(0.5, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        reference.zigzag_gemv(loaded, x, *reference.collect(x, threshold))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("batch", [1, 2, 17])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_zigzag_matmul_is_the_whole_product(backend: Backend, shape: tuple[int, int], batch: int) -> None:
@@ -386,32 +285,3 @@ def test_products_with_denormal_scales(backend: Backend) -> None:
     matrix = PackedMatrix(blocks, ZIGZAG, 300, 100)
     x = normal(100, seed=2)
     assert_close_to_product(backend.bounds, gemv(backend, matrix, x, torch.tensor(-1.0)), matrix, x)
-
-
-# the other stored types
-
-
-@pytest.mark.parametrize("batch", [1, 5])
-@pytest.mark.parametrize("type", ROW_TYPES)
-def test_matmul_takes_every_stored_type(backend: Backend, type: str, batch: int) -> None:
-    matrix = PackedMatrix(encode_rows(normal(77, 512), type), type, 77, 512)
-    loaded = backend.operations.load_rows(matrix, backend.device)
-    x = normal(batch, 512, seed=2)
-    assert_close_to_product(backend.bounds, backend.operations.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 9])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (77, 512), (33, 96), (130, 896), (65, 1056)])
-def test_matmul_takes_q8_0_of_any_width_of_whole_blocks(backend: Backend, rows: int, columns: int, batch: int) -> None:
-    matrix = PackedMatrix(encode_rows(normal(rows, columns), "Q8_0"), "Q8_0", rows, columns)
-    loaded = backend.operations.load_rows(matrix, backend.device)
-    x = normal(batch, columns, seed=2)
-    assert_close_to_product(backend.bounds, backend.operations.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
-
-
-def test_a_matrix_is_loaded_as_what_it_is(backend: Backend) -> None:
-    rows = PackedMatrix(encode_rows(normal(7, 5), "F16"), "F16", 7, 5)
-    with pytest.raises(ValueError, match="expected zigzag-q4_k"):
-        backend.operations.load_zigzag(rows, backend.device)
-    with pytest.raises(ValueError, match="expected one stored by rows"):
-        backend.operations.load_rows(packed(3, 4), backend.device)

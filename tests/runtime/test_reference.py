@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
+from operations_for_tests import normal, packed
 
 from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.runtime import reference
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q4_K", "Q6_K", "Q8_0"])
@@ -56,3 +52,16 @@ def test_attention_with_grouped_queries(heads: int, kv_heads: int, window: int) 
             scores = keys[first:last] @ q[head, row].double() / width**0.5
             expected = scores.softmax(0) @ values[first:last]
             assert (found[row, head * width : (head + 1) * width] - expected).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+def test_collect_and_gemv_never_wait_for_the_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    loaded = reference.load_zigzag(packed(300, 128), "cuda")
+    x, threshold = normal(128).to("cuda"), torch.tensor(0.5, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reference.zigzag_gemv(loaded, x, *reference.collect(x, threshold))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
