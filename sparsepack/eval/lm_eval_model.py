@@ -160,7 +160,10 @@ class SparseLM(TemplateLM):
                     total = log_probs.gather(1, targets[:, None]).double().sum().item()
                     if total != total:
                         # argmax over NaN picks choice 0, which is the right one throughout BLiMP
-                        raise FloatingPointError("the model's outputs are not numbers (NaN); no score means anything")
+                        raise UserError(
+                            "the model's outputs are not numbers (NaN), so that no score means anything; its weights "
+                            "are damaged, or overflow in this --dtype: try float32"
+                        )
                     scores[index] = (total, bool((greedy == targets).all()))
         return [scores[index] for index in range(len(requests))]
 

@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_cut_at_its_beginning_and_said(scorer, byte_tokeniz
 def test_outputs_that_are_not_numbers_are_not_scored_as_right(byte_tokenizer):
     broken = Dictation([5], 1)
     broken.logits = lambda input_ids, *_: torch.full((*input_ids.shape, 259), float("nan"))
-    with pytest.raises(FloatingPointError, match="NaN"):
+    with pytest.raises(UserError, match="NaN"):
         lm(broken, byte_tokenizer).loglikelihood(requests(("a", "b")))
 
 

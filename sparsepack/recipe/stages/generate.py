@@ -73,7 +73,7 @@ GENERATE = Stage(
     settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
     problems=lambda recipe, asked: needs_engine("generate", recipe),
-    misfits=lambda job, asked: job.too_long("generate, prompt and tokens,", _length(job, asked)),
+    misfits=lambda job, asked: job.too_long("generate, prompt and tokens together", _length(job, asked)),
     tokens=lambda job, asked: asked.tokens,
     result=("generate", read_json(RESULT), None),
     show=_show,
