@@ -17,6 +17,14 @@ class CalibrationError(UserError):
     """A calibration folder that is damaged, or belongs to another model."""
 
 
+class SiteError(UserError):
+    """A pattern of site names that matches nothing, or leaves nothing."""
+
+
+class PruningError(UserError):
+    """A model that cannot be pruned as asked."""
+
+
 class ThresholdsError(UserError):
     """A thresholds table that is damaged, out of range, or belongs to another model."""
 

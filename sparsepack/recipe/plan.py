@@ -8,13 +8,13 @@ from typing import Any
 from rich.markup import escape
 
 from sparsepack.models.families import SITES
+from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.recipe.console import print_lines, results, table
 from sparsepack.recipe.estimates import parameters, process_bytes
 from sparsepack.recipe.section import PATH, Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
-from sparsepack.sparsity.allocation import site_name, sparse_sites
 
 
 def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _paths(recipe: Recipe) -> dict[str, str]:
 def _sites(job: Job, artifact: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     recipe, checkpoint = job.recipe, job.checkpoint
     asked = ActivationSparsity.of(recipe)
-    skipping = set(sparse_sites(checkpoint, asked.include, asked.ignore)) if asked and sparse(recipe) else set()
+    skipping = set(chosen_sites(checkpoint, asked.include, asked.ignore)) if asked and sparse(recipe) else set()
     stored = {tensor["name"]: tensor for tensor in artifact["tensors"]} if artifact else {}
     rows = []
     for layer in range(checkpoint.layers):

@@ -19,8 +19,9 @@ from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.rule import Rules, SiteKey, SiteRule
+from sparsepack.models.sites import chosen_sites
 from sparsepack.models.windows import spread_windows
-from sparsepack.sparsity.allocation import sparse_sites, weights_of
+from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.learned import learn_rules
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
@@ -61,7 +62,7 @@ def find_thresholds(
     """
     options.check()
     calibration.check_model(checkpoint)
-    sites = sparse_sites(checkpoint, options.include, options.ignore)
+    sites = chosen_sites(checkpoint, options.include, options.ignore)
     weights = weights_of(checkpoint, sites)
     resume = ResumeState(state, _fingerprint(checkpoint, calibration, options))
     rules: Rules

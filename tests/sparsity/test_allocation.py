@@ -1,12 +1,11 @@
-"""What may be asked for: options in range, and sites by name and pattern."""
+"""What may be asked for, and how much each site counts."""
 
 from dataclasses import replace
 
 import pytest
 
 from sparsepack.errors import CalibrationError, ThresholdsError
-from sparsepack.models.families import SITES
-from sparsepack.sparsity.allocation import site_name, sparse_sites, weights_of
+from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -41,38 +40,6 @@ def test_a_calibration_of_another_model_gives_no_thresholds(tiny, small_calibrat
         find_thresholds(tiny, small_calibration, AllocationOptions(0.5))
 
 
-@pytest.mark.parametrize(
-    ("include", "ignore", "expected"),
-    [
-        ((), (), [(layer, site) for layer in range(3) for site in SITES]),
-        (("blk.1.mlp_mid",), (), [(1, "mlp_mid")]),
-        (("blk.*.mlp_mid", "blk.0.*"), (), [*[(0, site) for site in SITES], (1, "mlp_mid"), (2, "mlp_mid")]),
-        (("re:blk\\.[12]\\.attn_.*",), ("*.attn_out",), [(1, "attn_in"), (2, "attn_in")]),
-        ((), ("blk.0.*", "blk.2.*", "re:.*mlp.*"), [(1, "attn_in"), (1, "attn_out")]),
-    ],
-)
-def test_patterns_choose_sites_in_order_of_execution(small, include, ignore, expected):
-    assert sparse_sites(small, include, ignore) == expected
-
-
-@pytest.mark.parametrize("which", ["include", "ignore"])
-def test_a_pattern_that_matches_nothing_gives_the_nearest_names(small, which):
-    lists = {"include": (), "ignore": (), which: ("blk.1.mlp_middle",)}
-    with pytest.raises(
-        ThresholdsError, match=rf"{which} 'blk\.1\.mlp_middle' matches no site; nearest: blk\.1\.mlp_mid"
-    ):
-        sparse_sites(small, **lists)
-    with pytest.raises(ThresholdsError, match="nearest: blk"):
-        sparse_sites(small, **{**lists, which: ("re:blk.9.*",)})
-    with pytest.raises(ThresholdsError, match=r"'re:\(' *: not a regular expression"):
-        sparse_sites(small, **{**lists, which: ("re:(",)})
-
-
-def test_nothing_left_to_be_sparse_is_an_error(small):
-    with pytest.raises(ThresholdsError, match="no site is left"):
-        sparse_sites(small, ("blk.0.*",), ("blk.*",))
-
-
 def test_weights_are_shares_of_the_parameters(small):
     """Qwen2 of hidden 256, 4 heads of 64, 2 of keys and values, FFN 512."""
     sizes = {"attn_in": 256 * (256 + 128 + 128), "attn_out": 256 * 256, "mlp_in": 256 * 1024, "mlp_mid": 512 * 256}
@@ -80,7 +47,3 @@ def test_weights_are_shares_of_the_parameters(small):
     weights = weights_of(small, sites)
     assert sum(weights.values()) == pytest.approx(1)
     assert weights == {key: pytest.approx(sizes[key[1]] / sum(sizes.values())) for key in sites}
-
-
-def test_a_site_has_one_name():
-    assert site_name(3, "mlp_mid") == "blk.3.mlp_mid"

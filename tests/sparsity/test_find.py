@@ -17,8 +17,9 @@ from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.rule import SiteRule
+from sparsepack.models.sites import chosen_sites
 from sparsepack.sparsity import teal
-from sparsepack.sparsity.allocation import sparse_sites, weights_of
+from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -162,7 +163,7 @@ def test_teal_spends_the_target_on_the_sites_it_may_touch(calibrated):
 @torch.no_grad()
 def test_teal_lowers_the_error_of_real_blocks_at_equal_sparsity(silu, silu_calibration):
     stream, base = BlockStream(silu), dict.fromkeys(SITES, SiteRule())
-    weights = weights_of(silu, sparse_sites(silu, (), ()))
+    weights = weights_of(silu, chosen_sites(silu, (), ()))
     hidden = stream.embed(silu_calibration.windows[:2, :128].long())
     for layer in range(2):
         stream.load(layer)
@@ -196,7 +197,7 @@ def test_learnt_thresholds_hold_the_sparsity_and_lower_the_divergence(tiny, tiny
     overall, _ = realised(open_subject(tiny.name, learnt), other_windows)
     assert abs(overall - 0.5) < 0.02
     assert divergence(tiny, learnt, other_windows) < 0.98 * divergence(tiny, uniform, other_windows)
-    weights = weights_of(tiny, sparse_sites(tiny, (), ()))
+    weights = weights_of(tiny, chosen_sites(tiny, (), ()))
     target = sum(rule.sparsity * weights[key] for key, rule in learnt.rules.items())
     assert target == pytest.approx(0.5, abs=1e-6)
     assert all(row.offset is None and row.channel_weights is not None for row in learnt.rules.values())

@@ -58,9 +58,9 @@ def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: ActivationSparsity) -> Iterator[str]:
-    from sparsepack.sparsity.allocation import sparse_sites
+    from sparsepack.models.sites import chosen_sites
 
-    sparse_sites(job.checkpoint, asked.include, asked.ignore)
+    chosen_sites(job.checkpoint, asked.include, asked.ignore)
     yield from ()
 
 
@@ -97,10 +97,10 @@ def _memory(job: Job, asked: ActivationSparsity) -> int | None:
 
 def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
     """What each pattern matches."""
-    from sparsepack.sparsity.allocation import site_name, sparse_sites
+    from sparsepack.models.sites import chosen_sites, site_name
 
     given = [] if asked is None else [("include", p) for p in asked.include] + [("ignore", p) for p in asked.ignore]
-    found = [[site_name(*key) for key in sparse_sites(job.checkpoint, [p], [])] for _, p in given]
+    found = [[site_name(*key) for key in chosen_sites(job.checkpoint, [p], [])] for _, p in given]
     rows = zip(given, found, strict=True)
     return {"patterns": [{"list": which, "pattern": pattern, "sites": sites} for (which, pattern), sites in rows]}
 
@@ -112,7 +112,7 @@ def placeholder(job: Job) -> "Thresholds | None":
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.families import SITES
     from sparsepack.models.rule import CURVE_SHARES, SiteRule
-    from sparsepack.sparsity.allocation import sparse_sites
+    from sparsepack.models.sites import chosen_sites
     from sparsepack.sparsity.thresholds import Thresholds
 
     asked, checkpoint = ActivationSparsity.of(job.recipe), job.checkpoint
@@ -120,7 +120,7 @@ def placeholder(job: Job) -> "Thresholds | None":
         return None
     per_channel = asked.allocation == "global" or asked.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
-    allowed = frozenset(sparse_sites(checkpoint, asked.include, asked.ignore))
+    allowed = frozenset(chosen_sites(checkpoint, asked.include, asked.ignore))
     for layer, site in allowed:
         columns = checkpoint.stacked_shape(site, layer)[1]
         rules[layer, site] = SiteRule(

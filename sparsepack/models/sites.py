@@ -1,0 +1,43 @@
+"""Names of sites, and which of a model's sites patterns of names match."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+
+from sparsepack.errors import SiteError
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.rule import SiteKey
+
+
+def site_name(layer: int, site: str) -> str:
+    """`blk.LAYER.SITE`, the name of a site in lists, tables and artifacts."""
+    return f"blk.{layer}.{site}"
+
+
+def chosen_sites(checkpoint: Checkpoint, include: Sequence[str], ignore: Sequence[str]) -> list[SiteKey]:
+    """The sites that `include` matches (all where it is empty) and `ignore` does not, in order of execution.
+
+    Raises `SiteError` for a pattern that matches nothing, or where no site is left.
+    """
+    names = {site_name(layer, site): (layer, site) for layer in range(checkpoint.layers) for site in SITES}
+    wanted = set(names) if not include else {n for pattern in include for n in _matching(pattern, names, "include")}
+    wanted -= {name for pattern in ignore for name in _matching(pattern, names, "ignore")}
+    if not wanted:
+        raise SiteError("no site is left; loosen the include and ignore lists")
+    return [key for name, key in names.items() if name in wanted]
+
+
+def _matching(pattern: str, names: Mapping[str, SiteKey], which: str) -> list[str]:
+    if pattern.startswith("re:"):
+        try:
+            found = [name for name in names if re.fullmatch(pattern[3:], name)]
+        except re.error as error:
+            raise SiteError(f"{which} {pattern!r}: not a regular expression ({error})") from error
+    else:
+        found = fnmatch.filter(names, pattern)
+    if not found:
+        near = difflib.get_close_matches(pattern.removeprefix("re:"), names, 5, cutoff=0.0)
+        raise SiteError(f"{which} {pattern!r} matches no site; nearest: {', '.join(near)}")
+    return found
