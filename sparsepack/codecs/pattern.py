@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsepack.codecs.types import LARGEST_GROUP
 from sparsepack.errors import PackingError
-
-MOST_INPUTS = 16
-"""In a group."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class Pattern:
     of: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.keep < self.of <= MOST_INPUTS:
-            raise PackingError(f"keep {self.keep} of {self.of}: expected 1 <= keep < of <= {MOST_INPUTS}")
+        if not 1 <= self.keep < self.of <= LARGEST_GROUP:
+            raise PackingError(f"keep {self.keep} of {self.of}: expected 1 <= keep < of <= {LARGEST_GROUP}")
 
     def __str__(self) -> str:
         return f"keep {self.keep} of {self.of}"

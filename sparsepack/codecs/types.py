@@ -1,4 +1,7 @@
-"""The names of the types in which tensors are stored. Imports nothing, so that `--help` and recipes can list them."""
+"""The names of the types in which tensors are stored, and what groups structured sparsity may have.
+
+Imports nothing, so that `--help` and recipes can say so.
+"""
 
 from collections.abc import Mapping
 
@@ -35,3 +38,7 @@ def stored_bytes(type: str, weights: int) -> int:
     """The bytes of so many weights, whole blocks of them."""
     block, block_bytes = BLOCKS[type]
     return weights // block * block_bytes
+
+
+LARGEST_GROUP = 16
+"""Inputs of a group of which some weights stay (`codecs.pattern`)."""

@@ -107,7 +107,11 @@ class ResumeState:
 
     def blocks(self) -> list[dict[str, torch.Tensor]]:
         """What was found at each finished decoder block, from the first on."""
-        return [self.load(f"block-{layer:05}") for layer in range(self.done)]
+        return [self.block(layer) for layer in range(self.done)]
+
+    def block(self, layer: int) -> dict[str, torch.Tensor]:
+        """What was found at one finished decoder block."""
+        return self.load(f"block-{layer:05}")
 
     def hidden(self, name: str = "hidden") -> torch.Tensor | None:
         """The hidden states after the last finished block, if there is one."""

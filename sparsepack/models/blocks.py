@@ -4,7 +4,7 @@ The forward pass is transformers' own: a backbone with a single layer, into whic
 in turn, so masks, rotary embeddings and sliding windows are never re-implemented here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -62,6 +62,11 @@ class BlockStream:
         names = self.block.state_dict().keys()
         tensors = {name: self._tensor(f"model.layers.{layer}.{name}") for name in names}
         self.block.load_state_dict(tensors, strict=True, assign=True)
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put other tensors into the block in memory, by their names within it."""
+        placed = {name: value.to(self.device, self.dtype) for name, value in tensors.items()}
+        self.block.load_state_dict(placed, strict=False, assign=True)
 
     def unload(self) -> None:
         """Let go of the block in memory."""

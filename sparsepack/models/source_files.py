@@ -19,6 +19,20 @@ def config_json(checkpoint: Checkpoint) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else str(checkpoint.config.to_json_string())
 
 
+_BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def texts_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """The files that describe a model, by name: config.json, the tokenizer's, and what else there is. Raises as
+    `tokenizer_config`."""
+    texts = {"config.json": config_json(checkpoint), "tokenizer.json": checkpoint.tokenizer_json()}
+    if checkpoint.path.is_file() or only_sentencepiece(checkpoint.path):
+        config = json.dumps(tokenizer_config(checkpoint), indent=2, ensure_ascii=False)
+        return texts | {"tokenizer_config.json": f"{config}\n"}
+    beside = [checkpoint.path / name for name in _BESIDE]
+    return texts | {path.name: path.read_text(encoding="utf-8") for path in beside if path.is_file()}
+
+
 def tokenizer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """What tokenizer_config.json says, with the text of chat_template.jinja as `chat_template`.
 

@@ -13,11 +13,10 @@ from sparsepack.artifacts.plan import Plan
 from sparsepack.artifacts.transfer import host_pieces
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.files.tensors import header
 from sparsepack.models.checkpoint import Checkpoint
-from sparsepack.models.source_files import config_json
+from sparsepack.models.source_files import texts_of
 from sparsepack.progress import progress
-
-_BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +55,7 @@ class FolderPlan(Plan):
 
     @cached_property
     def _header(self) -> bytes:
-        """What stands before the tensors: the length of its JSON, which spaces bring to a multiple of 8."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for tensor in self.tensors:
-            start, end = end, end + tensor.nbytes
-            entries[tensor.name] = {"dtype": tensor.type, "shape": list(tensor.shape), "data_offsets": [start, end]}
-        text = json.dumps(entries, ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return header((tensor.name, tensor.type, tensor.shape, tensor.nbytes) for tensor in self.tensors)
 
     @property
     def _weights_bytes(self) -> int:
@@ -80,8 +71,7 @@ class FolderPlan(Plan):
 
 def model_texts(checkpoint: Checkpoint, format: str, **quantization: Any) -> dict[str, str]:
     """config.json, which says how the weights are stored, the tokenizer and what else describes a model."""
+    texts = texts_of(checkpoint)
     said = {"quantization_config": {"quant_method": METHOD, "format": format, **quantization}}
-    config = json.dumps(json.loads(config_json(checkpoint)) | said, indent=2, ensure_ascii=False)
-    texts = {CONFIG: f"{config}\n", "tokenizer.json": checkpoint.tokenizer_json()}
-    beside = [checkpoint.path / name for name in _BESIDE]
-    return texts | {path.name: path.read_text(encoding="utf-8") for path in beside if path.is_file()}
+    config = json.dumps(json.loads(texts[CONFIG]) | said, indent=2, ensure_ascii=False)
+    return texts | {CONFIG: f"{config}\n"}

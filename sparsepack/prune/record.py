@@ -1,0 +1,85 @@
+"""What was done to a pruned checkpoint: `sparsepack_prune.json` beside its weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsepack import __version__
+from sparsepack.codecs.pattern import Pattern
+from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.files.stored import Name, Size, Stored, checked, shown
+
+RECORD = "sparsepack_prune.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class PrunedMatrix:
+    """A matrix and what became of it.
+
+    matrix   -- its name in the checkpoint, without `.weight`; site -- `blk.LAYER.SITE`
+    keep, of -- nonzeros that stay in each group of inputs
+    tail     -- inputs of the last group where it is shorter; it may hold as many nonzeros as any other. Else 0
+    density  -- share of its weights that are not zero
+    error    -- of its outputs, relative: see `Inputs.relative_error`
+    permuted -- whether its inputs were put into another order
+    """
+
+    matrix: str
+    site: str
+    keep: int
+    of: int
+    tail: int
+    density: float
+    error: float
+    permuted: bool
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A pruned checkpoint.
+
+    model, model_sha256 -- what it was made from
+    calibration_sha256  -- None where no inputs mattered
+    options             -- as asked
+    matrices            -- those that were pruned
+    """
+
+    model: str
+    model_sha256: str
+    calibration_sha256: str | None
+    options: Mapping[str, Any]
+    matrices: tuple[PrunedMatrix, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {"schema": SCHEMA, "kind": "pruned", "sparsepack": __version__, **asdict(self)}
+
+
+class _Matrix(Stored):
+    matrix: Name
+    keep: Size
+    of: Size
+
+
+class _Record(Stored):
+    matrices: list[_Matrix]
+
+
+def pruned_patterns(folder: Path) -> dict[str, Pattern]:
+    """The pattern of each pruned matrix of a checkpoint, by its name without `.weight`; empty for one without a record.
+
+    Raises `CheckpointError` for a record that is damaged or of another schema.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["schema"] != SCHEMA:
+            raise ValueError(f"schema {str(record['schema'])[:60]}, this sparsepack reads schema {SCHEMA}")
+        return {row.matrix: Pattern(row.keep, row.of) for row in checked(_Record, record).matrices}
+    except (ValueError, KeyError, TypeError, RecursionError, PackingError) as error:
+        raise CheckpointError(f"{path}: damaged ({shown(error)}); prune the model again") from error

@@ -1,0 +1,51 @@
+"""The pruned checkpoint: an ordinary Hugging Face folder, written tensor by tensor, there as a whole or not at all."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from sparsepack.files.atomic import atomic_folder, write_json
+from sparsepack.files.tensors import TensorEntry, write_tensors
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.source_files import texts_of
+from sparsepack.progress import progress
+from sparsepack.prune.record import RECORD, Pruned
+
+WEIGHTS = "model.safetensors"
+
+
+def write_checkpoint(
+    checkpoint: Checkpoint, block: Callable[[int], Mapping[str, Tensor]], made: Pruned, output: Path, overwrite: bool
+) -> None:
+    """Write a checkpoint with some of its tensors changed.
+
+    block -- of each layer the tensors that changed, by their names within the block; one block is held at a time
+    """
+    source = checkpoint.source
+    # Block by block, so that each block's new tensors are read once.
+    names = sorted(source.shapes, key=lambda name: (layer_of(name), name))
+    entries = [TensorEntry(name, source.dtypes[name], source.shapes[name]) for name in names]
+    held: dict[int, Mapping[str, Tensor]] = {}
+
+    def tensor(name: str) -> Tensor:
+        layer = layer_of(name)
+        if layer < 0:
+            return source.tensor(name)
+        if layer not in held:
+            held.clear()
+            held[layer] = block(layer)
+        changed = held[layer].get(name.removeprefix(f"model.layers.{layer}."))
+        return source.tensor(name) if changed is None else changed
+
+    with atomic_folder(output, overwrite) as folder, progress("writing", len(names)) as advance:
+        for name, text in texts_of(checkpoint).items():
+            (folder / name).write_bytes(text.encode())
+        write_tensors(folder / WEIGHTS, entries, tensor, advance)
+        write_json(folder / RECORD, made.to_json())
+
+
+def layer_of(name: str) -> int:
+    """The decoder block of a tensor; -1 for the others."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
