@@ -18,11 +18,13 @@ __all__ = [
     "Generation",
     "Model",
     "PackRequest",
+    "PruneOptions",
     "UserError",
     "calibrate",
     "evaluate",
     "load",
     "pack",
+    "prune",
     "verify",
 ]
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from sparsepack.eval.run import evaluate
     from sparsepack.load import Model, load
     from sparsepack.pack import PackRequest, pack
+    from sparsepack.prune.options import PruneOptions
+    from sparsepack.prune.run import prune
     from sparsepack.runtime.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
     from sparsepack.sparsity.options import AllocationOptions
@@ -48,11 +52,12 @@ _PLACES = {
     "Generation": "sparsepack.runtime.generate",
     "Model": "sparsepack.load",
     "PackRequest": "sparsepack.pack",
+    "PruneOptions": "sparsepack.prune.options",
     "UserError": "sparsepack.errors",
     "evaluate": "sparsepack.eval.run",
     "verify": "sparsepack.artifacts.verify",
 }
-_VERB_MODULES = ("calibrate", "load", "pack")
+_VERB_MODULES = ("calibrate", "load", "pack", "prune")
 """Modules of this name that can be called (`verb_module`): the same object, whoever imports it first."""
 
 

@@ -17,6 +17,7 @@ from sparsepack.cli.evaluate import evaluate
 from sparsepack.cli.generate import generate
 from sparsepack.cli.inspect import inspect
 from sparsepack.cli.pack import pack
+from sparsepack.cli.prune import prune
 from sparsepack.cli.push import push
 from sparsepack.cli.quiet import add_quiet, add_signs_of_life, quiet_option
 from sparsepack.cli.report import report
@@ -49,11 +50,27 @@ def main() -> None:
     """
 
 
-VERBS = (calibrate, thresholds, pack, inspect, verify, evaluate, bench, tune, generate, serve, run, report, card, push)
+VERBS = (
+    calibrate,
+    thresholds,
+    prune,
+    pack,
+    inspect,
+    verify,
+    evaluate,
+    bench,
+    tune,
+    generate,
+    serve,
+    run,
+    report,
+    card,
+    push,
+)
 for verb in VERBS:
     main.add_command(verb)
     add_quiet(verb)
-for verb in (calibrate, thresholds, pack, verify, evaluate, bench, tune, run):
+for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, run):
     add_signs_of_life(verb)
 
 _profile = copy.copy(tune)  # its name until 0.1

@@ -17,7 +17,20 @@ from sparsepack.cli.options import emit
 from sparsepack.errors import OutputError
 from tests.models_for_tests import make_model
 
-VERBS = ("calibrate", "thresholds", "pack", "inspect", "verify", "eval", "bench", "tune", "generate", "serve", "run")
+VERBS = (
+    "calibrate",
+    "thresholds",
+    "prune",
+    "pack",
+    "inspect",
+    "verify",
+    "eval",
+    "bench",
+    "tune",
+    "generate",
+    "serve",
+    "run",
+)
 
 
 def sparsepack(*arguments: object) -> Result:

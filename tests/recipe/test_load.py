@@ -6,7 +6,7 @@ import pytest
 import yaml
 from recipes_for_tests import TINY, write_recipe
 
-from sparsepack.errors import RecipeError, ThresholdsError, UserError
+from sparsepack.errors import RecipeError, SiteError, UserError
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER, shipped_recipes
@@ -199,7 +199,7 @@ def test_a_file_that_is_not_text_is_one_line(tmp_path):
             "calibrate.context: 2048 tokens; shipped:tiny was made for at most 1024",
         ),
         ("generate.tokens=1024", RecipeError, "made for at most 1024"),
-        ("activation_sparsity.ignore=blk.9.*", ThresholdsError, "matches no site; nearest"),
+        ("activation_sparsity.ignore=blk.9.*", SiteError, "matches no site; nearest"),
         ("eval.perplexity=nowhere.txt", UserError, "nowhere.txt: no such file"),
         ("device=cuda:99", RecipeError, "device: cuda:99; torch finds none"),
     ],

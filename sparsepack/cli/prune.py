@@ -1,0 +1,56 @@
+"""`sparsepack prune`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
+from sparsepack.prune.options import PruneOptions, SitePattern
+
+
+@click.command()
+@click.argument("model")
+@from_options(PruneOptions, "--keep", required=True)
+@from_options(PruneOptions, "--of", required=True)
+@from_options(PruneOptions, "--method")
+@click.option(
+    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, whose text is run; magnitude needs none."
+)
+@from_options(PruneOptions, "--permute")
+@from_options(PruneOptions, "--include")
+@from_options(PruneOptions, "--ignore")
+@click.option(
+    "--site",
+    "sites",
+    nargs=3,
+    type=(str, int, int),
+    multiple=True,
+    metavar="SITE KEEP OF",
+    help="Another KEEP OF for sites by name or pattern, equal for none. Repeats; the last that matches counts.",
+)
+@from_options(PruneOptions, "--windows")
+@from_options(PruneOptions, "--damping")
+@from_options(PruneOptions, "--batch")
+@click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder.")
+@compute
+@overwrite_flag
+def prune(
+    model: str,
+    output: Path,
+    calibration: Path | None,
+    sites: tuple[tuple[str, int, int], ...],
+    overwrite: bool,
+    **asked: Any,
+) -> None:
+    """Prune the matrices of MODEL: of every OF consecutive inputs of a row, KEEP nonzero weights stay.
+
+    The result is an ordinary checkpoint in the model's own type; embedding and output matrix stay as they are. One
+    decoder block is in memory at a time. A run that was killed goes on where it stopped when the same command is given
+    again.
+    """
+    from sparsepack.cli.tables import pruned_table
+    from sparsepack.prune.run import prune as run
+
+    options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
+    click.echo(pruned_table(run(model, output, options, calibration, overwrite)))
