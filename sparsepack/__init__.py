@@ -7,6 +7,8 @@ asked for, so that `import sparsepack` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sparsepack.runtime.slide.registration import register as _register_with_transformers
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -69,6 +71,9 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_PLACES[name]), name)
     globals()[name] = value
     return value
+
+
+_register_with_transformers()
 
 
 def __dir__() -> list[str]:

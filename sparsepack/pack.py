@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
-from sparsepack.codecs.types import TYPES
+from sparsepack.codecs.types import LARGEST_GROUP, TYPES
 from sparsepack.errors import PackingError
 from sparsepack.option import option
 from sparsepack.sparsity.options import AllocationOptions
@@ -35,6 +35,12 @@ class PackRequest:
     thresholds: Path | None = None
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
+    keep: int | None = option(
+        "With --of, for a model that was not pruned by `sparsepack prune`: nonzero weights in a group of inputs.",
+        default=None,
+        least=1,
+    )
+    of: int | None = option("Inputs in a group.", default=None, least=2, most=LARGEST_GROUP)
     device: str = "cpu"
     overwrite: bool = False
     recipe: Mapping[str, Any] | None = None
@@ -50,6 +56,12 @@ class PackRequest:
                 f"format {format.name}: it has no place for thresholds; "
                 f"leave --sparsity out or use {those_with('thresholds')}"
             )
+        if (self.keep is None) != (self.of is None):
+            raise PackingError("--keep and --of go together: give both, or neither for what `prune` recorded")
+        if self.keep is not None and not format.weight_sparsity:
+            raise PackingError(f"format {format.name}: it keeps zeros; --keep is for {those_with('weight_sparsity')}")
+        if format.weight_sparsity and (self.output_type, self.embedding_type) != ("auto", "auto"):
+            raise PackingError(f"format {format.name}: embedding and output matrix stay in the model's own type")
         if self.thresholds is not None and self.allocation is not None and self.allocation.sparsity > 0:
             raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")
         if self.thresholds is None and sparse and self.calibration is None:
@@ -88,6 +100,7 @@ def pack(request: PackRequest) -> Packed:
 def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> Plan:
     """The artifact that a request makes with these thresholds. Raises `PackingError` for what does not fit."""
     from sparsepack.artifacts.plan import PlanRequest
+    from sparsepack.codecs.pattern import Pattern
 
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,
@@ -99,6 +112,7 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | No
         provenance=provenance,
         output_type=request.output_type,
         embedding_type=request.embedding_type,
+        pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
         device=request.device,
     )
     return format_of(request.format).plan(checkpoint, inside)

@@ -65,7 +65,9 @@ class Format:
 
 _ZIGZAG = "sparsepack.artifacts.gguf.zigzag"
 _PLAIN = "sparsepack.artifacts.gguf.plain"
+_SLID = "sparsepack.artifacts.folder.slid"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
+_FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
@@ -75,6 +77,9 @@ FORMATS: Mapping[str, Format] = {
         Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", file_type=1),
         Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", file_type=32),
         Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", file_type=0),
+        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", folder=True, weight_sparsity=True),
+        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", folder=True, weight_sparsity=True),
+        Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", folder=True, weight_sparsity=True),
     )
 }
 DEFAULT_FORMAT = next(iter(FORMATS))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparsepack.codecs.pattern import Pattern
 from sparsepack.codecs.types import stored_bytes
 from sparsepack.errors import PackingError
 from sparsepack.models.rule import Rules
@@ -22,6 +23,7 @@ class PlanRequest:
     provenance     -- named parts for the manifest, JSON-able, such as calibration, recipe, thresholds
     output_type    -- of the output matrix: "auto" (the format's choice), q8_0, q6_k, q4_k, f16, bf16, f32
     embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
+    pattern        -- of the nonzero weights, for formats that leave out others; None: what `prune` recorded
     device         -- where the encoders run
     """
 
@@ -29,6 +31,7 @@ class PlanRequest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     output_type: str = "auto"
     embedding_type: str = "auto"
+    pattern: Pattern | None = None
     device: str = "cpu"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsepack.codecs.matrices import decode_matrix, zigzag_rows
@@ -14,7 +15,7 @@ from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, Family
 from sparsepack.models.packed import PackedModel, PackedSite
-from sparsepack.models.rule import Rules
+from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skipped import sparse_sites_of
 
 
@@ -25,6 +26,7 @@ class StockModel:
     config -- the stock transformers configuration
     tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for
     rules  -- of the sites; target_sparsity -- what they were made for; sparse_sites -- those that may be sparse
+    inputs -- what the inputs of sites are quantised to, token by token, before they are multiplied
     """
 
     config: Any
@@ -33,6 +35,7 @@ class StockModel:
     rules: Rules = field(default_factory=dict)
     target_sparsity: float = 0.0
     sparse_sites: Collection[Any] = ()
+    inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:

@@ -13,12 +13,17 @@ from sparsepack.artifacts.open import open_artifact
 from sparsepack.errors import ArtifactError
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 
-ERROR_BOUNDS = {"Q4_K": 0.12, "Q6_K": 0.05, "Q8_0": 0.015, "Q5_0": 0.08, "F16": 1e-3, "BF16": 2**-8, "F32": 1e-6}
+ERROR_BOUNDS = {
+    **{"Q4_K": 0.12, "Q6_K": 0.05, "Q8_0": 0.015, "Q5_0": 0.08, "F16": 1e-3, "BF16": 2**-8, "F32": 1e-6},
+    **{"I8": 0.1, "F8_E4M3": 0.06},
+}
 """Largest relative Frobenius error that the type itself can cause.
 
 Q4_K leaves 0.07 on normal weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter
 of that, Q5_0 and Q8_0 0.05 and 0.01 (tests/codec_cases.py has the weights); F16 and BF16 round to 11 and 8 significant
-bits; F32 holds every source type. Weights of another model of the same shapes are off by 1.4.
+bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03 on normal weights, of I8 more
+where a row's largest weight is far from the others, ten times as far at this bound. Weights of another model of the
+same shapes are off by 1.4.
 """
 
 _PIECE, _BAND = 1 << 22, 256
@@ -62,7 +67,7 @@ class Report:
         return {"path": self.path, "kind": self.kind, "passed": self.passed, **listed}
 
 
-def verify(path: Path | str, against: Checkpoint | str | None = None) -> Report:
+def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> Report:
     """Check an artifact by itself: every byte's hash, shapes, zeros in padding.
 
     against -- also compare every tensor with this checkpoint: see `verify_against`
@@ -70,7 +75,7 @@ def verify(path: Path | str, against: Checkpoint | str | None = None) -> Report:
     Raises `ArtifactError` where there is nothing to check.
     """
     if against is not None:
-        return verify_against(Path(path), open_checkpoint(against) if isinstance(against, str) else against)
+        return verify_against(Path(path), against if isinstance(against, Checkpoint) else open_checkpoint(against))
     path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")

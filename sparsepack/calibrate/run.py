@@ -30,7 +30,7 @@ from sparsepack.progress import progress
 
 
 def calibrate(
-    model: Checkpoint | str,
+    model: Checkpoint | str | Path,
     text: Text | str | Sequence[str],
     output: Path,
     options: CalibrateOptions | None = None,
@@ -42,7 +42,7 @@ def calibrate(
 
     Raises `CheckpointError`, `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
     """
-    checkpoint = open_checkpoint(model) if isinstance(model, str) else model
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     text = text if isinstance(text, Text) else read_text(text)
     output = Path(output)
     options = options or CalibrateOptions()

@@ -17,6 +17,8 @@ from sparsepack.pack import PackRequest
 @allocation
 @from_options(PackRequest, "--output-type")
 @from_options(PackRequest, "--embedding-type")
+@from_options(PackRequest, "--keep")
+@from_options(PackRequest, "--of")
 @click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
 @compute
 @overwrite_flag

@@ -8,7 +8,7 @@ from sparsepack.eval.standard_error import with_error
 from sparsepack.models.skipped import shown
 
 if TYPE_CHECKING:
-    from sparsepack.prune.record import Pruned, PrunedMatrix
+    from sparsepack.models.pruned import Pruned, PrunedMatrix
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -67,7 +67,7 @@ def kept(scores: Tensor, pattern: Pattern) -> Tensor:
     return ungrouped(mask, scores.shape[-1])
 
 
-def check_pattern(weight: Tensor, pattern: Pattern, name: str) -> None:
+def check_pattern(weight: Tensor, pattern: Pattern) -> None:
     """Raise `PackingError` naming the first row and inputs of a matrix [rows, columns] that hold too many nonzeros."""
     counts = grouped((weight != 0).to(torch.int32), pattern).sum(-1)
     wrong = counts > pattern.keep
@@ -76,6 +76,6 @@ def check_pattern(weight: Tensor, pattern: Pattern, name: str) -> None:
         first = group * pattern.of
         last = min(first + pattern.of, weight.shape[1]) - 1
         raise PackingError(
-            f"{name}: row {row} has {int(counts[row, group])} nonzeros in its inputs {first} to {last}, "
+            f"row {row} has {int(counts[row, group])} nonzeros in its inputs {first} to {last}, "
             f"{pattern} allows {pattern.keep} ({int(wrong.sum())} such groups); run `sparsepack prune` first"
         )

@@ -79,7 +79,7 @@ class Slide:
         return self.pattern.groups(columns) * self.windows * self.window
 
 
-def slide(weight: Tensor, how: Slide, name: str = "weight") -> tuple[Tensor, Tensor]:
+def slide(weight: Tensor, how: Slide) -> tuple[Tensor, Tensor]:
     """The values of the slid weights and their positions.
 
     weight: [rows, columns], of integers, float32, float16 or bfloat16. Returns the values in that type and uint8
@@ -88,7 +88,7 @@ def slide(weight: Tensor, how: Slide, name: str = "weight") -> tuple[Tensor, Ten
 
     Raises `PackingError` naming the first group that does not have the pattern.
     """
-    check_pattern(weight, how.pattern, name)
+    check_pattern(weight, how.pattern)
     groups = grouped(weight, how.pattern)
     sources, positions = (table.to(weight.device) for table in _tables(how))
     bits = (1 << torch.arange(how.pattern.of, device=weight.device)).to(torch.int32)
@@ -126,7 +126,7 @@ def pack_positions(positions: Tensor) -> Tensor:
     return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
 
 
-def unpack_positions(packed: Tensor, count: int, how: Slide, name: str = "positions") -> Tensor:
+def unpack_positions(packed: Tensor, count: int, how: Slide) -> Tensor:
     """The inverse of `pack_positions`: uint8 [rows, bytes] -> [rows, count].
 
     Raises `PackingError` where they do not ascend within a window: no hardware could have such weights.
@@ -135,7 +135,7 @@ def unpack_positions(packed: Tensor, count: int, how: Slide, name: str = "positi
     ascending = positions.view(*positions.shape[:-1], -1, how.most).to(torch.int8).diff(dim=-1) > 0
     if not ascending.all():
         row, window = (int(n) for n in (~ascending).any(-1).nonzero()[0])
-        raise PackingError(f"{name}: the positions of row {row}, window {window} do not ascend; they were changed")
+        raise PackingError(f"the positions of row {row}, window {window} do not ascend; they were changed")
     return positions
 
 

@@ -1,6 +1,6 @@
 """A stock transformers model in memory, with some positions of each row running sparse."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from sparsepack.eval.protocols import Done, Logits, ignored
+from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.models.families import Family
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.rule import Rules, SiteKey, active_channels, sparsify
@@ -67,12 +68,22 @@ class SparsePositions:
 
 
 class SparseScorer:
-    """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse."""
+    """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse.
+
+    inputs -- what the inputs of sites are quantised to; see `quantised_inputs`
+    """
 
     steps = 1
 
-    def __init__(self, model: Any, family: Family, rules: Rules, context: int) -> None:
-        self.model, self.context = model, context
+    def __init__(
+        self,
+        model: Any,
+        family: Family,
+        rules: Rules,
+        context: int,
+        inputs: Mapping[SiteKey, torch.dtype] | None = None,
+    ) -> None:
+        self.model, self.context, self._family, self._inputs = model, context, family, inputs or {}
         self.device: torch.device = model.lm_head.weight.device
         self.vocabulary = int(model.config.vocab_size)
         self._positions = SparsePositions(family, rules, self.device)
@@ -98,7 +109,10 @@ class SparseScorer:
         """What enters the output matrix, [B, S, H]; all rows together, whatever `batch` is."""
         ids = input_ids.to(self.device)
         blocks = list(enumerate(self.model.model.layers))
-        with self._positions.within(blocks, ids.shape[1], lengths, sparse_from):
+        with (
+            self._positions.within(blocks, ids.shape[1], lengths, sparse_from),
+            quantised_inputs(blocks, self._family, self._inputs),
+        ):
             # Right padding needs no attention mask: no real position looks at a later one.
             found: torch.Tensor = self.model.model(ids, use_cache=False).last_hidden_state
         done(len(ids))

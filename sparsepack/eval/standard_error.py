@@ -15,9 +15,12 @@ def mean(values: "Tensor") -> dict[str, float | None]:
 
 
 def exp_mean(values: "Tensor") -> dict[str, float | None]:
-    """exp of the mean, and its error: exp(mean) * error of the mean."""
+    """exp of the mean, and its error: exp(mean) * error of the mean; infinity, without one, beyond any number."""
     of = mean(values)
-    value = math.exp(float(values.mean()))
+    try:
+        value = math.exp(float(values.mean()))
+    except OverflowError:
+        return {"value": math.inf, "stderr": None}
     return {"value": value, "stderr": None if of["stderr"] is None else value * of["stderr"]}
 
 

@@ -5,12 +5,15 @@ unless a single batch has more), and for the logits the output matrix as it is s
 whole model in memory.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from sparsepack.eval.protocols import Done, Logits, ignored
+from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.scorer import SparsePositions, linear
 from sparsepack.models.blocks import BlockSource, BlockStream
-from sparsepack.models.rule import Rules
+from sparsepack.models.rule import Rules, SiteKey
 
 HIDDEN_BYTES = 128 << 20
 """Hidden states of the rows that wait together. Each such group reads the model once: with 128 MiB, a model 2048 wide
@@ -18,10 +21,20 @@ reads it for 16,384 tokens, whose products take far longer than reading."""
 
 
 class StreamedScorer:
-    """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse."""
+    """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse.
 
-    def __init__(self, source: BlockSource, rules: Rules, context: int, dtype: torch.dtype = torch.float32) -> None:
-        self.source, self.context = source, context
+    inputs -- what the inputs of sites are quantised to; see `quantised_inputs`
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        rules: Rules,
+        context: int,
+        dtype: torch.dtype = torch.float32,
+        inputs: Mapping[SiteKey, torch.dtype] | None = None,
+    ) -> None:
+        self.source, self.context, self._inputs = source, context, inputs or {}
         self.device = torch.device("cpu")
         self.vocabulary, self.steps = int(source.config.vocab_size), source.layers
         self._stream = BlockStream(source, "cpu", dtype)
@@ -52,7 +65,11 @@ class StreamedScorer:
             stream.load(layer)
             for part in parts:
                 real = None if lengths is None else lengths[part]
-                with self._positions.within([(layer, stream.block)], width, real, sparse_from[part]):
+                blocks = [(layer, stream.block)]
+                with (
+                    self._positions.within(blocks, width, real, sparse_from[part]),
+                    quantised_inputs(blocks, self.source.family, self._inputs),
+                ):
                     hidden[part] = stream(hidden[part])
                 done(len(hidden[part]))
         stream.unload()

@@ -5,8 +5,8 @@ windows of text are scored block by block, as the weights are read; on a GPU, an
 """
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from sparsepack.models.blocks import BlockSource
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
-from sparsepack.models.rule import Rules
+from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skeleton import parameter_shapes
 from sparsepack.models.whole import build_model
 from sparsepack.sparsity.thresholds import Thresholds
@@ -37,6 +37,7 @@ class Subject:
     source_sha256 -- hash of the checkpoint it is, or was made from
     weights       -- the type in which its matrices are stored
     dtype         -- the type in which it is computed, on `device`
+    inputs        -- what the inputs of sites are quantised to, token by token
     """
 
     name: str
@@ -50,6 +51,7 @@ class Subject:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     sparse_sites: Collection[Any] = ()  # (layer, site) of those that may be sparse
+    inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
 
     @property
     def context(self) -> int:
@@ -63,8 +65,9 @@ class Subject:
 
     @property
     def precision(self) -> dict[str, str]:
-        """For results: the types of `weights`, and of the arithmetic as `dtype`."""
-        return {"weights": self.weights, "dtype": type_name(self.dtype)}
+        """For results: the types of `weights`, of the arithmetic as `dtype`, and of quantised `inputs`."""
+        inputs = ", ".join(sorted({type_name(dtype) for dtype in self.inputs.values()}))
+        return {"weights": self.weights, "dtype": type_name(self.dtype), **({"inputs": inputs} if inputs else {})}
 
     @cached_property
     def model(self) -> Any:
@@ -79,12 +82,12 @@ class Subject:
     def scorer(self) -> StreamedScorer | SparseScorer:
         """What scores windows of text with its rules, counts at zero: block by block on a CPU."""
         if self.device == "cpu":
-            return StreamedScorer(self.source, self.rules, self.context, self.dtype)
+            return StreamedScorer(self.source, self.rules, self.context, self.dtype, self.inputs)
         return self.task_scorer()
 
     def task_scorer(self) -> SparseScorer:
         """What scores the many short rows of tasks, counts at zero: the whole model in memory."""
-        return SparseScorer(self.model, self.family, self.rules, self.context)
+        return SparseScorer(self.model, self.family, self.rules, self.context, self.inputs)
 
     def parameter_shares(self) -> dict[tuple[int, str], float]:
         """Each site's share of the parameters of all sites."""
@@ -152,4 +155,5 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         dtype=arithmetic(dtype, own, device),
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,
+        inputs=stock.inputs,
     )

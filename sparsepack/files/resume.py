@@ -110,8 +110,9 @@ class ResumeState:
         return [self.block(layer) for layer in range(self.done)]
 
     def block(self, layer: int) -> dict[str, torch.Tensor]:
-        """What was found at one finished decoder block."""
-        return self.load(f"block-{layer:05}")
+        """What was found at one finished decoder block; nothing where nothing was."""
+        name = f"block-{layer:05}"
+        return self.load(name) if f"{name}.safetensors" in self._files else {}
 
     def hidden(self, name: str = "hidden") -> torch.Tensor | None:
         """The hidden states after the last finished block, if there is one."""

@@ -8,12 +8,12 @@ from torch import Tensor
 from sparsepack.codecs.pattern import Pattern
 from sparsepack.errors import PruningError
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.pruned import PrunedMatrix
 from sparsepack.models.sites import site_name
 from sparsepack.prune.inputs import Inputs
 from sparsepack.prune.methods import METHODS
 from sparsepack.prune.options import PruneOptions
 from sparsepack.prune.permute import better_order, of_query_heads, permuted_block
-from sparsepack.prune.record import PrunedMatrix
 
 
 def prune_block(

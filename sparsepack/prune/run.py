@@ -23,6 +23,7 @@ from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.precision import arithmetic
+from sparsepack.models.pruned import RECORD, Pruned, PrunedMatrix
 from sparsepack.models.rule import SiteKey
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.windows import spread_windows
@@ -31,7 +32,6 @@ from sparsepack.prune.block import prune_block
 from sparsepack.prune.inputs import Sums
 from sparsepack.prune.methods import METHODS
 from sparsepack.prune.options import PruneOptions
-from sparsepack.prune.record import RECORD, Pruned, PrunedMatrix
 from sparsepack.prune.writer import write_checkpoint
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from sparsepack.files.atomic import atomic_folder, write_json
 from sparsepack.files.tensors import TensorEntry, write_tensors
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.pruned import RECORD, Pruned
 from sparsepack.models.source_files import texts_of
 from sparsepack.progress import progress
-from sparsepack.prune.record import RECORD, Pruned
 
 WEIGHTS = "model.safetensors"
 

@@ -53,7 +53,7 @@ def _paths(recipe: Recipe) -> dict[str, str]:
 
 def _sites(job: Job, artifact: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     recipe, checkpoint = job.recipe, job.checkpoint
-    asked = ActivationSparsity.of(recipe)
+    asked = ActivationSparsity.asked_in(recipe)
     skipping = set(chosen_sites(checkpoint, asked.include, asked.ignore)) if asked and sparse(recipe) else set()
     stored = {tensor["name"]: tensor for tensor in artifact["tensors"]} if artifact else {}
     rows = []

@@ -44,7 +44,7 @@ class Section(BaseModel):
             cls.model_rebuild(force=True)
 
     @classmethod
-    def of(cls, recipe: "Recipe") -> Self | None:
+    def asked_in(cls, recipe: "Recipe") -> Self | None:
         """This section of a recipe; None where it is left out."""
         found: Self | None = recipe.asked(cls.key)
         return found

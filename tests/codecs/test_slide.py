@@ -109,8 +109,8 @@ def test_a_pattern_that_windows_cannot_hold_is_refused(keep: int, of: int, most:
 def test_a_matrix_without_the_pattern_is_refused_by_row_and_inputs() -> None:
     weight = pruned(4, 20, Pattern(6, 8))
     weight[2, 8:16] = 1
-    with pytest.raises(PackingError, match=r"blk\.0: row 2 has 8 nonzeros in its inputs 8 to 15, keep 6 of 8 allows 6"):
-        slide(weight, Slide(Pattern(6, 8)), "blk.0")
+    with pytest.raises(PackingError, match=r"^row 2 has 8 nonzeros in its inputs 8 to 15, keep 6 of 8 allows 6"):
+        slide(weight, Slide(Pattern(6, 8)))
 
 
 @pytest.mark.parametrize("columns", [8, 12, 20, 64])
@@ -126,8 +126,8 @@ def test_positions_that_no_hardware_takes_are_refused() -> None:
     how = Slide(Pattern(6, 8))
     _, positions = slide(pruned(9, 64, how.pattern), how)
     positions[3, 10:12] = 2
-    with pytest.raises(PackingError, match="down: the positions of row 3, window 5 do not ascend"):
-        unpack_positions(pack_positions(positions), how.stored(64), how, "down")
+    with pytest.raises(PackingError, match="the positions of row 3, window 5 do not ascend"):
+        unpack_positions(pack_positions(positions), how.stored(64), how)
 
 
 @pytest.mark.parametrize(("keep", "of"), [(0, 4), (4, 4), (5, 4), (16, 17)])

@@ -83,7 +83,7 @@ def test_sparsegpt_is_the_plain_algorithm(pattern: Pattern, columns: int, monkey
 def test_groups_lie_on_one_grid_over_the_whole_matrix(name: str, pattern: Pattern, columns: int) -> None:
     inputs, weight = known(tokens(900, columns)), weights(20, columns)
     pruned = METHODS[name].prune(weight, inputs, pattern)
-    check_pattern(pruned, pattern, name)
+    check_pattern(pruned, pattern)
     whole = grouped((pruned != 0).int(), pattern).sum(-1)
     sizes = grouped(torch.ones(20, columns).int(), pattern).sum(-1).clamp_max(pattern.keep)
     assert torch.equal(whole, sizes)

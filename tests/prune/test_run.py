@@ -15,8 +15,8 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.codecs.pattern import Pattern, check_pattern
 from sparsepack.errors import CalibrationError, OutputError, PruningError, SiteError
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.pruned import RECORD, pruned_patterns
 from sparsepack.prune.options import PruneOptions, SitePattern
-from sparsepack.prune.record import RECORD, pruned_patterns
 
 OPTIONS = PruneOptions(6, 8, windows=4)
 
@@ -52,7 +52,7 @@ def test_the_result_is_an_ordinary_checkpoint_with_the_pattern(
         assert (pattern is None) == torch.equal(after, before), name
         assert (pattern is None) == (after.dim() < 2 or "layers" not in name), name
         if pattern is not None:
-            check_pattern(after, pattern, name)
+            check_pattern(after, pattern)
             assert (after != 0).float().mean() == pytest.approx(0.75, abs=0.01)
     ids = torch.arange(40)[None]
     assert 0 < (logits(tmp_path / "pruned", ids) - logits(small.path, ids)).abs().mean() < 1

@@ -52,13 +52,13 @@ class Eval(Section):
 
 def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
     """The texts whose perplexity is measured; none without an eval section."""
-    asked = Eval.of(recipe)
+    asked = Eval.asked_in(recipe)
     return asked.perplexity if asked is not None else ()
 
 
 def _protocols(recipe: Recipe) -> tuple[str, ...]:
     """Each once, in the order asked for."""
-    asked = Eval.of(recipe)
+    asked = Eval.asked_in(recipe)
     return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
 
 
@@ -130,7 +130,7 @@ def _run(job: Job, asked: Eval) -> None:
     from sparsepack.eval.run import evaluate
 
     recipe = job.recipe
-    packed = Pack.of(recipe) is not None
+    packed = Pack.asked_in(recipe) is not None
     evaluations = []
     for protocol in _protocols(recipe):
         request = EvalRequest(
@@ -253,7 +253,7 @@ _KEYS = {"realised_sparsity": "overall", "realised_sparsity_of_sparse_sites": "o
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
-    asked = Eval.of(recipe)
+    asked = Eval.asked_in(recipe)
     for name in (*_OF_A_ROW, *_SPARSITIES):
         if getattr(gates, name) is not None and not perplexity_texts(recipe):
             yield f"gates.{name}: it is not measured; add texts as eval.perplexity"

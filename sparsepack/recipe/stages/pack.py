@@ -31,6 +31,8 @@ class Pack(Section):
     format: str
     output_type: str
     embedding_type: str
+    keep: int | None
+    of: int | None
 
 
 def artifact_name(asked: Pack) -> str:
@@ -40,14 +42,14 @@ def artifact_name(asked: Pack) -> str:
 
 def artifact_of(job: Job) -> Path:
     """Where the artifact of a recipe that packs lies."""
-    asked = Pack.of(job.recipe)
+    asked = Pack.asked_in(job.recipe)
     assert asked is not None
     return job.folder / artifact_name(asked)
 
 
 def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:
     """What is wrong where a stage runs the artifact and there is none to run."""
-    asked = Pack.of(recipe)
+    asked = Pack.asked_in(recipe)
     if asked is None or not FORMATS[asked.format].runs:
         yield f"{name}: it runs an artifact; expected a pack section of format {those_with('runs')}"
 
@@ -142,7 +144,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
     for name in ("bits_per_weight", "file_bytes"):
-        if getattr(gates, name) is not None and Pack.of(recipe) is None:
+        if getattr(gates, name) is not None and Pack.asked_in(recipe) is None:
             yield f"gates.{name}: there is no file; add a pack section"
 
 

@@ -43,13 +43,13 @@ class ActivationSparsity(Section):
 
 def sparse(recipe: Recipe) -> bool:
     """Whether decoding will skip anything."""
-    asked = ActivationSparsity.of(recipe)
+    asked = ActivationSparsity.asked_in(recipe)
     return asked is not None and asked.sparsity > 0
 
 
 def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
     key = ActivationSparsity.key
-    if asked.sparsity and Calibrate.of(recipe) is None:
+    if asked.sparsity and Calibrate.asked_in(recipe) is None:
         yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
     if asked.offsets and asked.allocation != "global":
         yield f"{key}.offsets: they are learnt from the model's output; expected allocation: global"
@@ -74,7 +74,7 @@ def _run(job: Job, asked: ActivationSparsity) -> None:
 
 
 def _tokens(job: Job, asked: ActivationSparsity) -> int:
-    calibrate = Calibrate.of(job.recipe)
+    calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or there would be no thresholds
     count, context = windows(job, calibrate)
     tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
@@ -88,7 +88,7 @@ def _memory(job: Job, asked: ActivationSparsity) -> int | None:
     from sparsepack.recipe.estimates import block_by_block_bytes
     from sparsepack.sparsity.find import BATCH
 
-    calibrate = Calibrate.of(job.recipe)
+    calibrate = Calibrate.asked_in(job.recipe)
     if asked.allocation == "global" or calibrate is None:
         return None
     count, context = windows(job, calibrate)
@@ -115,7 +115,7 @@ def placeholder(job: Job) -> "Thresholds | None":
     from sparsepack.models.sites import chosen_sites
     from sparsepack.sparsity.thresholds import Thresholds
 
-    asked, checkpoint = ActivationSparsity.of(job.recipe), job.checkpoint
+    asked, checkpoint = ActivationSparsity.asked_in(job.recipe), job.checkpoint
     if asked is None or not asked.sparsity:
         return None
     per_channel = asked.allocation == "global" or asked.criterion != "magnitude"

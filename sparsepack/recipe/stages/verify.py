@@ -16,7 +16,7 @@ REPORT = "verify.json"
 
 
 def _problems(recipe: Recipe, asked: bool) -> Iterator[str]:
-    if Pack.of(recipe) is None:
+    if Pack.asked_in(recipe) is None:
         yield "verify: there is no artifact to verify; add a pack section"
 
 

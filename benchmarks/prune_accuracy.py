@@ -1,0 +1,106 @@
+"""What pruning costs in accuracy: patterns, methods and orders, on texts that calibration has not seen.
+
+    python benchmarks/prune_accuracy.py MODEL --calibration-text CAL --text A --text B [--device cuda]
+
+One shot, without training. Every row is beside the model as it was, on the same windows (protocol `dense`); "loss" is
+the increase of perplexity over it. --slid also packs each pruned model as slide-int8 and measures that, with its inputs
+quantised as the kernels quantise them.
+"""
+
+import itertools
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
+from sparsepack.eval.perplexity import score_windows, summarise
+from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.windows import rolling_windows
+from sparsepack.pack import PackRequest, pack
+from sparsepack.prune.options import METHODS, PruneOptions
+from sparsepack.prune.run import prune
+
+Windows = tuple[torch.Tensor, torch.Tensor]
+
+
+@click.command()
+@click.argument("model")
+@click.option("--calibration-text", required=True)
+@click.option("--text", "texts", multiple=True, required=True)
+@click.option("--pattern", "patterns", multiple=True, nargs=2, type=int, default=((2, 4), (4, 6), (6, 8), (14, 16)))
+@click.option("--method", "methods", multiple=True, default=METHODS)
+@click.option("--samples", default=128, help="Calibration windows.")
+@click.option("--context", default=1024, help="Tokens of a calibration window.")
+@click.option("--windows", default=24, help="Evaluation windows of 2048 tokens per text, evenly spread.")
+@click.option("--slid", is_flag=True, help="Also measure what slide-int8 makes of each.")
+@click.option("--device", default="cpu")
+@click.option("--json", "json_path", type=click.Path(path_type=Path))
+def main(
+    model: str,
+    calibration_text: str,
+    texts: tuple[str, ...],
+    patterns: tuple[tuple[int, int], ...],
+    methods: tuple[str, ...],
+    samples: int,
+    context: int,
+    windows: int,
+    slid: bool,
+    device: str,
+    json_path: Path | None,
+) -> None:
+    """Print the table for one model."""
+    checkpoint = open_checkpoint(model)
+    reference = open_subject(model, None, device)
+    data = {name: _windows(reference, name, windows) for name in texts}
+    columns = [f"{Path(text).name.split('.')[0]}{kind}" for text in texts for kind in ("", *([" INT8"] * slid))]
+    print("| pattern | method | permute | error | " + " | ".join(columns) + " | seconds |")
+    print("|---" * (len(columns) + 5) + "|")
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options = CalibrateOptions(samples=samples, context=context, device=device)
+        calibrate(checkpoint, calibration_text, folder / "calibration", options)
+        for (keep, of), method, permute in itertools.product(patterns, methods, (False, True)):
+            began = time.time()
+            asked = PruneOptions(keep, of, method=method, permute=permute, windows=samples, device=device)
+            made = prune(checkpoint, folder / "pruned", asked, folder / "calibration", overwrite=True)
+            spent = time.time() - began
+            kinds = [folder / "pruned"]
+            if slid:
+                request = PackRequest(str(folder / "pruned"), folder / "slid", format="slide-int8", overwrite=True)
+                kinds.append(pack(request).path)
+            cells = []
+            for text, path in itertools.product(texts, kinds):
+                row = _measured(open_subject(str(path), None, device), reference, data[text])
+                row |= {"keep": keep, "of": of, "method": method, "permute": permute, "text": text, "kind": path.name}
+                rows.append(row)
+                loss = 100 * (row["perplexity_ratio"]["value"] - 1)
+                cells.append(f"{row['perplexity']['value']:.2f} ({loss:+.2f} %)")
+            error = sum(matrix.error for matrix in made.matrices) / len(made.matrices)
+            start = f"| {keep}/{of} | {method} | {'yes' if permute else 'no'} | {error:.4f} | "
+            print(start + " | ".join(cells) + f" | {spent:.0f} |", flush=True)
+    if json_path:
+        json_path.write_text(json.dumps(rows, indent=1))
+
+
+def _windows(subject: Subject, name: str, count: int) -> Windows:
+    inputs, targets = rolling_windows(subject.tokenizer, read_text(name), 2048)
+    chosen = torch.linspace(0, len(inputs) - 1, min(count, len(inputs))).long()
+    return inputs[chosen], targets[chosen]
+
+
+def _measured(subject: Subject, reference: Subject, data: Windows) -> dict[str, Any]:
+    scores = score_windows(subject.scorer(), *data, "dense", reference.scorer(), batch=4)
+    return summarise(scores, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The slid folder: a pruned model with its nonzero weights alone, in windows as 2:4 tensor cores take them.
+
+Of each pruned Linear, in place of its `weight` [rows, columns] (`codecs.slide`):
+
+    NAME.weight             [rows, stored]                 I8, F8_E4M3 or BF16: the slid values
+    NAME.weight_positions   [rows, stored / 4 rounded up]  U8: the positions in their windows, two bits each
+    NAME.weight_scale       [rows]                         F32: of an output channel; absent for BF16
+
+Everything else is the checkpoint's, in its own type. `stored` never is `columns`, so that a program which does not know
+the format stops at the shape of `weight`. Nothing here depends on a GPU: what its library wants is made when the model
+is loaded. config.json says in `quantization_config.patterns` which Linear has which pattern, `[keep, of]`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.artifacts.artifact import Artifact, Program
+from sparsepack.artifacts.folder.container import ArtifactFolder, FolderArtifact
+from sparsepack.artifacts.folder.layout import CONFIG
+from sparsepack.artifacts.folder.writer import FolderPlan, model_texts
+from sparsepack.artifacts.formats import Format
+from sparsepack.artifacts.manifest import make_manifest
+from sparsepack.artifacts.plan import PlannedTensor, PlanRequest
+from sparsepack.artifacts.stock import StockModel
+from sparsepack.artifacts.transfer import stacked_on
+from sparsepack.codecs.pattern import Pattern
+from sparsepack.codecs.slide import Slide, pack_positions, slide, unpack_positions, unslide
+from sparsepack.codecs.symmetric import STEPS, dequantised, quantise_rows
+from sparsepack.errors import ArtifactError, PackingError
+from sparsepack.files.stored import shown
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.families import family_of
+from sparsepack.models.pruned import pruned_patterns
+
+POSITIONS, SCALE = "_positions", "_scale"
+"""After the name of a weight."""
+
+VALUES: Mapping[str, torch.dtype] = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16}
+"""By the format's type."""
+
+_OWN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+
+
+def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> FolderPlan:
+    """A pruned model as a slid folder: one matrix is in memory at a time.
+
+    The patterns are those that `prune` recorded beside the checkpoint, or `request.pattern` for all matrices of the
+    blocks. Raises `PackingError` where there are none, or windows cannot hold one; writing raises it naming a matrix
+    that does not have its pattern, and its first wrong group.
+    """
+    patterns = _patterns(checkpoint, request.pattern)
+    slides = {name: Slide(pattern) for name, pattern in patterns.items()}
+    tensors = tuple(_tensors(format, checkpoint, slides, request.device))
+    shapes = checkpoint.source.shapes
+    listed = {
+        tensor.name: {"shape": list(shapes.get(tensor.name, tensor.shape)), "padding_rows": 0}
+        for tensor in tensors
+        if len(tensor.shape) == 2
+    }
+    left = sorted(name for name in _matrices(checkpoint) if name not in slides)
+    notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
+    said = {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}
+    return FolderPlan(
+        format=format.name,
+        tensors=tensors,
+        notes=tuple(notes),
+        manifest=make_manifest(format.name, checkpoint, request.provenance, listed, notes),
+        texts=model_texts(checkpoint, format.name, patterns=said),
+    )
+
+
+def _patterns(checkpoint: Checkpoint, asked: Pattern | None) -> dict[str, Pattern]:
+    if asked is not None:
+        return dict.fromkeys(_matrices(checkpoint), asked)
+    patterns = pruned_patterns(checkpoint.path)
+    if not patterns:
+        raise PackingError(
+            f"{checkpoint.name}: nothing says which of its weights were pruned; run `sparsepack prune`, or give --keep "
+            "and --of for a model that was pruned elsewhere"
+        )
+    return patterns
+
+
+def _matrices(checkpoint: Checkpoint) -> list[str]:
+    """The names of all matrices of the blocks, without `.weight`."""
+    names = [name for of_site in checkpoint.family.projections.values() for name in of_site]
+    return [f"model.layers.{layer}.{name}" for layer in range(checkpoint.layers) for name in names]
+
+
+def _tensors(
+    format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide], device: str
+) -> Iterator[PlannedTensor]:
+    source, kind = checkpoint.source, format.matrices
+
+    @lru_cache(maxsize=1)  # the three tensors of a matrix are made one after the other
+    def made(name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight = stacked_on(device, [checkpoint.tensor(f"{name}.weight")])
+        values, positions = slide(weight, slides[name])
+        packed = pack_positions(positions)
+        if kind == "BF16":
+            return values.to(torch.bfloat16), packed, None
+        q, scale = quantise_rows(values, VALUES[kind])
+        return q, packed, scale
+
+    def part(name: str, number: int) -> Tensor:
+        found = made(name)[number]
+        assert found is not None
+        return found.contiguous().view(torch.uint8)
+
+    def own(name: str) -> Tensor:
+        return checkpoint.tensor(name).contiguous().view(-1).view(torch.uint8)
+
+    for name, shape in source.shapes.items():
+        base = name.removesuffix(".weight")
+        if base in slides and base != name:
+            rows, columns = shape
+            stored = slides[base].stored(columns)
+            yield PlannedTensor(name, (rows, stored), kind, partial(part, base, 0), logical=shape)
+            across = -(-stored // 4)
+            yield PlannedTensor(name + POSITIONS, (rows, across), "U8", partial(part, base, 1), weights=False)
+            if kind != "BF16":
+                yield PlannedTensor(name + SCALE, (rows,), "F32", partial(part, base, 2), weights=False)
+        else:
+            yield PlannedTensor(name, shape, _OWN_TYPES[source.dtypes[name]], partial(own, name))
+
+
+def opened(folder: ArtifactFolder, manifest: Mapping[str, Any]) -> Artifact:
+    """A slid folder that has been opened. Raises `ArtifactError` where it does not hold together."""
+    artifact = SlidArtifact(manifest, folder)
+    artifact.check_shapes()
+    return artifact
+
+
+@dataclass(frozen=True)
+class SlidArtifact(FolderArtifact):
+    """A slid folder. Its weights are known by the names that they have in the checkpoint."""
+
+    @cached_property
+    def slides(self) -> dict[str, Slide]:
+        """How each pruned matrix was slid, by its name without `.weight`."""
+        try:
+            patterns = json.loads(self.folder.texts[CONFIG])["quantization_config"]["patterns"]
+            return {name: Slide(Pattern(*map(_number, numbers))) for name, numbers in patterns.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PackingError) as error:
+            raise ArtifactError(f"{self.path}: its patterns are not understood ({shown(error)})") from error
+
+    def slide_of(self, name: str) -> Slide | None:
+        """How a weight was slid; None for a tensor that is as in the checkpoint."""
+        return self.slides.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+
+    def holds_weights(self, name: str) -> bool:
+        return not name.endswith((".weight" + POSITIONS, ".weight" + SCALE))
+
+    def check_bytes(self) -> None:
+        super().check_bytes()
+        for name, how in self.slides.items():
+            self._positions(f"{name}.weight", how, 0, None)
+
+    def check_shapes(self) -> None:
+        kind = self.format.matrices
+        self._check_sites()
+        for name, how in self.slides.items():
+            weight = f"{name}.weight"
+            shape = self.logical_shape(weight) if weight in self.tensors else ()
+            if len(shape) != 2:
+                raise ArtifactError(f"{self.path}: {weight} is missing or no matrix; pack it again")
+            rows, columns = shape
+            stored = how.stored(columns)
+            expected: dict[str, tuple[tuple[int, ...], str]] = {weight: ((rows, stored), kind)}
+            expected[weight + POSITIONS] = ((rows, -(-stored // 4)), "U8")
+            if kind != "BF16":
+                expected[weight + SCALE] = ((rows,), "F32")
+            for part, (of_shape, of_type) in expected.items():
+                info = self.tensors.get(part)
+                if info is None or info.shape != of_shape or info.type != of_type:
+                    found = "missing" if info is None else f"{info.type} {list(info.shape)}"
+                    raise ArtifactError(f"{self.path}: {part} is {found}, expected {of_type} {list(of_shape)}")
+
+    def _check_sites(self) -> None:
+        """The projections of a site share their input, which is quantised for all of them or for none."""
+        family = family_of(self.manifest["model"]["model_type"], str(self.path))
+        for names in family.projections.values():
+            for prefix in {name[: -len(of)] for name in self.slides for of in names if name.endswith(of)}:
+                if missing := [of for of in names if prefix + of not in self.slides]:
+                    raise ArtifactError(f"{self.path}: {prefix}{missing[0]} is not slid as its site is; pack it again")
+
+    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        how = self.slide_of(name)
+        if how is None:
+            return super().decoded(name, first, last)
+        values, scale = self._values(name, first, last), self._part(name + SCALE, first, last)
+        weight = unslide(values, self._positions(name, how, first, last), how, self.logical_shape(name)[1])
+        return weight if scale is None else dequantised(weight, scale.view(torch.float32).flatten())
+
+    def _values(self, name: str, first: int, last: int | None) -> Tensor:
+        """float32 [rows, stored]"""
+        data = self._part(name, first, last)
+        assert data is not None
+        return data.view(VALUES[self.format.matrices]).float()
+
+    def _positions(self, name: str, how: Slide, first: int, last: int | None) -> Tensor:
+        packed = self._part(name + POSITIONS, first, last)
+        assert packed is not None
+        try:
+            return unpack_positions(packed, self.tensors[name].shape[1], how)
+        except PackingError as error:
+            raise ArtifactError(f"{self.path}: {name}: {error}; copy or pack it again") from error
+
+    def _part(self, name: str, first: int, last: int | None) -> Tensor | None:
+        """The bytes of some rows of a tensor: uint8 [rows, bytes per row]; None where there is no such tensor."""
+        if name not in self.tensors:
+            return None
+        data = self.folder.bytes(name).reshape(self.tensors[name].shape[0], -1)
+        return torch.from_numpy(data[first:last].copy())
+
+    def stock(self) -> StockModel:
+        stock, dtype = super().stock(), VALUES[self.format.matrices]
+        if dtype not in STEPS:
+            return stock
+        sites = stock.family.projections.items()
+        slid = {
+            (layer, site)
+            for layer in range(stock.layers)
+            for site, names in sites
+            if f"model.layers.{layer}.{names[0]}" in self.slides
+        }
+        return replace(stock, inputs=dict.fromkeys(slid, dtype))
+
+    def programs(self) -> Iterator[Program]:
+        yield Program("sparsepack", True, "evaluates it")
+        yield Program("transformers", True, "from_pretrained, after `import sparsepack`")
+        yield Program("llama.cpp", False, "it takes GGUF files; pack as q4_k for it")
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{str(value)[:60]!r} is no number")
+    return value
