@@ -53,7 +53,12 @@ def make_targets(folder: Path, names: Iterable[str] = TARGETS) -> Iterator[Targe
         "thresholds": _thresholds,
         "recipe": _recipe,
     }
-    return (makers[name](model, folder) for name in names)
+    return (makers[name](model, _made(folder / name)) for name in names)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _files(model: Path, folder: Path) -> list[Path]:

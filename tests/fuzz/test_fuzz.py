@@ -38,6 +38,13 @@ def test_hostile_input_ends_in_success_or_one_line(name: str, tmp_path: Path) ->
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_it_was")
+def test_all_targets_are_made_in_one_folder(tmp_path: Path) -> None:
+    """As `make fuzz` does."""
+    assert tuple(target.name for target in make_targets(tmp_path)) == TARGETS
+
+
 def test_a_failure_is_found_told_and_kept(tmp_path: Path) -> None:
     def write(random, into):
         (into / "x").write_text(str(random.randrange(4)))
