@@ -70,6 +70,10 @@ class PackRequest:
             raise PackingError("--calibration alone changes nothing; say how much --sparsity to take from it")
 
 
+CARD = "README.md"
+"""The model card in a folder. It is not sealed: a new one with what was measured, or a word by hand, may replace it."""
+
+
 @dataclass(frozen=True)
 class Packed:
     """What came of it: the file or folder, what the user should be told, and the thresholds inside."""
@@ -94,6 +98,11 @@ def pack(request: PackRequest) -> Packed:
         table = thresholds_for(checkpoint, request, state)
         plan = plan_of(checkpoint, request, table)
         plan.write(request.output, request.overwrite)
+    if folder:
+        from sparsepack.files.atomic import write_bytes
+        from sparsepack.publish.card import model_card
+
+        write_bytes(request.output / CARD, model_card(request.output).encode())
     return Packed(request.output, plan.notes, table)
 
 

@@ -81,6 +81,10 @@ class Artifact(ABC):
             f"pack the model again as {those_with('runs')}"
         )
 
+    def pruning(self) -> dict[str, Any] | None:
+        """What of its weights was pruned and how, JSON-able; None where it leaves out no zeros."""
+        return None
+
     def logical_shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape without padding, as the manifest gives it; the stored one where it does not."""
         shape = self.manifest["tensors"].get(name, {}).get("shape")

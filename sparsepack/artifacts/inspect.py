@@ -43,6 +43,8 @@ def describe(path: Path) -> dict[str, Any]:
         },
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
+        "pruning": artifact.pruning(),
+        "runs": artifact.format.runs,
         "provenance": {name: artifact.manifest.get(name) for name in _SHOWN},
         "notes": list(artifact.manifest["notes"]),
         "loads_in": [asdict(program) for program in artifact.programs()],

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from sparsepack import __version__
 from sparsepack.artifacts.formats import FORMATS
@@ -18,6 +18,9 @@ SCHEMA = 2
 
 ATTENTION, NEURONS = "attention", "neurons"
 """Reserved keys: a policy for sparse attention, and an order of the MLP's neurons. Absent so far."""
+
+PRUNING = "pruning"
+"""The key of what was pruned before: `models.pruned.PruningRecord.summary`."""
 
 _OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
 
@@ -38,6 +41,13 @@ class _Row(Stored):
     site: Name
     sparsity: float
     threshold: float
+    expected: float | None = None
+
+
+class _Outlook(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    overall: float
+    of_sparse_sites: float
 
 
 class _Thresholds(Stored):
@@ -46,6 +56,13 @@ class _Thresholds(Stored):
     sparsity: float
     upstream: Name
     rows: list[_Row]
+    expected: _Outlook | None = None
+
+
+class _Pruning(Stored):
+    method: Name
+    permute: bool
+    model: Name
 
 
 class _Manifest(Stored):
@@ -57,6 +74,7 @@ class _Manifest(Stored):
     notes: list[Name]
     calibration: dict[str, Any] | None = None
     thresholds: _Thresholds | None = None
+    pruning: _Pruning | None = None
 
 
 _LIBRARIES = ("torch", "transformers", "gguf", "numpy")

@@ -64,22 +64,47 @@ class _Matrix(Stored):
     of: Size
 
 
+class _Options(Stored):
+    method: Name
+    permute: bool
+
+
 class _Record(Stored):
+    model: Name
+    model_sha256: Name
+    calibration_sha256: Name | None
+    options: _Options
     matrices: list[_Matrix]
 
 
-def pruned_patterns(folder: Path) -> dict[str, Pattern]:
-    """The pattern of each pruned matrix of a checkpoint, by its name without `.weight`; empty for one without a record.
+@dataclass(frozen=True)
+class PruningRecord:
+    """What a pruned checkpoint says of itself.
 
-    Raises `CheckpointError` for a record that is damaged or of another schema.
+    patterns -- of each pruned matrix, by its name without `.weight`
+    summary  -- method, permute, model, model_sha256, calibration_sha256; JSON-able
+    """
+
+    patterns: Mapping[str, Pattern]
+    summary: Mapping[str, Any]
+
+
+def pruning_record(folder: Path) -> PruningRecord | None:
+    """The record beside a checkpoint; None where there is none.
+
+    Raises `CheckpointError` for one that is damaged or of another schema.
     """
     path = folder / RECORD
     if not path.is_file():
-        return {}
+        return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["schema"] != SCHEMA:
-            raise ValueError(f"schema {str(record['schema'])[:60]}, this sparsepack reads schema {SCHEMA}")
-        return {row.matrix: Pattern(row.keep, row.of) for row in checked(_Record, record).matrices}
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["schema"] != SCHEMA:
+            raise ValueError(f"schema {str(value['schema'])[:60]}, this sparsepack reads schema {SCHEMA}")
+        record = checked(_Record, value)
+        patterns = {row.matrix: Pattern(row.keep, row.of) for row in record.matrices}
     except (ValueError, KeyError, TypeError, RecursionError, PackingError) as error:
         raise CheckpointError(f"{path}: damaged ({shown(error)}); prune the model again") from error
+    source = {"model": record.model, "model_sha256": record.model_sha256}
+    how = {"method": record.options.method, "permute": record.options.permute}
+    return PruningRecord(patterns, {**how, **source, "calibration_sha256": record.calibration_sha256})

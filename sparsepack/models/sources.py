@@ -76,7 +76,7 @@ class SafetensorsSource:
                     raise CheckpointError(
                         f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
                     )
-            missing = [name for name in names if not (folder / name).is_file()]
+            missing = [name[:200] for name in names if not _is_there(folder / name)]
             if missing:
                 raise CheckpointError(f"{folder}: the shard {missing[0]} of {index.name} is missing; download it again")
             return [folder / name for name in names]
@@ -104,6 +104,13 @@ class SafetensorsSource:
 
     def sha256(self) -> str:
         return sha256_files(self._files)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is longer than any file's
+        return False
 
 
 class GgufSource:

@@ -54,6 +54,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
 def _head(description: Mapping[str, Any]) -> dict[str, Any]:
     model = description["provenance"]["model"]
     tags = ["sparsepack", description["kind"], *(["activation-sparsity"] if description["sparse_sites"] else [])]
+    tags += ["pruned"] if description["pruning"] else []
     if Path(description["path"]).suffix == ".gguf":
         tags.append("gguf")
     head: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": tags}

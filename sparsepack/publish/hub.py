@@ -1,6 +1,8 @@
 """An artifact and its model card to a repository of the Hugging Face hub, in one commit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,6 @@ def push(
     A README.md there that sparsepack did not write is kept. Raises `ArtifactError` for a damaged artifact, `UserError`
     where the hub refuses or cannot be reached.
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -53,7 +54,7 @@ def push(
         else:
             say(f"{repository}: its {_CARD} was not made by sparsepack and is kept; `sparsepack card` prints ours")
         commit = api.create_commit(repository, adds, commit_message=message or f"Add {path.name}", revision=revision)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *_network_errors(), OSError) as error:
         raise UserError(
             f"{repository}: the hub refuses or cannot be reached ({_first_line(error)}); {_remedy()}"
         ) from error
@@ -67,6 +68,14 @@ def _ours(api: "HfApi", repository: str, revision: str | None) -> bool:
     from huggingface_hub import hf_hub_download
 
     return MARK.encode() in Path(hf_hub_download(repository, _CARD, revision=revision)).read_bytes()
+
+
+def _network_errors() -> Iterator[type[Exception]]:
+    """What huggingface_hub lets through of the library that it talks to the network with: one or the other, by its
+    version."""
+    for library in ("httpx", "httpx2"):
+        with suppress(ImportError):
+            yield import_module(library).HTTPError
 
 
 def _first_line(error: Exception) -> str:

@@ -85,7 +85,8 @@ def test_it_is_intact_and_that_model(format: str, slid: dict[str, Path], pruned:
 def test_bytes_are_counted_with_positions(format: str, share: float, slid: dict[str, Path]) -> None:
     description = describe(slid[format])
     assert description["bits_per_weight"]["blocks"] == pytest.approx(8 * share)
-    assert description["file_bytes"] == sum(file.stat().st_size for file in slid[format].iterdir())
+    sealed = [file for file in slid[format].iterdir() if file.name != "README.md"]
+    assert description["file_bytes"] == sum(file.stat().st_size for file in sealed)
     assert {row["program"]: row["loads"] for row in description["loads_in"]} == {
         "sparsepack": True,
         "transformers": True,
@@ -113,6 +114,14 @@ def test_transformers_computes_what_eval_measures(format: str, slid: dict[str, P
     else:
         assert relative(found, measured) < 0.01  # a value between two steps may fall otherwise
     assert subject.precision.get("inputs") == {"slide-int8": "int8", "slide-fp8": "float8_e4m3fn"}.get(format)
+
+
+def test_its_card_says_what_was_done_and_how_to_load_it(slid: dict[str, Path], pruned: Path) -> None:
+    card = (slid["slide-fp8"] / "README.md").read_text()
+    assert "| pruned | keep 6 of 8: 14 matrices; by magnitude, from `" in card
+    assert f'AutoModelForCausalLM.from_pretrained("{slid["slide-fp8"].name}")' in card
+    assert f"`{pruned}` (qwen2)" in card
+    assert "sparsepack generate" not in card
 
 
 def test_eval_measures_it(slid: dict[str, Path], tmp_path: Path) -> None:

@@ -33,6 +33,12 @@ def test_an_index_of_another_type_is_one_line(model, index):
     assert "\n" not in str(caught.value)
 
 
+def test_an_index_whose_shard_has_too_long_a_name_is_one_line(model):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 400}}))
+    with pytest.raises(CheckpointError, match=r"the shard x+ of .* is missing"):
+        open_checkpoint(model)
+
+
 HOSTILE = {
     "model_type": ["llama"],
     "num_hidden_layers": 10**12,

@@ -1,6 +1,7 @@
 """`prune`: an ordinary checkpoint with a pattern, whole or not at all, from a model of any kind."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.codecs.pattern import Pattern, check_pattern
 from sparsepack.errors import CalibrationError, OutputError, PruningError, SiteError
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.pruned import RECORD, pruned_patterns
+from sparsepack.models.pruned import RECORD, pruning_record
 from sparsepack.prune.options import PruneOptions, SitePattern
 
 OPTIONS = PruneOptions(6, 8, windows=4)
@@ -26,6 +27,12 @@ def calibration(small_calibration: Calibration, tmp_path_factory: pytest.TempPat
     path = tmp_path_factory.mktemp("prune") / "calibration"
     folder.save(small_calibration, path)
     return path
+
+
+def pruned_patterns(path: Path) -> Mapping[str, Pattern]:
+    record = pruning_record(path)
+    assert record is not None
+    return record.patterns
 
 
 def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:

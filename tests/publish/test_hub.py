@@ -82,6 +82,19 @@ def test_what_the_hub_says_is_told_in_one_line(work: Path, hub: Hub) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_without_a_network_it_says_so(work: Path) -> None:
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])
+def test_a_network_that_fails_is_one_line(library: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = pytest.importorskip(library).ConnectError("Name or service not known")
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    with pytest.raises(UserError, match=r"cannot be reached \(Name or service not known\)"):
+        push(work / "model.gguf", "me/tiny")
+
+
+def test_offline_it_says_so(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="the hub refuses or cannot be reached"):
         push(work / "model.gguf", "me/tiny")

@@ -12,6 +12,7 @@ is loaded. config.json says in `quantization_config.patterns` which Linear has w
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -25,7 +26,7 @@ from sparsepack.artifacts.folder.container import ArtifactFolder, FolderArtifact
 from sparsepack.artifacts.folder.layout import CONFIG
 from sparsepack.artifacts.folder.writer import FolderPlan, model_texts
 from sparsepack.artifacts.formats import Format
-from sparsepack.artifacts.manifest import make_manifest
+from sparsepack.artifacts.manifest import PRUNING, make_manifest
 from sparsepack.artifacts.plan import PlannedTensor, PlanRequest
 from sparsepack.artifacts.stock import StockModel
 from sparsepack.artifacts.transfer import stacked_on
@@ -36,7 +37,7 @@ from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import family_of
-from sparsepack.models.pruned import pruned_patterns
+from sparsepack.models.pruned import PruningRecord, pruning_record
 
 POSITIONS, SCALE = "_positions", "_scale"
 """After the name of a weight."""
@@ -54,7 +55,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     blocks. Raises `PackingError` where there are none, or windows cannot hold one; writing raises it naming a matrix
     that does not have its pattern, and its first wrong group.
     """
-    patterns = _patterns(checkpoint, request.pattern)
+    record = pruning_record(checkpoint.path)
+    patterns = _patterns(checkpoint, record, request.pattern)
     slides = {name: Slide(pattern) for name, pattern in patterns.items()}
     tensors = tuple(_tensors(format, checkpoint, slides, request.device))
     shapes = checkpoint.source.shapes
@@ -65,26 +67,26 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     }
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
+    provenance = {**request.provenance, PRUNING: dict(record.summary) if record else None}
     said = {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}
     return FolderPlan(
         format=format.name,
         tensors=tensors,
         notes=tuple(notes),
-        manifest=make_manifest(format.name, checkpoint, request.provenance, listed, notes),
+        manifest=make_manifest(format.name, checkpoint, provenance, listed, notes),
         texts=model_texts(checkpoint, format.name, patterns=said),
     )
 
 
-def _patterns(checkpoint: Checkpoint, asked: Pattern | None) -> dict[str, Pattern]:
+def _patterns(checkpoint: Checkpoint, record: PruningRecord | None, asked: Pattern | None) -> Mapping[str, Pattern]:
     if asked is not None:
         return dict.fromkeys(_matrices(checkpoint), asked)
-    patterns = pruned_patterns(checkpoint.path)
-    if not patterns:
+    if record is None or not record.patterns:
         raise PackingError(
             f"{checkpoint.name}: nothing says which of its weights were pruned; run `sparsepack prune`, or give --keep "
             "and --of for a model that was pruned elsewhere"
         )
-    return patterns
+    return record.patterns
 
 
 def _matrices(checkpoint: Checkpoint) -> list[str]:
@@ -153,6 +155,10 @@ class SlidArtifact(FolderArtifact):
     def slide_of(self, name: str) -> Slide | None:
         """How a weight was slid; None for a tensor that is as in the checkpoint."""
         return self.slides.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+
+    def pruning(self) -> dict[str, Any]:
+        patterns = Counter(str(how.pattern) for how in self.slides.values())
+        return {"patterns": dict(patterns), **(self.manifest.get(PRUNING) or {})}
 
     def holds_weights(self, name: str) -> bool:
         return not name.endswith((".weight" + POSITIONS, ".weight" + SCALE))

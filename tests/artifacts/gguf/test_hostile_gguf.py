@@ -51,6 +51,18 @@ CHANGES = {
     "rows of text": {"thresholds": {**TABLE, "rows": ["x"]}},
     "thresholds of text": {"thresholds": "x"},
     "sparsity that is none": {"thresholds": {**TABLE, "sparsity": "x", "rows": []}},
+    "an outlook that is a number": {"thresholds": {**TABLE, "rows": [], "expected": 0.5}},
+    "an outlook of lists": {"thresholds": {**TABLE, "rows": [], "expected": {"overall": 0.5, "of_sparse_sites": []}}},
+    "an outlook that says more": {
+        "thresholds": {**TABLE, "rows": [], "expected": {"overall": 0.5, "of_sparse_sites": 0.5, "x": 1}}
+    },
+    "a row that expects text": {
+        "thresholds": {
+            **TABLE,
+            "rows": [{"layer": 0, "site": "attn_in", "sparsity": 0.5, "threshold": 1.0, "expected": "x"}],
+        }
+    },
+    "pruning without a method": {"pruning": {"model": "m", "permute": False}},
     "half a character": {"sparsepack": "\ud800"},
 }
 
