@@ -6,7 +6,7 @@ Nothing heavy is imported at the top: the command line and recipes read the defa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +86,11 @@ class Packed:
 def pack(request: PackRequest) -> Packed:
     """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
     from sparsepack.artifacts.folder.layout import MANIFEST
+    from sparsepack.artifacts.folder.writer import FolderPlan
     from sparsepack.files.atomic import check_output
     from sparsepack.files.resume import state_beside
     from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.publish.card import model_card
 
     request.check()
     folder = format_of(request.format).folder
@@ -97,12 +99,9 @@ def pack(request: PackRequest) -> Packed:
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
         plan = plan_of(checkpoint, request, table)
+        if isinstance(plan, FolderPlan):
+            plan = replace(plan, beside=lambda made: {CARD: model_card(made, file=request.output.name)})
         plan.write(request.output, request.overwrite)
-    if folder:
-        from sparsepack.files.atomic import write_bytes
-        from sparsepack.publish.card import model_card
-
-        write_bytes(request.output / CARD, model_card(request.output).encode())
     return Packed(request.output, plan.notes, table)
 
 

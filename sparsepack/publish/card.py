@@ -19,11 +19,12 @@ MARK = "<!-- Made by `sparsepack card`. -->"
 """In every card: what carries it may be replaced by a new one, what does not was written by hand."""
 
 
-def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None) -> str:
+def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None, *, file: str | None = None) -> str:
     """The card of the artifact at `path`, Markdown with the YAML head that the hub reads.
 
     results -- JSON files of `run`, `eval` or `bench`; without any, the card says how to measure
     name    -- its heading (default: the source model's name)
+    file    -- what the artifact will be called (default: as it is now)
 
     Raises `UserError` for results that are damaged or of another model, `ArtifactError` where there is no artifact of
     ours.
@@ -45,7 +46,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         head=Markup(yaml.safe_dump(_head(description), sort_keys=False, allow_unicode=True)),
         heading=name or f"{Path(description['provenance']['model']['name']).name}, {description['kind']}",
         artifact=description,
-        file=Path(path).name,
+        file=file or Path(path).name,
         version=__version__,
         **measured,
     )

@@ -43,6 +43,8 @@ def push(
         raise ArtifactError(f"{path}: not uploaded, since {report.problems[0]}")
     card = model_card(path, results)
     api = HfApi()
+    refused: tuple[type[Exception], ...] = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError)
+    refused += tuple(_network_errors())
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -54,7 +56,7 @@ def push(
         else:
             say(f"{repository}: its {_CARD} was not made by sparsepack and is kept; `sparsepack card` prints ours")
         commit = api.create_commit(repository, adds, commit_message=message or f"Add {path.name}", revision=revision)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, *_network_errors(), OSError) as error:
+    except refused as error:
         raise UserError(
             f"{repository}: the hub refuses or cannot be reached ({_first_line(error)}); {_remedy()}"
         ) from error

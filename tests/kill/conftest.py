@@ -19,6 +19,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     for command in (
         VERBS["calibrate"].command(inputs, inputs, False),
         VERBS["thresholds global"].command(inputs, inputs, False),
+        VERBS["prune"].command(inputs, inputs, False),
+        VERBS["pack slid"].command(inputs, inputs, False),
         VERBS["run"].command(inputs, inputs, False),
     ):
         ended = forker.run(command, inputs, inside=True)

@@ -44,6 +44,16 @@ def _pack(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["pack", _TINY, *given, "-o", str(work / "m.gguf"), "--overwrite"]
 
 
+def _prune(inputs: Path, work: Path, old: bool) -> list[str]:
+    given = ["--calibration", str(inputs / "c"), "--keep", "4" if old else "6", "--of", "8", "--windows", "1"]
+    return ["prune", _TINY, *given, "-o", str(work / "p"), "--overwrite"]
+
+
+def _slide(inputs: Path, work: Path, old: bool) -> list[str]:
+    kind = "slide-fp8" if old else "slide-int8"
+    return ["pack", str(inputs / "p"), "--format", kind, "-o", str(work / "s"), "--overwrite"]
+
+
 def _run(inputs: Path, work: Path, old: bool) -> list[str]:
     samples = ["--set", "calibrate.samples=1"] if old else []
     return ["run", str(inputs / "recipe.yaml"), "-w", str(work / "work"), *samples]
@@ -58,7 +68,9 @@ VERBS = {
         Verb("thresholds", _thresholds(), ("t.json",)),
         Verb("thresholds teal", _thresholds("--allocation", "teal"), ("t.json",)),
         Verb("thresholds global", _thresholds(*_LEARNT), ("t.json",)),
+        Verb("prune", _prune, ("p",)),
         Verb("pack", _pack, ("m.gguf",)),
+        Verb("pack slid", _slide, ("s",)),
         Verb("run", _run, tuple(f"work/{name}" for name in (*_OF_RUN, "report.json"))),
     )
 }

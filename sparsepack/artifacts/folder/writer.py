@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +23,13 @@ from sparsepack.progress import progress
 class FolderPlan(Plan):
     """A folder to write. Tensors are F32, F16, BF16, U8 or I8.
 
-    texts -- name -> content of the files beside the tensors: see `model_texts`
+    texts  -- name -> content of the files beside the tensors: see `model_texts`
+    beside -- (finished folder, before it gets its name) -> files that are not sealed: people may change them
     """
 
     manifest: Mapping[str, Any]
     texts: Mapping[str, str]
+    beside: Callable[[Path], Mapping[str, str]] = lambda folder: {}
 
     @property
     def total_bytes(self) -> int:
@@ -52,6 +54,8 @@ class FolderPlan(Plan):
                     hashes[tensor.name] = digest.hexdigest()
                     advance()
             (folder / MANIFEST).write_bytes(self._sealed(whole.hexdigest(), hashes))
+            for name, text in self.beside(folder).items():
+                (folder / name).write_bytes(text.encode())
 
     @cached_property
     def _header(self) -> bytes:
