@@ -36,11 +36,13 @@ class PackRequest:
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     keep: int | None = option(
-        "With --of, for a model that was not pruned by `sparsepack prune`: nonzero weights in a group of inputs.",
+        "Nonzero weights in a group, of a model that was pruned elsewhere (default: what `prune` recorded).",
         default=None,
         least=1,
     )
-    of: int | None = option("Inputs in a group.", default=None, least=2, most=LARGEST_GROUP)
+    of: int | None = option(
+        "Inputs in a group (default: what `prune` recorded).", default=None, least=2, most=LARGEST_GROUP
+    )
     device: str = "cpu"
     overwrite: bool = False
     recipe: Mapping[str, Any] | None = None
