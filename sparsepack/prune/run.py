@@ -114,6 +114,8 @@ def _run(
                     for batch in torch.split(hidden, options.batch):
                         stream(batch)
                         advance()
+            else:
+                advance(batches)
             inputs = {site: found.inputs(options.damping) for site, found in sums.items()}
             found, rows = prune_block(checkpoint, layer, here, inputs, options, stream.device)
             matrices += rows
