@@ -41,8 +41,12 @@ VARIANTS = {
     ]
     + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
     "dequantise": [("AT_ONCE=4",)],
-    "rows_decode": [(f"TYPE={type}",) for type in range(5)],
-    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(5)],
+    "quantise_slide": [
+        (f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}", f"CHUNKS={chunks}", f"WARPS={warps}")
+        for type, of, chunks, warps in ((0, 4, 1, 8), (1, 6, 10, 8), (2, 16, 16, 32))
+    ],
+    "rows_decode": [(f"TYPE={type}",) for type in range(6)],
+    "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(6)],
 }
 """Macros of a file, where not those that it takes by itself."""
 

@@ -1,0 +1,71 @@
+"""Inputs of slid weights on the GPU: quantised and lifted by one kernel, which reads them once."""
+
+import torch
+from torch import Tensor
+
+from sparsepack.codecs.slide import Slide
+from sparsepack.errors import UserError
+from sparsepack.runtime.cuda.kernel import architecture, kernel, launch
+
+WARPS, MOST_WARPS = 8, 32
+"""Of a block, which has a token."""
+MOST_CHUNKS = 16
+"""Of eight inputs in a thread's registers; a token of more columns takes more warps."""
+ALIGNMENT = 32
+"""Bytes: what a row of lifted values is padded to with zeros, as the 2:4 products want it."""
+
+_INPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FP8_FROM = 89
+"""Compute capability times ten."""
+
+
+def row_bytes(how: Slide, columns: int) -> int:
+    """Bytes from one token's lifted values to the next one's."""
+    lifted = how.lifted(columns)
+    return lifted + -lifted % ALIGNMENT
+
+
+def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise inputs token by token and lift them, on the current stream; see `slide.reference.quantise_slide`.
+
+    x     -- float32, float16 or bfloat16 [tokens, columns], contiguous
+    dtype -- int8 or float8_e4m3fn
+
+    Returns the values [tokens, `row_bytes`], zeros behind those that are lifted, and the scales, float32 [tokens]. A
+    token that is not finite gets a scale that is not. Raises `UserError` for FP8 on a GPU without it, `ValueError` for
+    what does not fit.
+    """
+    if x.dim() != 2 or x.dtype not in _INPUTS or not x.is_contiguous():
+        raise ValueError(f"x: {x.dtype} {list(x.shape)}, stride {x.stride()}; expected a contiguous float matrix")
+    if (how.most, how.window) != (2, 4) or dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"{how.most} of {how.window}, {dtype}: expected 2 of 4, int8 or float8_e4m3fn")
+    tokens, columns = x.shape
+    device = x.device.index or 0
+    fp8 = dtype == torch.float8_e4m3fn
+    if fp8 and architecture(device) < _FP8_FROM:
+        raise UserError(f"FP8 needs a GPU of compute capability {_FP8_FROM / 10} (Ada) or later; use slide-int8")
+    stride = row_bytes(how, columns)
+    q = torch.empty(tokens, stride, dtype=dtype, device=x.device)
+    scale = torch.empty(tokens, device=x.device)
+    if not tokens:
+        return q, scale
+    warps = WARPS
+    while columns > 256 * warps * MOST_CHUNKS and warps < MOST_WARPS:
+        warps *= 2
+    chunks = -(-columns // (256 * warps))
+    defines = (
+        f"INPUT={_INPUTS[x.dtype]}",
+        f"FP8={int(fp8)}",
+        f"OF={how.pattern.of}",
+        f"WINDOWS={how.windows}",
+        f"CHUNKS={chunks}",
+        f"WARPS={warps}",
+    )
+    launch(
+        kernel("quantise_slide", "quantise_slide", defines, device),
+        (tokens,),
+        32 * warps,
+        *(x, columns, x.element_size(), stride, q.view(torch.uint8), scale),
+        shared=how.pattern.groups(columns) * how.pattern.of + 8,
+    )
+    return q, scale
