@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,14 @@ def test_a_changed_position_is_found(slid: dict[str, Path], tmp_path: Path) -> N
     assert name in report.problems[0]
     with pytest.raises(ArtifactError, match="does not match the SHA-256"):
         evaluate(EvalRequest(str(folder), perplexity=("shipped:heldout",)))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_a_shape_that_is_not_stored_is_refused(name: str, slid: dict[str, Path]) -> None:
+    artifact = open_artifact(slid["slide-int8"])
+    tensors = {**artifact.manifest["tensors"], name: {"shape": [512, 24], "padding_rows": 0}}
+    with pytest.raises(ArtifactError, match=name):
+        replace(artifact, manifest={**artifact.manifest, "tensors": tensors}).check_shapes()
 
 
 def test_a_record_that_is_damaged_is_one_line(pruned: Path, tmp_path: Path) -> None:

@@ -187,6 +187,9 @@ class SlidArtifact(FolderArtifact):
                 if info is None or info.shape != of_shape or info.type != of_type:
                     found = "missing" if info is None else f"{info.type} {list(info.shape)}"
                     raise ArtifactError(f"{self.path}: {part} is {found}, expected {of_type} {list(of_shape)}")
+        for name, info in self.tensors.items():
+            if self.slide_of(name) is None and self.logical_shape(name) != info.shape:
+                raise ArtifactError(f"{self.path}: {name} has not the shape in the manifest; pack it again")
 
     def _check_sites(self) -> None:
         """The projections of a site share their input, which is quantised for all of them or for none."""
