@@ -26,20 +26,11 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(-1).float()
     if not torch.isfinite(largest).all():
         raise PackingError("a value is not finite; it cannot be quantised")
-    return quantised(x, largest, dtype), scales(largest, dtype)
-
-
-def quantised(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """q of rows of which the largest absolute value, float32 [...], is known."""
     steps = STEPS[dtype]
     inverse = torch.where(largest > SMALLEST, steps / largest, 0)
     q = (x.float() * inverse[..., None]).clamp_(-steps, steps)
-    return q.round_().to(dtype) if dtype == torch.int8 else q.to(dtype)
-
-
-def scales(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales of such rows."""
-    return torch.where(largest > SMALLEST, largest / STEPS[dtype], 0)
+    scale = torch.where(largest > SMALLEST, largest / steps, 0)
+    return (q.round_() if dtype == torch.int8 else q).to(dtype), scale
 
 
 def dequantised(q: Tensor, scale: Tensor) -> Tensor:
