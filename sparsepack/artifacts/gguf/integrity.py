@@ -59,7 +59,7 @@ def seal(path: Path, header_bytes: int, tensor_hashes: Sequence[str]) -> None:
 def _replace(header: bytearray, at: int, old: bytes, new: bytes) -> None:
     found = bytes(header[at : at + len(old)])
     if found != old:
-        raise RuntimeError(f"byte {at} of the header holds {found!r}, not the placeholder {old!r}")
+        raise RuntimeError(f"byte {at} of the header holds {found!r}, expected {old!r}")
     header[at : at + len(old)] = new
 
 

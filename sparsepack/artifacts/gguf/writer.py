@@ -64,8 +64,8 @@ class GgufPlan(Plan):
         writer.kv_data[0].clear()
         writer.add_string(HEADER_HASH, NO_HASH)
         writer.add_uint64(HEADER_BYTES, 0)
-        placeholders = [NO_HASH] * len(self.tensors)
-        writer.add_key_value(TENSOR_HASHES, placeholders, GGUFValueType.ARRAY, GGUFValueType.STRING)
+        no_hashes = [NO_HASH] * len(self.tensors)
+        writer.add_key_value(TENSOR_HASHES, no_hashes, GGUFValueType.ARRAY, GGUFValueType.STRING)
         writer.kv_data[0].update(of_architecture)
         if self.alignment != DEFAULT_ALIGNMENT:
             writer.add_custom_alignment(self.alignment)

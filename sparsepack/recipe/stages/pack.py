@@ -16,7 +16,7 @@ from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
-from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, placeholder, sparse
+from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
 
 DESCRIPTION = "pack.json"
 _MADE_FROM = ("name", "model", "dtype", "calibrate", "activation_sparsity", "pack")
@@ -99,7 +99,7 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
 
     if asked is None:
         return {"artifact": None}
-    planned = plan_of(job.checkpoint, request_of(job, asked), placeholder(job))
+    planned = plan_of(job.checkpoint, request_of(job, asked), thresholds_to_come(job))
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1

@@ -105,7 +105,7 @@ def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
     return {"patterns": [{"list": which, "pattern": pattern, "sites": sites} for (which, pattern), sites in rows]}
 
 
-def placeholder(job: Job) -> "Thresholds | None":
+def thresholds_to_come(job: Job) -> "Thresholds | None":
     """Thresholds as long as those that will be found, with vectors where there will be vectors; None: none will be."""
     import torch
 
