@@ -49,6 +49,8 @@ class Size:
 
 BILLION = Size("llama-1b", 2048, 16, 8192, 32, 8, 32000)
 LLAMA_3_2_1B = Size("llama-3.2-1b", 2048, 16, 8192, 32, 8, 128256, tied=True)
+QWEN_0_5B = Size("qwen2.5-0.5b", 896, 24, 4864, 14, 2, 151936, tied=True)
+"""The widths of Qwen2.5-0.5B; a Llama all the same."""
 TINY = Size("llama-tiny", 256, 2, 512, 4, 2, 512)
 
 

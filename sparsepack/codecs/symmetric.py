@@ -26,9 +26,10 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax(-1).float()
     if not torch.isfinite(largest).all():
         raise PackingError("a value is not finite; it cannot be quantised")
-    steps = STEPS[dtype]
+    # A tensor: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice.
+    steps = largest.new_tensor(STEPS[dtype])
     inverse = torch.where(largest > SMALLEST, steps / largest, 0)
-    q = (x.float() * inverse[..., None]).clamp_(-steps, steps)
+    q = (x.float() * inverse[..., None]).clamp_(-STEPS[dtype], STEPS[dtype])
     scale = torch.where(largest > SMALLEST, largest / steps, 0)
     return (q.round_() if dtype == torch.int8 else q).to(dtype), scale
 

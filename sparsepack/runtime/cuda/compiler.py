@@ -14,6 +14,8 @@ from sparsepack.files.atomic import write_bytes
 FOLDER = files("sparsepack.runtime.cuda") / "kernels"
 OLDEST = 80
 """Compute capability times ten."""
+_TARGETS = {90: "sm_90a"}
+"""With the instructions that only GPUs of this very capability have."""
 
 
 def cubin(name: str, arch: int, defines: Sequence[str] = ()) -> bytes:
@@ -29,7 +31,7 @@ def cubin(name: str, arch: int, defines: Sequence[str] = ()) -> bytes:
     check_architecture(arch)
     if os.environ.get("SPARSEPACK_CUDA_CHECKED"):
         defines = (*defines, "CHECKED=1")
-    options = {"arch": f"sm_{arch}", "defines": tuple(defines), "nvrtc": nvrtc_version()}
+    options = {"arch": _TARGETS.get(arch, f"sm_{arch}"), "defines": tuple(defines), "nvrtc": nvrtc_version()}
     sources = {file: text for file, text in _sources().items() if file == f"{name}.cu" or file.endswith(".cuh")}
     key = hashlib.sha256(repr((name, sorted(sources.items()), sorted(options.items()))).encode()).hexdigest()[:24]
     path = cache_folder() / f"{name}-sm_{arch}-{key}.cubin"
@@ -67,7 +69,7 @@ def _compiled(name: str, sources: dict[str, str], arch: int, defines: Sequence[s
     core = cuda_core()
     options = core.ProgramOptions(
         std="c++17",
-        arch=f"sm_{arch}",
+        arch=_TARGETS.get(arch, f"sm_{arch}"),
         define_macro=[tuple(define.split("=", 1)) for define in defines] or None,
         include_path=str(FOLDER),
         use_fast_math=False,

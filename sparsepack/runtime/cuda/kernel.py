@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda.compiler import cubin
 
-Argument = Tensor | int | float | None
-"""A tensor or None is passed as a pointer, an int as a 32-bit integer, a float as a 32-bit float."""
+Argument = Any
+"""A tensor or None is passed as a pointer, an int as a 32-bit integer, a float as a 32-bit float, a structure of the
+driver (a tensor map) as it is."""
 
 STATIC_SHARED = 48 << 10
 """Bytes of shared memory that a block gets without asking."""
@@ -87,7 +88,9 @@ def _argument(value: Argument) -> tuple[Any, Any]:
         return 0, ctypes.c_void_p
     if isinstance(value, Tensor):
         return value.data_ptr(), ctypes.c_void_p
-    return value, ctypes.c_int if isinstance(value, int) else ctypes.c_float
+    if isinstance(value, int | float):
+        return value, ctypes.c_int if isinstance(value, int) else ctypes.c_float
+    return value, None
 
 
 @lru_cache(maxsize=4096)

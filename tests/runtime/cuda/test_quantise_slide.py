@@ -7,7 +7,7 @@ from torch import Tensor
 from sparsepack.codecs.pattern import Pattern
 from sparsepack.codecs.slide import Slide
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.slide import ALIGNMENT, quantise_slide, row_bytes
+from sparsepack.runtime.cuda.slide.inputs import ALIGNMENT, quantise_slide, row_bytes
 from sparsepack.runtime.slide import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -68,6 +68,6 @@ def test_what_does_not_fit_is_an_error() -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.runtime.cuda.slide.architecture", lambda device: 80)
+    monkeypatch.setattr("sparsepack.runtime.cuda.slide.inputs.architecture", lambda device: 80)
     with pytest.raises(UserError, match=r"FP8 needs a GPU of compute capability 8\.9"):
         quantise_slide(torch.zeros(1, 64, device="cuda"), Slide(Pattern(6, 8)), FP8)

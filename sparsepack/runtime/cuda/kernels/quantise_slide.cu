@@ -10,7 +10,7 @@
 // writes 16 bytes at a time. A token that is not finite gets a scale that is not, so that its outputs are not either.
 //
 // Macros: INPUT 0 .. 2 for F32, F16, BF16; FP8 0 for int8, 1 for float8_e4m3fn (sm_89 and later); OF, WINDOWS: of a
-// group; CHUNKS: of eight inputs, that a thread has; WARPS
+// group; CHUNKS: of eight inputs, that a thread has; WARPS, BLOCKS: of a multiprocessor
 
 #include "common.cuh"
 
@@ -18,33 +18,38 @@ static constexpr int THREADS = WARPS * 32;
 static constexpr float STEPS = FP8 ? 448.0f : 127.0f;
 static constexpr float SMALLEST = 1e-30f;  // as codecs/symmetric.py has it
 
-// Eight inputs from a column on; zeros beyond the last.
-__device__ __forceinline__ void eight(float (&v)[8], const u8* row, int column, int columns, bool aligned) {
-    if (aligned && column + 8 <= columns) {
-        if (INPUT == 0) {
-            const float4 a = load_l2((const float4*)row + column / 4), b = load_l2((const float4*)row + column / 4 + 1);
-            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+// Eight inputs as they lie in memory.
+struct Eight {
+    static constexpr int WORDS = INPUT == 0 ? 8 : 4;
+    u32 word[WORDS];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        if (INPUT == 0) return __uint_as_float(word[i % WORDS]);
+        const u16 half = (u16)(word[i / 2] >> 16 * (i % 2));
+        return INPUT == 1 ? half_to_float(half) : bfloat_to_float(half);
+    }
+    // From a column on; zeros beyond the last.
+    __device__ __forceinline__ void load(const u8* row, int column, int columns, bool aligned) {
+        constexpr int ELEMENT = INPUT == 0 ? 4 : 2;
+        if (aligned && column + 8 <= columns) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 four = load_l2((const uint4*)(row + column * ELEMENT) + i / 4);
+                word[i] = four.x, word[i + 1] = four.y, word[i + 2] = four.z, word[i + 3] = four.w;
+            }
         } else {
-            const uint4 a = load_l2((const uint4*)row + column / 8);
-            const u32 words[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) word[i] = 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const u16 half = (u16)(words[i / 2] >> 16 * (i % 2));
-                v[i] = INPUT == 1 ? half_to_float(half) : bfloat_to_float(half);
-            }
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            v[i] = 0;
-            if (column + i < columns) {
-                if (INPUT == 0) v[i] = load_l2((const float*)row + column + i);
-                if (INPUT == 1) v[i] = half_to_float(load_l2((const u16*)row + column + i));
-                if (INPUT == 2) v[i] = bfloat_to_float(load_l2((const u16*)row + column + i));
+                if (column + i < columns) {
+                    if (INPUT == 0) word[i % WORDS] = load_l2((const u32*)row + column + i);
+                    else word[i / 2] |= (u32)load_l2((const u16*)row + column + i) << 16 * (i % 2);
+                }
             }
         }
     }
-}
+};
 
 // Two values as bytes, the first in the low one.
 __device__ __forceinline__ u32 quantised(float first, float second) {
@@ -57,7 +62,7 @@ __device__ __forceinline__ u32 quantised(float first, float second) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) quantise_slide(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_slide(
     const u8* __restrict__ x, int columns, int element, int stride, u8* __restrict__ q, float* __restrict__ scale) {
     launch_dependents();
     extern __shared__ __align__(16) u8 row[];  // whole groups of columns
@@ -67,13 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise_slide(
     const u8* const from = x + token * columns * element;
     const bool aligned = (u64)columns * element % 16 == 0;
 
-    float v[CHUNKS][8];
+    Eight v[CHUNKS];
     u32 largest = 0;  // float32 without its sign: a NaN is larger than any number
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         const int column = (c * THREADS + threadIdx.x) * 8;
         if (column < columns) {
-            eight(v[c], from, column, columns, aligned);
+            v[c].load(from, column, columns, aligned);
 #pragma unroll
             for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(v[c][i]) & 0x7fffffff);
         }

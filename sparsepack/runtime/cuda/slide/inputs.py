@@ -7,10 +7,12 @@ from sparsepack.codecs.slide import Slide
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.kernel import architecture, kernel, launch
 
-WARPS, MOST_WARPS = 8, 32
-"""Of a block, which has a token."""
-MOST_CHUNKS = 16
-"""Of eight inputs in a thread's registers; a token of more columns takes more warps."""
+CHUNKS = {8: 4, 16: 3, 32: 16}
+"""Warps of a block, which has a token -> of eight inputs, that a thread holds in registers at most."""
+LIGHT_CHUNKS = 4
+"""Of 16-bit inputs: so many leave room for as many threads as a multiprocessor can have."""
+THREADS = 2048
+"""Of a multiprocessor."""
 ALIGNMENT = 32
 """Bytes: what a row of lifted values is padded to with zeros, as the 2:4 products want it."""
 
@@ -49,10 +51,11 @@ def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, T
     scale = torch.empty(tokens, device=x.device)
     if not tokens:
         return q, scale
-    warps = WARPS
-    while columns > 256 * warps * MOST_CHUNKS and warps < MOST_WARPS:
-        warps *= 2
+    warps = next((warps for warps, most in CHUNKS.items() if columns <= 256 * warps * most), 0)
+    if not warps:
+        raise ValueError(f"{columns} columns; expected at most {256 * 32 * CHUNKS[32]}")
     chunks = -(-columns // (256 * warps))
+    full = x.element_size() == 2 and chunks <= LIGHT_CHUNKS
     defines = (
         f"INPUT={_INPUTS[x.dtype]}",
         f"FP8={int(fp8)}",
@@ -60,6 +63,7 @@ def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, T
         f"WINDOWS={how.windows}",
         f"CHUNKS={chunks}",
         f"WARPS={warps}",
+        f"BLOCKS={THREADS // (32 * warps) if full else 1}",
     )
     launch(
         kernel("quantise_slide", "quantise_slide", defines, device),

@@ -1,0 +1,255 @@
+"""2:4 products through NVIDIA's libcusparseLt, by ctypes: torch's own calls make a plan anew for every product.
+
+Names and numbers are those of cusparseLt.h 0.8. The library comes with torch, in a wheel of its own.
+"""
+
+import ctypes
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+
+LIBRARY = "libcusparseLt.so.0"
+TOKENS = 16
+"""Products are of a multiple of so many tokens,"""
+LIFTED = 32
+"""inputs"""
+ROWS = 32
+"""and outputs."""
+
+_OPAQUE = 16 << 10
+"""Bytes for a structure of the library, whatever its version: 0.6 has 11,024, 0.8 has 512."""
+_ALIGNMENT = 16
+_ROW, _COLUMN = 2, 1
+_NOT_TRANSPOSED = 0
+_HALF = 0  # of the weights are zeros
+_TYPES: Mapping[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.int8: 3,
+    torch.int32: 10,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+}
+_COMPUTE: Mapping[torch.dtype, int] = {torch.int8: 0, torch.bfloat16: 2, torch.float8_e4m3fn: 2}
+OUTPUTS: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.int8: (torch.bfloat16, torch.int32),
+    torch.float8_e4m3fn: (torch.bfloat16, torch.float32),
+    torch.bfloat16: (torch.bfloat16,),
+}
+"""The types in which products of a type can come."""
+_CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS = 0, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Which of the library's kernels makes a product, and how it shares out the inputs."""
+
+    config: int = 0
+    split_k: int = 1
+    split_k_mode: int = 0
+    split_k_buffers: int = 0
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """A product Y = X W^T.
+
+    rows, lifted -- W, of which two in four along `lifted` may be nonzero
+    tokens       -- rows of X
+    dtype        -- of W and X: int8, float8_e4m3fn or bfloat16
+    out          -- of Y, one of `OUTPUTS[dtype]`
+    """
+
+    rows: int
+    lifted: int
+    tokens: int
+    dtype: torch.dtype
+    out: torch.dtype
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, loaded. Raises `UserError` where it is missing."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for name in (LIBRARY, *(str(Path(folder) / "cusparselt" / "lib" / LIBRARY) for folder in folders)):
+        try:
+            found = ctypes.CDLL(name)
+        except OSError:
+            continue
+        found.cusparseLtGetErrorString.restype = ctypes.c_char_p
+        return found
+    raise UserError(f"2:4 products need {LIBRARY}; install it with: pip install nvidia-cusparselt-cu13")
+
+
+@cache
+def version() -> str:
+    """Of the library: "0.8.0"."""
+    numbers = []
+    for which in range(3):
+        number = ctypes.c_int()
+        _call("GetProperty", which, ctypes.byref(number))
+        numbers.append(str(number.value))
+    return ".".join(numbers)
+
+
+def compress(weight: Tensor) -> Tensor:
+    """Weights [rows, lifted] of 2:4 structure, on the GPU -> uint8, as the library's kernels take them.
+
+    A group of four with more than two nonzeros is not noticed: whoever calls has made sure that there is none.
+    """
+    rows, lifted = weight.shape
+    with torch.cuda.device(weight.device):
+        handle, matrix = _handle(weight.device.index or 0), _structured(weight.device, rows, lifted, weight.dtype)
+        size, buffer_size = ctypes.c_size_t(), ctypes.c_size_t()
+        _call("SpMMACompressedSize2", handle, matrix, ctypes.byref(size), ctypes.byref(buffer_size))
+        compressed = torch.empty(size.value, dtype=torch.uint8, device=weight.device)
+        buffer = torch.empty(max(1, buffer_size.value), dtype=torch.uint8, device=weight.device)
+        weight = weight.contiguous()
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, compressed, buffer)]
+        _call("SpMMACompress2", handle, matrix, 1, _NOT_TRANSPOSED, *pointers, _stream())
+    return compressed
+
+
+class Plan:
+    """How the library makes the products of a shape on a device, with the memory that it works in.
+
+    Making one takes the host half a millisecond, and no work of the GPU.
+    """
+
+    def __init__(self, shape: ProductShape, device: torch.device, algorithm: Algorithm | None = None) -> None:
+        """algorithm -- None: the library's own choice. Raises `UserError` for a GPU that has no such product."""
+        self.shape, self.device = shape, device
+        with torch.cuda.device(device):
+            self._handle = _handle(device.index or 0)
+            self._matrices = (
+                _structured(device, shape.rows, shape.lifted, shape.dtype),
+                self._dense(shape.lifted, shape.tokens, shape.dtype),
+                self._dense(shape.rows, shape.tokens, shape.out),
+            )
+            self._product, self._choice, self._plan = _opaque(), _opaque(), _opaque()
+            weight, x, y = self._matrices
+            transposed = (_NOT_TRANSPOSED, _NOT_TRANSPOSED)
+            self._call("MatmulDescriptorInit", self._product, *transposed, weight, x, y, y, _COMPUTE[shape.dtype])
+            self._call("MatmulAlgSelectionInit", self._choice, self._product, 0)
+            if algorithm is not None:
+                self._choose(algorithm)
+            self._call("MatmulPlanInit", self._plan, self._product, self._choice)
+            size = ctypes.c_size_t()
+            self._call("MatmulGetWorkspace", self._plan, ctypes.byref(size))
+            self.workspace = torch.empty(max(1, size.value), dtype=torch.uint8, device=device)
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_one"):
+            library().cusparseLtMatmulPlanDestroy(self._plan)
+
+    def run(self, compressed: Tensor, x: Tensor, y: Tensor) -> None:
+        """Put Y = X W^T on the current stream.
+
+        compressed -- W, from `compress`
+        x          -- [tokens, lifted], contiguous
+        y          -- [tokens, rows], contiguous, to be filled
+        """
+        self._run("Matmul", compressed, x, y, self.workspace)
+
+    def search(self, compressed: Tensor, x: Tensor, y: Tensor) -> Algorithm:
+        """Try the library's algorithms with these; returns the fastest. Waits for the GPU."""
+        size = 64 << 20  # for those that share out the inputs
+        self._run("MatmulSearch", compressed, x, y, torch.empty(size, dtype=torch.uint8, device=self.device))
+        attributes = (_CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS)
+        return Algorithm(*(self._attribute(attribute) for attribute in attributes))
+
+    def _run(self, what: str, compressed: Tensor, x: Tensor, y: Tensor, workspace: Tensor) -> None:
+        shape = self.shape
+        for name, tensor, of, dtype in (
+            ("x", x, (shape.tokens, shape.lifted), shape.dtype),
+            ("y", y, (shape.tokens, shape.rows), shape.out),
+        ):
+            if tuple(tensor.shape) != of or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(of)}, contiguous")
+        out = ctypes.c_void_p(y.data_ptr())
+        stream = _stream()
+        self._call(
+            what,
+            self._plan,
+            ctypes.byref(self._one),
+            ctypes.c_void_p(compressed.data_ptr()),
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.byref(self._zero),
+            out,
+            out,
+            ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.byref(stream),
+            1,
+        )
+
+    def _dense(self, rows: int, columns: int, dtype: torch.dtype) -> Any:
+        """[columns, rows] of ours, which the library calls a matrix column by column."""
+        found = _opaque()
+        sizes = (ctypes.c_int64(n) for n in (rows, columns, rows))
+        self._call("DenseDescriptorInit", found, *sizes, _ALIGNMENT, _TYPES[dtype], _COLUMN)
+        return found
+
+    def _choose(self, algorithm: Algorithm) -> None:
+        values = {_CONFIG: algorithm.config, _SPLIT_K: algorithm.split_k}
+        if algorithm.split_k > 1:
+            values |= {_SPLIT_K_MODE: algorithm.split_k_mode, _SPLIT_K_BUFFERS: algorithm.split_k_buffers}
+        for attribute, value in values.items():
+            number = ctypes.c_int(value)
+            self._call("MatmulAlgSetAttribute", self._choice, attribute, ctypes.byref(number), ctypes.c_size_t(4))
+
+    def _attribute(self, attribute: int) -> int:
+        number = ctypes.c_int()
+        self._call("MatmulAlgGetAttribute", self._choice, attribute, ctypes.byref(number), ctypes.c_size_t(4))
+        return number.value
+
+    def _call(self, what: str, *arguments: Any) -> None:
+        _call(what, self._handle, *arguments)
+
+
+def _structured(device: torch.device, rows: int, lifted: int, dtype: torch.dtype) -> Any:
+    found = _opaque()
+    sizes = (ctypes.c_int64(n) for n in (rows, lifted, lifted))
+    handle = _handle(device.index or 0)
+    _call("StructuredDescriptorInit", handle, found, *sizes, _ALIGNMENT, _TYPES[dtype], _ROW, _HALF)
+    return found
+
+
+@cache
+def _handle(device: int) -> Any:
+    """The library's state on a device, which is the current one."""
+    found = _opaque()
+    _call("Init", found)
+    return found
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+def _opaque() -> Any:
+    """Memory for a structure that the library alone knows, aligned as it wants."""
+    memory = (ctypes.c_uint8 * (_OPAQUE + _ALIGNMENT))()
+    return (ctypes.c_uint8 * _OPAQUE).from_buffer(memory, -ctypes.addressof(memory) % _ALIGNMENT)
+
+
+def _call(what: str, *arguments: Any) -> None:
+    """Call `cusparseLtWHAT`. Raises `UserError` where the GPU has none of it, `RuntimeError` for other errors."""
+    status = getattr(library(), f"cusparseLt{what}")(*arguments)
+    if status:
+        said = library().cusparseLtGetErrorString(status).decode()
+        if status in _UNSUPPORTED:
+            raise UserError(f"2:4 products: libcusparseLt says {said!r} on this GPU ({what})")
+        raise RuntimeError(f"libcusparseLt: {what}: {said}")
+
+
+_UNSUPPORTED = (4, 10)
+"""CUSPARSE_STATUS_ARCH_MISMATCH, CUSPARSE_STATUS_NOT_SUPPORTED"""
