@@ -30,9 +30,10 @@ from sparsepack.artifacts.manifest import PRUNING, make_manifest
 from sparsepack.artifacts.plan import PlannedTensor, PlanRequest
 from sparsepack.artifacts.stock import StockModel
 from sparsepack.artifacts.transfer import stacked_on
+from sparsepack.codecs import slid_matrix
 from sparsepack.codecs.pattern import Pattern
-from sparsepack.codecs.slide import Slide, pack_positions, slide, unpack_positions, unslide
-from sparsepack.codecs.symmetric import STEPS, dequantised, quantise_rows
+from sparsepack.codecs.slide import Slide, unpack_positions, unslide
+from sparsepack.codecs.symmetric import STEPS, dequantised
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
@@ -103,12 +104,7 @@ def _tensors(
     @lru_cache(maxsize=1)  # the three tensors of a matrix are made one after the other
     def made(name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         weight = stacked_on(device, [checkpoint.tensor(f"{name}.weight")])
-        values, positions = slide(weight, slides[name])
-        packed = pack_positions(positions)
-        if kind == "BF16":
-            return values.to(torch.bfloat16), packed, None
-        q, scale = quantise_rows(values, VALUES[kind])
-        return q, packed, scale
+        return slid_matrix.encode(weight, slides[name], VALUES[kind])
 
     def part(name: str, number: int) -> Tensor:
         found = made(name)[number]
