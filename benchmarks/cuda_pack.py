@@ -26,8 +26,7 @@ import click
 import torch
 from synthetic import Size, random, save_config
 
-from sparsepack.artifacts import transfer
-from sparsepack.artifacts.gguf import writer
+from sparsepack.artifacts import placing, transfer
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
 from sparsepack.artifacts.open import read_packed
 from sparsepack.codecs import zigzag
@@ -136,15 +135,15 @@ class Stages:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Within the context, `pack` adds to the seconds."""
-        jobs = self.timed("jobs", writer._write)
+        jobs = self.timed("jobs", placing._write)
         with (
             patch.object(SafetensorsSource, "sha256", self.timed(STAGES[0], SafetensorsSource.sha256)),
             patch.object(zigzag_gguf, "stacked_on", self.timed(STAGES[1], transfer.stacked_on)),
             patch.object(zigzag_gguf, "encode_rows", self.timed("encode", encode_rows, wait=True)),
             patch.object(zigzag, "pack", self.timed("encode", zigzag.pack, wait=True)),
-            patch.object(writer, "host_pieces", self.pieces),
-            patch.object(writer, "hashlib", SimpleNamespace(sha256=self.digest)),
-            patch.object(writer, "_write", jobs),
+            patch.object(placing, "host_pieces", self.pieces),
+            patch.object(placing, "hashlib", SimpleNamespace(sha256=self.digest)),
+            patch.object(placing, "_write", jobs),
             patch.object(os, "fsync", self.timed("fsync", os.fsync)),
         ):
             yield
