@@ -11,7 +11,7 @@ from sparsepack.codecs.slide import Slide, pack_positions, slide
 from sparsepack.codecs.symmetric import STEPS, quantise_rows
 from sparsepack.errors import PackingError
 
-PIECE, CUDA_PIECE = 1 << 20, 1 << 22
+PIECE, CUDA_PIECE = 1 << 20, 1 << 23
 """Weights that are in work at a time: fewer would cost more in calls, each of some 20 bytes with what is made of it."""
 
 
