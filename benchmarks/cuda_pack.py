@@ -1,53 +1,56 @@
 """Seconds to pack a random Llama of 8 billion parameters on a CUDA device, stage by stage, as Markdown.
 
-    python benchmarks/cuda_pack.py [--layers 32] [--work FOLDER] [--at-once 1 --at-once 4 ...]
+    python benchmarks/cuda_pack.py [--format slide-int8] [--layers 32] [--work FOLDER] [--at-once 1 --at-once 4 ...]
 
-The artifact is checked first: its hashes, and matrices of the first and the last block against the encoders on the CPU.
-The files lie in the page cache when the times are taken; `--work /dev/shm` leaves the disk out of the writing too.
+For a slid folder its matrices are pruned by magnitude, keep 6 of 8, when the checkpoint is made. The artifact is
+checked first: its hashes, and matrices of the first and the last block against the encoders on the CPU. The files lie
+in the page cache when the times are taken; `--work /dev/shm` leaves the disk out of the writing too.
 """
 
-import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType
 from unittest.mock import patch
 
 import click
 import torch
-from synthetic import Size, random, save_config
+from pack_stages import STAGES, Stages
+from synthetic import TINY, Size, random, save_config
 
 from sparsepack.artifacts import transfer
-from sparsepack.artifacts.gguf import writer
+from sparsepack.artifacts.folder import slid as slid_folder
+from sparsepack.artifacts.formats import FORMATS
 from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.open import read_packed
-from sparsepack.codecs import zigzag
+from sparsepack.artifacts.open import open_artifact, read_packed
+from sparsepack.codecs import slid_matrix, zigzag
 from sparsepack.codecs.matrices import decode_rows, encode_rows
-from sparsepack.files.hashing import sha256_file
+from sparsepack.codecs.pattern import Pattern, kept
+from sparsepack.codecs.slide import Slide
+from sparsepack.files.hashing import sha256_files
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.skeleton import parameter_shapes
-from sparsepack.models.sources import SafetensorsSource
 from sparsepack.pack import PackRequest, pack
 
 ROOT = Path(__file__).parents[1]
 EIGHT_BILLION = Size("llama-8b", 4096, 32, 14336, 32, 8, 128256)
 SHARD_BYTES = 5_000_000_000  # what transformers fills a shard with
 Q6_K_ROWS = 4096  # of the embedding and the output, checked against the CPU
-STAGES = ("hash of the source", "read, to the device", "encode", "from the device", "hash", "write", "fsync")
+PATTERN = Pattern(6, 8)
+ZIGZAG = "zigzag-q4_k"
+TIMED = (ZIGZAG, "slide-int8", "slide-fp8", "slide-bf16")
 
 
-def make_shards(folder: Path, size: Size, device: str) -> None:
-    """A checkpoint in shards as a real one's, its weights made on `device`."""
+def make_shards(folder: Path, size: Size, device: str, pattern: Pattern | None) -> None:
+    """A checkpoint in shards as a real one's, its weights made on `device`, and pruned there to a pattern if any."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,15 +68,39 @@ def make_shards(folder: Path, size: Size, device: str) -> None:
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        weights = {name: random(name, shapes[name], size.layers, generator).cpu() for name in names}
+        made = {name: random(name, shapes[name], size.layers, generator) for name in names}
+        weights = {name: _pruned(name, weight, pattern).cpu() for name, weight in made.items()}
         save_file(weights, path, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, path.name)
     # Last: without it, the next run makes them again.
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
 
 
-def check(checkpoint: Checkpoint, artifact: Path) -> None:
-    """Exit unless the artifact is intact and holds what the encoders on the CPU make."""
+def _pruned(name: str, weight: torch.Tensor, pattern: Pattern | None) -> torch.Tensor:
+    return weight * kept(weight.abs(), pattern) if pattern and "_proj." in name else weight
+
+
+def check_slid(checkpoint: Checkpoint, artifact: Path) -> None:
+    """Exit unless the folder is intact and holds what the encoder on the CPU makes."""
+    packed = open_artifact(artifact)
+    assert isinstance(packed, slid_folder.SlidArtifact)
+    packed.check_bytes()
+    for name, how in packed.slides.items():
+        if any(name.startswith(f"model.layers.{layer}.") for layer in (0, checkpoint.layers - 1)):
+            weight = f"{name}.weight"
+            dtype = slid_folder.VALUES[packed.format.matrices]
+            expected = slid_matrix.encode(checkpoint.tensor(weight), how, dtype)
+            for part, value in zip(("", slid_folder.POSITIONS, slid_folder.SCALE), expected, strict=True):
+                if value is None:
+                    continue
+                found = torch.from_numpy(packed.folder.bytes(weight + part).copy())
+                if not torch.equal(found, value.view(-1).view(torch.uint8)):
+                    raise click.ClickException(f"{weight}{part} is not what the CPU makes")
+    click.echo(f"{artifact}: intact; blocks 0 and {checkpoint.layers - 1} bit for bit the CPU's", err=True)
+
+
+def check_zigzag(checkpoint: Checkpoint, artifact: Path) -> None:
+    """Exit unless the file is intact and holds what the encoders on the CPU make."""
     packed = read_packed(artifact)
     for layer in {0, checkpoint.layers - 1}:
         for site in SITES:
@@ -94,130 +121,140 @@ def _error(blocks: torch.Tensor, weights: torch.Tensor, kind: str) -> float:
     return float((decode_rows(blocks, kind) - expected).norm() / expected.norm())
 
 
-class Stages:
-    """Seconds by stage, summed over threads. Waiting for the device, or for another thread's use of it, counts."""
+@dataclass(frozen=True)
+class Packing:
+    """What is known of a kind of artifact.
 
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._lock = threading.Lock()
+    reader, encoders -- as `Stages.counted` takes them
+    at_once -- module and name of the constant that says how many are in work
+    check   -- of what was packed; encode -- one matrix
+    pattern -- of its weights; None: not pruned
+    """
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.seconds[stage] += time.perf_counter() - start
-
-    def timed(self, stage: str, function: Callable[..., Any], wait: bool = False) -> Callable[..., Any]:
-        def run(*values: Any) -> Any:
-            with self(stage):
-                result = function(*values)
-                if wait and result.is_cuda:
-                    torch.cuda.current_stream(result.device).synchronize()
-                return result
-
-        return run
-
-    def pieces(self, data: torch.Tensor) -> Iterator[memoryview]:
-        pieces = transfer.host_pieces(data)
-        while True:
-            with self("from the device"):
-                piece = next(pieces, None)
-            if piece is None:
-                return
-            yield piece
-
-    def digest(self) -> Any:
-        digest = hashlib.sha256()
-        return SimpleNamespace(update=self.timed("hash", digest.update), hexdigest=digest.hexdigest)
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Within the context, `pack` adds to the seconds."""
-        jobs = self.timed("jobs", writer._write)
-        with (
-            patch.object(SafetensorsSource, "sha256", self.timed(STAGES[0], SafetensorsSource.sha256)),
-            patch.object(zigzag_gguf, "stacked_on", self.timed(STAGES[1], transfer.stacked_on)),
-            patch.object(zigzag_gguf, "encode_rows", self.timed("encode", encode_rows, wait=True)),
-            patch.object(zigzag, "pack", self.timed("encode", zigzag.pack, wait=True)),
-            patch.object(writer, "host_pieces", self.pieces),
-            patch.object(writer, "hashlib", SimpleNamespace(sha256=self.digest)),
-            patch.object(writer, "_write", jobs),
-            patch.object(os, "fsync", self.timed("fsync", os.fsync)),
-        ):
-            yield
-        # Arguments are evaluated before the call that they are for: reading stands beside encoding, not within.
-        self.seconds["write"] = self.seconds.pop("jobs") - sum(self.seconds[stage] for stage in STAGES[1:5])
+    reader: ModuleType
+    encoders: tuple[tuple[ModuleType, str], ...]
+    at_once: tuple[ModuleType, str]
+    check: Callable[[Checkpoint, Path], None]
+    encode: Callable[[torch.Tensor], object]
+    pattern: Pattern | None = None
 
 
-def timed_pack(request: PackRequest, at_once: int) -> tuple[float, Counter[str], float]:
+def packing(format: str) -> Packing:
+    """Of a format."""
+    if format == ZIGZAG:
+        encoders = ((zigzag_gguf, "encode_rows"), (zigzag, "pack"))
+        return Packing(zigzag_gguf, encoders, (transfer, "CUDA_AT_ONCE"), check_zigzag, zigzag.pack)
+    dtype = slid_folder.VALUES[FORMATS[format].matrices]
+    return Packing(
+        slid_folder,
+        ((slid_matrix, "encode"),),
+        (slid_folder, "SLID_AT_ONCE"),
+        check_slid,
+        lambda weight: slid_matrix.encode(weight, Slide(PATTERN), dtype),
+        PATTERN,
+    )
+
+
+def timed_pack(request: PackRequest, how: Packing, at_once: int) -> tuple[float, Counter[str], float]:
     """Seconds in total, by stage, and GB that the device held at most."""
     on_cuda = request.device.startswith("cuda")
     if on_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     stages = Stages()
-    with stages.counted(), patch.object(transfer, "CUDA_AT_ONCE", at_once):
+    with stages.counted(how.reader, how.encoders), patch.object(*how.at_once, at_once):
         start = time.perf_counter()
         pack(request)
         seconds = time.perf_counter() - start
     return seconds, stages.seconds, torch.cuda.max_memory_reserved() / 1e9 if on_cuda else 0.0
 
 
+def encoder_seconds(how: Packing, size: Size, device: str) -> tuple[float, int]:
+    """The median seconds of the encoder alone for the widest matrix, which lies on the device, and its bytes."""
+    weight = torch.randn(size.intermediate, size.hidden, device=device).to(torch.bfloat16)
+    weight = _pruned("up_proj.weight", weight, how.pattern)
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        how.encode(weight)
+        if weight.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:]), weight.nbytes
+
+
 def process_seconds(request: PackRequest) -> float:
     """The seconds of a process that packs and does nothing else: imports, CUDA's start and Triton's included."""
     code = (
-        "import sys; from pathlib import Path; from sparsepack.pack import PackRequest, pack; "
-        "pack(PackRequest(sys.argv[1], Path(sys.argv[2]), device=sys.argv[3], overwrite=True))"
+        "import json, sys; from pathlib import Path; from sparsepack.pack import PackRequest, pack; "
+        "asked = json.loads(sys.argv[1]); pack(PackRequest(**asked | {'output': Path(asked['output'])}))"
     )
+    asked = {name: value for name, value in vars(request).items() if value is not None}
     start = time.perf_counter()
-    arguments = [request.model, str(request.output.absolute()), request.device]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", code, json.dumps(asked, default=str)], check=True, cwd=ROOT)
     return time.perf_counter() - start
 
 
+def files_of(artifact: Path) -> list[Path]:
+    """The file, or those of the folder."""
+    return sorted(artifact.iterdir()) if artifact.is_dir() else [artifact]
+
+
 @click.command()
+@click.option("--format", "format_", type=click.Choice(TIMED), default=ZIGZAG, show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
-@click.option("--layers", default=EIGHT_BILLION.layers, show_default=True, help="Fewer make a smaller model.")
+@click.option("--layers", type=int, help="Fewer make a smaller model.")
+@click.option("--tiny", is_flag=True, help="A model of a few hundred thousand parameters, to try this script.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--at-once", multiple=True, type=int, default=[transfer.CUDA_AT_ONCE], show_default=True)
+@click.option("--at-once", multiple=True, type=int, help="Instead of the format's own number.")
 @click.option("--repeats", default=3, show_default=True)
-def main(work: Path, layers: int, device: str, at_once: tuple[int, ...], repeats: int) -> None:
+def main(
+    format_: str, work: Path, layers: int | None, tiny: bool, device: str, at_once: tuple[int, ...], repeats: int
+) -> None:
     """Make the checkpoint, unless it is there, pack it, check the artifact, and print the times."""
-    size = replace(EIGHT_BILLION, layers=layers)
-    work = work.absolute() / f"{size.name}-{layers}"
-    folder, artifact = work / "checkpoint", work / "zigzag.gguf"
+    how, size = packing(format_), TINY if tiny else EIGHT_BILLION
+    size = replace(size, layers=layers or size.layers)
+    pruned = f"-{how.pattern.keep}of{how.pattern.of}" if how.pattern else ""
+    work = work.absolute() / f"{size.name}-{size.layers}{pruned}"
+    folder, artifact = work / "checkpoint", work / format_
     if not (folder / "model.safetensors.index.json").is_file():
         start = time.perf_counter()
-        make_shards(folder, size, device)
+        make_shards(folder, size, device, how.pattern)
         click.echo(f"made {folder} in {time.perf_counter() - start:.1f} s", err=True)
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
-    request = PackRequest(str(folder), artifact, device=device, overwrite=True)
+    given = {"keep": how.pattern.keep, "of": how.pattern.of} if how.pattern else {}
+    request = PackRequest(str(folder), artifact, format_, device=device, overwrite=True, **given)
     whole = process_seconds(request)
     checkpoint = open_checkpoint(folder)
-    check(checkpoint, artifact)
-    digest = sha256_file(artifact)
+    how.check(checkpoint, artifact)
+    digest = sha256_files(files_of(artifact))
 
     shards = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    source, packed = sum(shards), artifact.stat().st_size
+    source, packed = sum(shards), sum(path.stat().st_size for path in files_of(artifact))
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
+    alone, nbytes = encoder_seconds(how, size, device)
     click.echo(
-        f"{source / 1e9:.2f} GB of bf16 in {len(shards)} shards to {packed / 1e9:.2f} GB of zigzag Q4_K; {where}, "
-        f"{os.cpu_count()} cores, files in {work.parent}; a new process: {whole:.1f} s in all\n\n"
-        f"Seconds by stage are summed over the threads.\n\n"
-        f"| tensors at once | seconds | GB/s of bf16 | {' | '.join(STAGES)} | GB on the device |\n"
-        f"|--:{'|--:' * (len(STAGES) + 3)}|"
+        f"{source / 1e9:.2f} GB of bf16 in {len(shards)} shards to {packed / 1e9:.2f} GB of {format_}; {where}, "
+        f"{os.cpu_count()} cores, files in {work.parent}; a new process: {whole:.1f} s in all; "
+        f"the encoder alone: {nbytes / alone / 1e9:.1f} GB/s of bf16\n\n"
+        f"Seconds by stage are summed over the threads; in brackets, GB of all the bf16 for one of them.\n\n"
+        f"| at once | seconds | GB/s of bf16 | the source's hash known | {' | '.join(STAGES)} | GB on the device |\n"
+        f"|--:{'|--:' * (len(STAGES) + 4)}|"
     )
+    on_cuda = device.startswith("cuda")
     for _ in range(repeats):
-        for number in at_once if device.startswith("cuda") else (1,):
-            seconds, stages, held = timed_pack(request, number)
-            cells = " | ".join(f"{stages[stage]:.2f}" for stage in STAGES)
-            click.echo(f"| {number} | {seconds:.2f} | {source / seconds / 1e9:.2f} | {cells} | {held:.1f} |")
-    if sha256_file(artifact) != digest:
+        for number in (at_once or (getattr(*how.at_once),)) if on_cuda else (1,):
+            seconds, stages, held = timed_pack(request, how, number)
+            rates = (source / taken / 1e9 for taken in (seconds, seconds - stages[STAGES[0]]))
+            cells = " | ".join(_cell(stages[stage], source) for stage in STAGES)
+            click.echo(f"| {number} | {seconds:.2f} | {' | '.join(f'{r:.2f}' for r in rates)} | {cells} | {held:.1f} |")
+    if sha256_files(files_of(artifact)) != digest:
         raise click.ClickException(f"{artifact}: other bytes than the first time")
+
+
+def _cell(seconds: float, source: int) -> str:
+    return f"{seconds:.2f} ({source / max(seconds, 1e-9) / 1e9:.1f})" if seconds > 0.005 else "0.00"
 
 
 if __name__ == "__main__":

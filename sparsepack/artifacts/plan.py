@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class PlannedTensor:
 
     shape   -- as stored, in weights, slowest dimension first
     type    -- one of `codecs.types.BLOCKS`
-    produce -- makes its bytes, uint8 of any shape on any device, when its turn comes
     logical -- shape without padding; None: as stored
     weights -- whether it holds weights of the model, not a site's rule or what follows from the configuration
     """
@@ -49,7 +48,6 @@ class PlannedTensor:
     name: str
     shape: tuple[int, ...]
     type: str
-    produce: Callable[[], torch.Tensor]
     logical: tuple[int, ...] | None = None
     weights: bool = True
 
@@ -63,29 +61,52 @@ class PlannedTensor:
         """Bytes as stored, padding between tensors not counted."""
         return stored_bytes(self.type, math.prod(self.shape))
 
-    def data(self) -> torch.Tensor:
-        """The bytes that `produce` makes. Raises `PackingError` naming the tensor where it cannot be encoded."""
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Tensors that are made together and stand one after the other, such as the values of a matrix and their scales.
+
+    produce -- makes the bytes of each, uint8 of any shape on any device, when their turn comes
+    """
+
+    tensors: tuple[PlannedTensor, ...]
+    produce: Callable[[], Sequence[torch.Tensor]]
+
+    def data(self) -> Sequence[torch.Tensor]:
+        """What `produce` makes. Raises `PackingError` naming the first tensor where they cannot be encoded."""
         try:
-            data = self.produce()
+            made = self.produce()
         except PackingError as error:
-            raise PackingError(f"{self.name}: {error}") from error
-        if data.nbytes != self.nbytes:
-            raise RuntimeError(f"{self.name}: {data.nbytes} bytes were made, {self.nbytes} planned")
-        return data
+            raise PackingError(f"{self.tensors[0].name}: {error}") from error
+        for tensor, data in zip(self.tensors, made, strict=True):
+            if data.nbytes != tensor.nbytes:
+                raise RuntimeError(f"{tensor.name}: {data.nbytes} bytes were made, {tensor.nbytes} planned")
+        return made
+
+
+def alone(tensor: PlannedTensor, produce: Callable[[], torch.Tensor]) -> PlannedGroup:
+    """A tensor that is made by itself, as most are."""
+    return PlannedGroup((tensor,), lambda: (produce(),))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ABC):
     """An artifact to write, in one of the containers.
 
+    groups  -- in the order in which they are stored
     notes   -- where it differs from what was asked, a sentence each, for the user
-    at_once -- how many tensors to make, hash and write side by side; so many are in memory
+    at_once -- how many groups to make, hash and write side by side; so many are in memory
     """
 
     format: str
-    tensors: tuple[PlannedTensor, ...]
+    groups: tuple[PlannedGroup, ...]
     notes: tuple[str, ...] = ()
     at_once: int = 1
+
+    @property
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """Those of all groups."""
+        return tensors_of(self.groups)
 
     @property
     @abstractmethod
@@ -104,6 +125,11 @@ class Plan(ABC):
     def bits_per_weight(self) -> float:
         """Of everything in it, over the model's weights, as `inspect` has it."""
         return 8 * self.total_bytes / sum(math.prod(t.logical_shape) for t in self.tensors if t.weights)
+
+
+def tensors_of(groups: Iterable[PlannedGroup]) -> tuple[PlannedTensor, ...]:
+    """The tensors of groups, one after the other."""
+    return tuple(tensor for group in groups for tensor in group.tensors)
 
 
 def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any]]:

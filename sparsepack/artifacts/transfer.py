@@ -24,13 +24,12 @@ CUDA_AT_ONCE = 4
 _own = threading.local()
 
 
-def tensors_at_once(device: str) -> int:
-    """On how many tensors to work side by side.
+def tensors_at_once(device: str, most: int = CUDA_AT_ONCE) -> int:
+    """On how many tensors to work side by side: `most` for a CUDA device.
 
-    For a CUDA device one thread cannot read, hash and write as fast as it encodes. Encoders on a CPU use every core by
-    themselves.
+    There one thread cannot read, hash and write as fast as it encodes. Encoders on a CPU use every core by themselves.
     """
-    return CUDA_AT_ONCE if torch.device(device).type == "cuda" else 1
+    return most if torch.device(device).type == "cuda" else 1
 
 
 def stacked_on(device: str, parts: Sequence[Tensor]) -> Tensor:

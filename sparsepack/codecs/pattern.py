@@ -44,8 +44,14 @@ class Pattern:
 
 def grouped(values: Tensor, pattern: Pattern) -> Tensor:
     """[..., columns] -> [..., groups, of]: what belongs to each group, zeros after a shorter last one."""
-    padded = pad(values, (0, -values.shape[-1] % pattern.of))
-    return padded.view(*values.shape[:-1], -1, pattern.of)
+    padded = filled(values, pattern.of)
+    return padded.reshape(*values.shape[:-1], padded.shape[-1] // pattern.of, pattern.of)
+
+
+def filled(values: Tensor, multiple: int) -> Tensor:
+    """The last dimension with zeros after it up to a multiple; the values themselves where it is one."""
+    missing = -values.shape[-1] % multiple
+    return pad(values, (0, missing)) if missing else values  # `pad` would copy them
 
 
 def ungrouped(groups: Tensor, columns: int) -> Tensor:
@@ -59,11 +65,11 @@ def kept(scores: Tensor, pattern: Pattern) -> Tensor:
     scores: floating [..., columns], finite, at least 0. Returns bool [..., columns].
     """
     # What follows a shorter last group is chosen after all else.
-    filled = grouped(scores, pattern)
+    groups = grouped(scores, pattern)
     if tail := pattern.tail(scores.shape[-1]):
-        filled[..., -1, tail:] = -1
-    order = filled.argsort(dim=-1, descending=True, stable=True)
-    mask = torch.zeros_like(filled, dtype=torch.bool).scatter_(-1, order[..., : pattern.keep], True)
+        groups[..., -1, tail:] = -1
+    order = groups.argsort(dim=-1, descending=True, stable=True)
+    mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, order[..., : pattern.keep], True)
     return ungrouped(mask, scores.shape[-1])
 
 

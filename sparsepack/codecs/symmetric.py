@@ -23,13 +23,14 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     Computed in float32; nearest, ties to even. A row of zeros has scale 0. Raises `PackingError` for values that are
     not finite.
     """
-    largest = x.abs().amax(-1).float()
+    values = x.float()
+    largest = values.abs().amax(-1)
     if not torch.isfinite(largest).all():
         raise PackingError("a value is not finite; it cannot be quantised")
     # A tensor: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice.
     steps = largest.new_tensor(STEPS[dtype])
     inverse = torch.where(largest > SMALLEST, steps / largest, 0)
-    q = (x.float() * inverse[..., None]).clamp_(-STEPS[dtype], STEPS[dtype])
+    q = values * inverse[..., None]  # beyond the steps by a rounding of float32 at most, which that of the type undoes
     scale = torch.where(largest > SMALLEST, largest / steps, 0)
     return (q.round_() if dtype == torch.int8 else q).to(dtype), scale
 

@@ -9,7 +9,7 @@ from sparsepack.artifacts.folder.container import ArtifactFolder, FolderArtifact
 from sparsepack.artifacts.folder.writer import FolderPlan, model_texts
 from sparsepack.artifacts.formats import Format
 from sparsepack.artifacts.manifest import make_manifest
-from sparsepack.artifacts.plan import PlannedTensor, PlanRequest, manifest_shapes
+from sparsepack.artifacts.plan import PlannedTensor, PlanRequest, alone, manifest_shapes
 from sparsepack.codecs.matrices import encode_rows
 from sparsepack.models.checkpoint import Checkpoint
 
@@ -28,10 +28,10 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
         return encode_rows(checkpoint.tensor(name), format.matrices)
 
     shapes = checkpoint.source.shapes
-    tensors = tuple(PlannedTensor(name, shapes[name], format.matrices, partial(encoded, name)) for name in shapes)
+    tensors = [PlannedTensor(name, shapes[name], format.matrices) for name in shapes]
     return FolderPlan(
         format=format.name,
-        tensors=tensors,
+        groups=tuple(alone(tensor, partial(encoded, tensor.name)) for tensor in tensors),
         manifest=make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors), ()),
         texts=model_texts(checkpoint, format.name),
     )

@@ -11,6 +11,7 @@ from models_for_tests import SMALL, make_model
 
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import open_artifact
+from sparsepack.artifacts.plan import alone
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import zigzag
 from sparsepack.errors import ArtifactError
@@ -134,10 +135,10 @@ def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monke
 def test_padding_that_is_not_zero_is_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
     plan, full = plan_zigzag(checkpoints["odd"], {}), torch.randn(768, 256)
     dirty = [
-        dataclasses.replace(t, produce=lambda: zigzag.pack(full)) if t.name == "blk.0.mlp_in.weight" else t
-        for t in plan.tensors
+        alone(group.tensors[0], lambda: zigzag.pack(full)) if group.tensors[0].name == "blk.0.mlp_in.weight" else group
+        for group in plan.groups
     ]
-    dataclasses.replace(plan, tensors=tuple(dirty)).write(tmp_path / "m.gguf")
+    dataclasses.replace(plan, groups=tuple(dirty)).write(tmp_path / "m.gguf")
     problems = verify(tmp_path / "m.gguf").problems
     assert len(problems) == 1
     assert "blk.0.mlp_in.weight: rows after the 600 logical ones are not zero" in problems[0]

@@ -5,9 +5,11 @@ tokenizer.json ...  the model's other texts
 model.safetensors   the tensors, one after the other, without gaps
 sparsepack.json     {"sha256":        of this file, these 64 digits taken as zeros,
                      "manifest":      {...},
-                     "files":         {NAME: {"bytes": ..., "sha256": ...}},
-                     "header_sha256": of what stands before the tensors in model.safetensors,
-                     "tensors":       {NAME: SHA-256}}
+                     "files":         {NAME: {"bytes": ..., "sha256": ...}}, of model.safetensors the bytes alone:
+                     "header_sha256": of what stands before the tensors there,
+                     "tensors":       {NAME: SHA-256}}, which leaves no byte of it out
+
+Folders of an earlier sparsepack have a SHA-256 of the whole model.safetensors too, which nothing reads.
 """
 
 import json

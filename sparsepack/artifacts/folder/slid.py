@@ -13,9 +13,9 @@ is loaded. config.json says in `quantization_config.patterns` which Linear has w
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from sparsepack.artifacts.folder.layout import CONFIG
 from sparsepack.artifacts.folder.writer import FolderPlan, model_texts
 from sparsepack.artifacts.formats import Format
 from sparsepack.artifacts.manifest import PRUNING, make_manifest
-from sparsepack.artifacts.plan import PlannedTensor, PlanRequest
+from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, tensors_of
 from sparsepack.artifacts.stock import StockModel
-from sparsepack.artifacts.transfer import stacked_on
+from sparsepack.artifacts.transfer import stacked_on, tensors_at_once
+from sparsepack.codecs import slid_matrix
 from sparsepack.codecs.pattern import Pattern
-from sparsepack.codecs.slide import Slide, pack_positions, slide, unpack_positions, unslide
-from sparsepack.codecs.symmetric import STEPS, dequantised, quantise_rows
+from sparsepack.codecs.slide import Slide, unpack_positions, unslide
+from sparsepack.codecs.symmetric import STEPS, dequantised
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
@@ -45,11 +46,16 @@ POSITIONS, SCALE = "_positions", "_scale"
 VALUES: Mapping[str, torch.dtype] = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16}
 """By the format's type."""
 
+SLID_AT_ONCE = 16
+"""Matrices side by side for a CUDA device: hashing and writing take many times as long as sliding, and a matrix there
+little more memory than its weights."""
+
 _OWN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> FolderPlan:
-    """A pruned model as a slid folder: one matrix is in memory at a time.
+    """A pruned model as a slid folder. Writing it holds one matrix in memory; a CUDA device holds `SLID_AT_ONCE`, and
+    the host 32 MiB of each.
 
     The patterns are those that `prune` recorded beside the checkpoint, or `request.pattern` for all matrices of the
     blocks. Raises `PackingError` where there are none, or windows cannot hold one; writing raises it naming a matrix
@@ -58,11 +64,11 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     record = pruning_record(checkpoint.path)
     patterns = _patterns(checkpoint, record, request.pattern)
     slides = {name: Slide(pattern) for name, pattern in patterns.items()}
-    tensors = tuple(_tensors(format, checkpoint, slides, request.device))
+    groups = tuple(_groups(format, checkpoint, slides, request.device))
     shapes = checkpoint.source.shapes
     listed = {
         tensor.name: {"shape": list(shapes.get(tensor.name, tensor.shape)), "padding_rows": 0}
-        for tensor in tensors
+        for tensor in tensors_of(groups)
         if len(tensor.shape) == 2
     }
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
@@ -71,8 +77,9 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     said = {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}
     return FolderPlan(
         format=format.name,
-        tensors=tensors,
+        groups=groups,
         notes=tuple(notes),
+        at_once=tensors_at_once(request.device, SLID_AT_ONCE),
         manifest=make_manifest(format.name, checkpoint, provenance, listed, notes),
         texts=model_texts(checkpoint, format.name, patterns=said),
     )
@@ -95,41 +102,36 @@ def _matrices(checkpoint: Checkpoint) -> list[str]:
     return [f"model.layers.{layer}.{name}" for layer in range(checkpoint.layers) for name in names]
 
 
-def _tensors(
-    format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide], device: str
-) -> Iterator[PlannedTensor]:
+def _groups(format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide], device: str) -> Iterator[PlannedGroup]:
+    """What stays as it is, then the slid matrices: embedding and output take a thread longest, so they begin first."""
     source, kind = checkpoint.source, format.matrices
-
-    @lru_cache(maxsize=1)  # the three tensors of a matrix are made one after the other
-    def made(name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        weight = stacked_on(device, [checkpoint.tensor(f"{name}.weight")])
-        values, positions = slide(weight, slides[name])
-        packed = pack_positions(positions)
-        if kind == "BF16":
-            return values.to(torch.bfloat16), packed, None
-        q, scale = quantise_rows(values, VALUES[kind])
-        return q, packed, scale
-
-    def part(name: str, number: int) -> Tensor:
-        found = made(name)[number]
-        assert found is not None
-        return found.contiguous().view(torch.uint8)
+    slid = {f"{name}.weight": how for name, how in slides.items()}
 
     def own(name: str) -> Tensor:
-        return checkpoint.tensor(name).contiguous().view(-1).view(torch.uint8)
+        return _bytes(checkpoint.tensor(name))
+
+    def made(name: str) -> Sequence[Tensor]:
+        weight = stacked_on(device, [checkpoint.tensor(name)])
+        parts = slid_matrix.encode(weight, slid[name], VALUES[kind])
+        return [_bytes(part) for part in parts if part is not None]
 
     for name, shape in source.shapes.items():
-        base = name.removesuffix(".weight")
-        if base in slides and base != name:
-            rows, columns = shape
-            stored = slides[base].stored(columns)
-            yield PlannedTensor(name, (rows, stored), kind, partial(part, base, 0), logical=shape)
-            across = -(-stored // 4)
-            yield PlannedTensor(name + POSITIONS, (rows, across), "U8", partial(part, base, 1), weights=False)
-            if kind != "BF16":
-                yield PlannedTensor(name + SCALE, (rows,), "F32", partial(part, base, 2), weights=False)
-        else:
-            yield PlannedTensor(name, shape, _OWN_TYPES[source.dtypes[name]], partial(own, name))
+        if name not in slid:
+            yield alone(PlannedTensor(name, shape, _OWN_TYPES[source.dtypes[name]]), partial(own, name))
+    for name, how in slid.items():
+        rows, columns = source.shapes[name]
+        stored = how.stored(columns)
+        parts = [
+            PlannedTensor(name, (rows, stored), kind, logical=(rows, columns)),
+            PlannedTensor(name + POSITIONS, (rows, -(-stored // 4)), "U8", weights=False),
+        ]
+        if kind != "BF16":
+            parts.append(PlannedTensor(name + SCALE, (rows,), "F32", weights=False))
+        yield PlannedGroup(tuple(parts), partial(made, name))
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.contiguous().view(-1).view(torch.uint8)
 
 
 def opened(folder: ArtifactFolder, manifest: Mapping[str, Any]) -> Artifact:

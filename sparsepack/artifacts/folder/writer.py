@@ -1,16 +1,15 @@
 """Write an artifact that is a folder: tensor by tensor, sealed with hashes, there as a whole or not at all."""
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, METHOD, WEIGHTS, sealed
+from sparsepack.artifacts.placing import places, write_groups
 from sparsepack.artifacts.plan import Plan
-from sparsepack.artifacts.transfer import host_pieces
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.tensors import header
@@ -34,26 +33,16 @@ class FolderPlan(Plan):
     @property
     def total_bytes(self) -> int:
         files = [len(text.encode()) for text in self.texts.values()]
-        blank = dict.fromkeys((tensor.name for tensor in self.tensors), NO_HASH)
-        return sum(files) + self._weights_bytes + len(self._sealed(NO_HASH, blank))
+        return sum(files) + self._weights_bytes + len(self._sealed([NO_HASH] * len(self.tensors)))
 
     def write(self, path: Path, overwrite: bool = False) -> None:
         check_output(path, overwrite, folder=True, marker=MANIFEST)
-        with atomic_folder(path, overwrite) as folder, progress("packing", len(self.tensors)) as advance:
+        with atomic_folder(path, overwrite) as folder, progress("packing", len(self.groups)) as advance:
             for name, text in self.texts.items():
                 (folder / name).write_bytes(text.encode())
-            whole, hashes = hashlib.sha256(self._header), {}
-            with (folder / WEIGHTS).open("wb") as file:
-                file.write(self._header)
-                for tensor in self.tensors:
-                    digest = hashlib.sha256()
-                    for piece in host_pieces(tensor.data()):
-                        file.write(piece)
-                        digest.update(piece)
-                        whole.update(piece)
-                    hashes[tensor.name] = digest.hexdigest()
-                    advance()
-            (folder / MANIFEST).write_bytes(self._sealed(whole.hexdigest(), hashes))
+            starts = places(len(self._header), self.tensors)
+            hashes = write_groups(folder / WEIGHTS, self._header, self.groups, starts, self.at_once, advance)
+            (folder / MANIFEST).write_bytes(self._sealed(hashes))
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
 
@@ -65,12 +54,16 @@ class FolderPlan(Plan):
     def _weights_bytes(self) -> int:
         return len(self._header) + sum(tensor.nbytes for tensor in self.tensors)
 
-    def _sealed(self, weights_sha256: str, hashes: Mapping[str, str]) -> bytes:
+    def _sealed(self, hashes: Sequence[str]) -> bytes:
         files = {name: text.encode() for name, text in self.texts.items()}
         listed = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in files.items()}
-        listed[WEIGHTS] = {"bytes": self._weights_bytes, "sha256": weights_sha256}
-        header = {"header_sha256": sha256_bytes(self._header)}
-        return sealed({"manifest": self.manifest, "files": listed, **header, "tensors": hashes})
+        inside = {
+            "manifest": self.manifest,
+            "files": {**listed, WEIGHTS: {"bytes": self._weights_bytes}},
+            "header_sha256": sha256_bytes(self._header),
+            "tensors": {tensor.name: digest for tensor, digest in zip(self.tensors, hashes, strict=True)},
+        }
+        return sealed(inside)
 
 
 def model_texts(checkpoint: Checkpoint, format: str, **quantization: Any) -> dict[str, str]:

@@ -21,7 +21,14 @@ from sparsepack.artifacts.llama_cpp.keys import architecture_keys, rotary_factor
 from sparsepack.artifacts.llama_cpp.pretokenizers import INEXACT
 from sparsepack.artifacts.llama_cpp.vocabulary import VALUE_TYPES, vocabulary
 from sparsepack.artifacts.manifest import make_manifest
-from sparsepack.artifacts.plan import PlannedTensor, PlanRequest, manifest_shapes
+from sparsepack.artifacts.plan import (
+    PlannedGroup,
+    PlannedTensor,
+    PlanRequest,
+    alone,
+    manifest_shapes,
+    tensors_of,
+)
 from sparsepack.artifacts.transfer import stacked_on, tensors_at_once
 from sparsepack.codecs.matrices import encode_rows
 from sparsepack.codecs.types import BLOCKS
@@ -64,12 +71,12 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     embedding, more = embedding_types(checkpoint, request.embedding_type, request.output_type, auto)
     notes += more
     types = embedding | _types(checkpoint, type, notes)
-    tensors = tuple(_tensors(checkpoint, architecture, types, request.device))
-    manifest = make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors), notes)
+    groups = tuple(_groups(checkpoint, architecture, types, request.device))
+    manifest = make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors_of(groups)), notes)
     own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
     return GgufPlan(
         format=format.name,
-        tensors=tensors,
+        groups=groups,
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
         architecture=checkpoint.family.gguf,
@@ -87,14 +94,14 @@ def _vocabulary_values(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Ke
     return {key: (value, *VALUE_TYPES[key]) for key, value in keys.items()}
 
 
-def _tensors(
+def _groups(
     checkpoint: Checkpoint, architecture: Architecture, types: Mapping[str, str], device: str
-) -> Iterator[PlannedTensor]:
+) -> Iterator[PlannedGroup]:
     shapes = checkpoint.source.shapes
     factors = rotary_factors(architecture, checkpoint.config)
     if factors is not None:
         stored = partial(encode_rows, factors, "F32")
-        yield PlannedTensor(ROTARY_FACTORS, tuple(factors.shape), "F32", stored, weights=False)
+        yield alone(PlannedTensor(ROTARY_FACTORS, tuple(factors.shape), "F32", weights=False), stored)
     for name, source in gguf_names(checkpoint.layers).items():
         if source not in shapes or (source == HEAD and checkpoint.tied):
             continue
@@ -105,7 +112,7 @@ def _tensors(
                 "pack as zigzag-q4_k, which sparsepack itself runs"
             )
         kind = types.get(name, "F32")
-        yield PlannedTensor(name, shape, kind, partial(_encoded, checkpoint, source, kind, device))
+        yield alone(PlannedTensor(name, shape, kind), partial(_encoded, checkpoint, source, kind, device))
 
 
 def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str]:

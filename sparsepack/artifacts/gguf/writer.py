@@ -1,12 +1,9 @@
 """Write a GGUF of ours: tensor by tensor, sealed with hashes, there as a whole or not at all."""
 
-import hashlib
 import io
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +12,11 @@ from gguf.gguf_writer import WriterState
 
 from sparsepack.artifacts.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
 from sparsepack.artifacts.gguf.values import KeyValue
-from sparsepack.artifacts.plan import Plan, PlannedTensor
-from sparsepack.artifacts.transfer import host_pieces
+from sparsepack.artifacts.placing import places, write_groups
+from sparsepack.artifacts.plan import Plan
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.files.hashing import NO_HASH
-from sparsepack.files.parallel import parallel_map
 from sparsepack.progress import progress
 
 
@@ -41,19 +37,13 @@ class GgufPlan(Plan):
         return self._places[-1]
 
     def write(self, path: Path, overwrite: bool = False) -> None:
-        with atomic_file(path, overwrite) as temporary, progress("packing", len(self.tensors)) as advance:
-            temporary.write_bytes(self._header)
-            *starts, end = self._places
-            os.truncate(temporary, end)  # what is not written, the padding, is zeros
-            placed = zip(self.tensors, starts, strict=True)
-            hashes = parallel_map(lambda job: _write(temporary, *job), placed, self.at_once, advance)
-            seal(temporary, starts[0], hashes)
+        with atomic_file(path, overwrite) as temporary, progress("packing", len(self.groups)) as advance:
+            hashes = write_groups(temporary, self._header, self.groups, self._places, self.at_once, advance)
+            seal(temporary, self._places[0], hashes)
 
     @cached_property
     def _places(self) -> list[int]:
-        """Where each tensor begins, and where the file ends."""
-        sizes = [len(self._header), *(tensor.nbytes for tensor in self.tensors)]
-        return list(accumulate(size + -size % self.alignment for size in sizes))
+        return places(len(self._header), self.tensors, self.alignment)
 
     @cached_property
     def _header(self) -> bytes:
@@ -81,15 +71,3 @@ class GgufPlan(Plan):
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         return header.getvalue()
-
-
-def _write(path: Path, tensor: PlannedTensor, start: int) -> str:
-    """Write a tensor's bytes where they belong; returns their SHA-256."""
-    digest = hashlib.sha256()
-    data = tensor.data()
-    with path.open("r+b") as file:
-        file.seek(start)
-        for piece in host_pieces(data):
-            digest.update(piece)
-            file.write(piece)
-    return digest.hexdigest()

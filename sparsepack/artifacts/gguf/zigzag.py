@@ -36,7 +36,14 @@ from sparsepack.artifacts.gguf.writer import GgufPlan
 from sparsepack.artifacts.gguf.zigzag_artifact import ZigzagArtifact
 from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, site_shapes
 from sparsepack.artifacts.manifest import make_manifest
-from sparsepack.artifacts.plan import PlannedTensor, PlanRequest, manifest_shapes
+from sparsepack.artifacts.plan import (
+    PlannedGroup,
+    PlannedTensor,
+    PlanRequest,
+    alone,
+    manifest_shapes,
+    tensors_of,
+)
 from sparsepack.artifacts.transfer import stacked_on, tensors_at_once
 from sparsepack.codecs import zigzag
 from sparsepack.codecs.matrices import encode_rows
@@ -69,8 +76,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     _check_rules(checkpoint, request.rules)
     architecture = _numbers(checkpoint)
     embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
-    tensors = tuple(_tensors(checkpoint, architecture, request.rules, embedding, request.device))
-    shapes = manifest_shapes(sorted(tensors, key=lambda tensor: tensor.name in embedding))
+    groups = tuple(_groups(checkpoint, architecture, request.rules, embedding, request.device))
+    shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
     manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes)
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
@@ -81,7 +88,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         values[CHAT_TEMPLATE] = string(template)
     return GgufPlan(
         format=format.name,
-        tensors=tensors,
+        groups=groups,
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
         architecture=ARCHITECTURE,
@@ -97,23 +104,23 @@ def _numbers(checkpoint: Checkpoint) -> Architecture:
         raise PackingError(str(error)) from error
 
 
-def _tensors(
+def _groups(
     checkpoint: Checkpoint,
     architecture: Architecture,
     rules: Rules,
     embedding: Mapping[str, str],
     device: str,
-) -> Iterator[PlannedTensor]:
+) -> Iterator[PlannedGroup]:
     """Every tensor, in the order in which an engine needs them."""
     big = (architecture.vocabulary, architecture.hidden)
 
-    def matrix(name: str, source: str) -> PlannedTensor:
+    def matrix(name: str, source: str) -> PlannedGroup:
         kind = embedding[name]
 
         def encoded() -> Tensor:
             return encode_rows(stacked_on(device, [checkpoint.tensor(source)]), kind)
 
-        return PlannedTensor(name, big, kind, encoded)
+        return alone(PlannedTensor(name, big, kind), encoded)
 
     yield matrix("token_embd.weight", EMBEDDING)
     for layer in range(checkpoint.layers):
@@ -131,7 +138,7 @@ def _tensors(
 
 def _planned_site(
     checkpoint: Checkpoint, layer: int, site: str, rows: int, columns: int, device: str
-) -> Iterator[PlannedTensor]:
+) -> Iterator[PlannedGroup]:
     name = f"blk.{layer}.{site}"
     if checkpoint.stacked_shape(site, layer) != (rows, columns):
         found = checkpoint.stacked_shape(site, layer)
@@ -146,23 +153,23 @@ def _planned_site(
         return encode_rows(stacked, "F32")
 
     shape = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
-    yield PlannedTensor(f"{name}.weight", shape, "Q4_K", weight, logical=(rows, columns))
+    yield alone(PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(rows, columns)), weight)
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
-        yield PlannedTensor(f"{name}.bias", (rows,), "F32", bias)
+        yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
 
 
-def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedTensor]:
+def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
     for part, value in (("threshold", rule.limits), ("offset", rule.offset)):
         if value is not None:
             data = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
-            bytes_of = partial(data.view, torch.uint8)
-            yield PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", bytes_of, weights=False)
+            tensor = PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", weights=False)
+            yield alone(tensor, partial(data.view, torch.uint8))
 
 
-def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedTensor:
+def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     shape = checkpoint.source.shapes[source]
-    return PlannedTensor(name, shape, "F32", lambda: encode_rows(checkpoint.tensor(source), "F32"))
+    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.tensor(source), "F32"))
 
 
 def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from sparsepack.artifacts.gguf import writer
+from sparsepack.artifacts import placing
 from sparsepack.artifacts.gguf.integrity import check_header, check_tensors
 from sparsepack.artifacts.gguf.values import KeyValue, f32, string, u32
 from sparsepack.artifacts.gguf.writer import GgufPlan
-from sparsepack.artifacts.plan import PlannedTensor
+from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor, alone
 from sparsepack.errors import OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
 
@@ -35,7 +35,7 @@ def no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if "Pool" in thread.name]
 
 
-def planned(count: int, made: list[int] | None = None, slow: int | None = None) -> list[PlannedTensor]:
+def planned(count: int, made: list[int] | None = None, slow: int | None = None) -> list[PlannedGroup]:
     """Float32 tensors of 1000, 1001, ... numbers, each its own index; `made` notes them, `slow` takes its time."""
 
     def produce(index: int) -> torch.Tensor:
@@ -44,11 +44,11 @@ def planned(count: int, made: list[int] | None = None, slow: int | None = None) 
         time.sleep(0.1 if index == slow else 0)
         return torch.full((ROWS + index,), float(index)).view(torch.uint8)
 
-    return [PlannedTensor(f"t{i}", (ROWS + i,), "F32", lambda i=i: produce(i)) for i in range(count)]
+    return [alone(PlannedTensor(f"t{i}", (ROWS + i,), "F32"), lambda i=i: produce(i)) for i in range(count)]
 
 
-def write_gguf(path: Path, values: dict[str, KeyValue], tensors: list[PlannedTensor], **options: Any) -> None:
-    plan = GgufPlan(format="test", architecture="test", values=values, tensors=tuple(tensors), **options)
+def write_gguf(path: Path, values: dict[str, KeyValue], groups: list[PlannedGroup], **options: Any) -> None:
+    plan = GgufPlan(format="test", architecture="test", values=values, groups=tuple(groups), **options)
     plan.write(path)
     assert path.stat().st_size == plan.total_bytes
 
@@ -74,7 +74,7 @@ def test_tensors_are_made_when_their_turn_comes(tmp_path: Path) -> None:
     def fails() -> torch.Tensor:
         raise KeyboardInterrupt
 
-    tensors[2] = PlannedTensor("t2", (4,), "F32", fails)
+    tensors[2] = alone(PlannedTensor("t2", (4,), "F32"), fails)
     with pytest.raises(KeyboardInterrupt):
         write_gguf(tmp_path / "m.gguf", {}, tensors)
     assert made == [0, 1]
@@ -106,14 +106,14 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, size: int, at_on
 def test_a_disk_that_fills_up_under_a_tensor_is_said_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    pieces, made = writer.host_pieces, list[int]()
+    pieces, made = placing.host_pieces, list[int]()
 
     def full(data: torch.Tensor) -> Iterator[memoryview]:
         if data.nbytes == 4 * (ROWS + 7):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield from pieces(data)
 
-    monkeypatch.setattr(writer, "host_pieces", full)
+    monkeypatch.setattr(placing, "host_pieces", full)
     with pytest.raises(OutputError, match="the disk is full"):
         write_gguf(tmp_path / "m.gguf", {}, planned(1000, made), at_once=at_once)
     assert len(made) < 1000
@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_under_a_tensor_is_said_and_leaves_nothing(
 
 
 def test_a_tensor_of_another_size_than_planned_is_a_bug(tmp_path: Path) -> None:
-    wrong = PlannedTensor("t", (4,), "F32", lambda: torch.zeros(3, dtype=torch.uint8))
+    wrong = alone(PlannedTensor("t", (4,), "F32"), lambda: torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="t: 3 bytes were made, 16 planned"):
         write_gguf(tmp_path / "m.gguf", {}, [wrong])
 
@@ -145,7 +145,7 @@ def test_a_tensor_that_cannot_be_encoded_is_named_and_nothing_left(tmp_path: Pat
     made: list[int] = []
     tensors = planned(1000, made, slow=1)
     for index in (3, 4):
-        tensors[index] = PlannedTensor(f"t{index}", (4,), "F32", fails)
+        tensors[index] = alone(PlannedTensor(f"t{index}", (4,), "F32"), fails)
     with pytest.raises(PackingError, match=r"^t3: no$"):
         write_gguf(tmp_path / "m.gguf", {}, tensors, at_once=at_once)
     assert len(made) < 999
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, at_once: int) -> None:
         return torch.zeros(16, dtype=torch.uint8)
 
     tensors = planned(1000)
-    tensors[2] = PlannedTensor("t2", (4,), "F32", interrupted)
+    tensors[2] = alone(PlannedTensor("t2", (4,), "F32"), interrupted)
     # Tried again, as a user presses again: Python drops the exception where a weak reference's callback runs.
     for _ in range(3):
         (tmp_path / "m.gguf").unlink(missing_ok=True)

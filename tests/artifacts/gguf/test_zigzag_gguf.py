@@ -20,6 +20,7 @@ from sparsepack.artifacts.gguf.values import MANIFEST as KEY
 from sparsepack.artifacts.gguf.values import string, u32
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import open_artifact, read_packed
+from sparsepack.artifacts.plan import PlannedGroup
 from sparsepack.artifacts.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.codecs import q4_k
@@ -262,8 +263,8 @@ def test_provenance_is_in_the_manifest(checkpoints: Checkpoints, tmp_path: Path)
 def forged(checkpoint: Checkpoint, path: Path, change: Any) -> Path:
     """A zigzag file with intact hashes that says something else."""
     plan = plan_zigzag(checkpoint, {})
-    values, tensors = change(dict(plan.values), list(plan.tensors))
-    dataclasses.replace(plan, values=values, tensors=tuple(tensors)).write(path)
+    values, groups = change(dict(plan.values), list(plan.groups))
+    dataclasses.replace(plan, values=values, groups=tuple(groups)).write(path)
     return path
 
 
@@ -272,8 +273,13 @@ def edited(values: dict, key: str, **changes: Any) -> dict:
     return values | {key: (json.dumps(json.loads(text) | changes), *rest)}
 
 
-def renamed(tensors: list, old: str, new: str) -> list:
-    return [dataclasses.replace(t, name=new) if t.name == old else t for t in tensors]
+def renamed(groups: list, old: str, new: str) -> list:
+    return [named(group, new) if group.tensors[0].name == old else group for group in groups]
+
+
+def named(group: PlannedGroup, name: str) -> PlannedGroup:
+    (tensor,) = group.tensors
+    return dataclasses.replace(group, tensors=(dataclasses.replace(tensor, name=name),))
 
 
 NUMBERS = "sparsepack.architecture"
@@ -285,7 +291,7 @@ FORGED = {
     "no shapes": (lambda v, t: (edited(v, KEY, tensors={}), t), "logical shape None"),
     "missing tensor": (lambda v, t: (v, t[:-1]), "output.weight is missing"),
     "unknown tensor": (lambda v, t: (v, renamed(t, "output.weight", "x")), "output.weight is missing"),
-    "extra tensor": (lambda v, t: (v, [*t, dataclasses.replace(t[-1], name="x")]), "x is not understood"),
+    "extra tensor": (lambda v, t: (v, [*t, named(t[-1], "x")]), "x is not understood"),
     "other width": (lambda v, t: (edited(v, NUMBERS, intermediate=100), t), "the architecture means Q4_K"),
     "no numbers": (lambda v, t: (edited(v, NUMBERS, layers="two"), t), "layers 'two'"),
     "many layers": (lambda v, t: (edited(v, NUMBERS, layers=10**12), t), "layers 10000*0, expected"),
@@ -326,9 +332,8 @@ RESERVED = {
 }
 
 
-def policy(tensors: list, name: str) -> Any:
-    vector = next(t for t in tensors if t.name == "output_norm.weight")
-    return dataclasses.replace(vector, name=name)
+def policy(groups: list, name: str) -> PlannedGroup:
+    return named(next(group for group in groups if group.tensors[0].name == "output_norm.weight"), name)
 
 
 @pytest.mark.parametrize("found", RESERVED)

@@ -1,0 +1,158 @@
+"""The writer of folders: the same bytes however many groups it works on at once, each made once, and nothing left of a
+folder that cannot be made."""
+
+import json
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import make_model
+
+import sparsepack
+from sparsepack.artifacts.folder import slid as slid_folder
+from sparsepack.artifacts.folder.layout import MANIFEST, WEIGHTS, sealed, unsealed
+from sparsepack.artifacts.folder.writer import FolderPlan
+from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor
+from sparsepack.artifacts.verify import verify
+from sparsepack.codecs import slid_matrix
+from sparsepack.errors import PackingError
+from sparsepack.files.hashing import sha256_bytes
+from sparsepack.pack import PackRequest, pack
+from sparsepack.prune.options import PruneOptions
+
+AT_ONCE = [1, 2, 5]
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pruned")
+    sparsepack.prune(make_model(folder / "m", "qwen2"), folder / "pruned", PruneOptions(6, 8, method="magnitude"))
+    return folder / "pruned"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Encoders on the CPU are not made to run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def groups(count: int, live: Counter[str] | None = None, bad: tuple[int, ...] = ()) -> tuple[PlannedGroup, ...]:
+    """Of a matrix and two vectors each; `live` notes how many are in memory, `now` and at `most`."""
+    lock = threading.Lock()
+
+    def note(change: int) -> None:
+        if live is not None:
+            with lock:
+                live["now"] += change
+                live["most"] = max(live["most"], live["now"])
+
+    def produce(number: int) -> list[torch.Tensor]:
+        if number in bad:
+            raise PackingError("no")
+        note(1)
+        matrix = torch.full((8, 100 + number), number, dtype=torch.uint8)
+        weakref.finalize(matrix, note, -1)
+        time.sleep(0.002 * (number % 3))
+        return [matrix, torch.full((number,), 7, dtype=torch.uint8), torch.arange(4.0).view(torch.uint8)]
+
+    def tensors(number: int) -> tuple[PlannedTensor, ...]:
+        shapes = {"U8": (8, 100 + number), "I8": (number,), "F32": (4,)}
+        return tuple(PlannedTensor(f"{number}.{kind}", shape, kind) for kind, shape in shapes.items())
+
+    return tuple(PlannedGroup(tensors(n), lambda n=n: produce(n)) for n in range(count))
+
+
+def plan(planned: tuple[PlannedGroup, ...], at_once: int) -> FolderPlan:
+    texts = {"config.json": "{}"}
+    return FolderPlan(format="test", groups=planned, at_once=at_once, manifest={"schema": 1}, texts=texts)
+
+
+@pytest.mark.parametrize("at_once", AT_ONCE)
+def test_tensors_of_a_group_stand_in_their_places_with_their_hashes(tmp_path: Path, at_once: int) -> None:
+    made = plan(groups(30), at_once)
+    made.write(tmp_path / "m")
+    raw, inside = (tmp_path / "m" / WEIGHTS).read_bytes(), unsealed(tmp_path / "m" / MANIFEST)
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    assert [name for name in header if name != "__metadata__"] == [tensor.name for tensor in made.tensors]
+    for number in range(30):
+        first, last = header[f"{number}.U8"]["data_offsets"]
+        assert raw[start + first : start + last] == bytes([number]) * (8 * (100 + number))
+    for name, digest in inside["tensors"].items():
+        first, last = header[name]["data_offsets"]
+        assert sha256_bytes(raw[start + first : start + last]) == digest
+    assert inside["files"][WEIGHTS] == {"bytes": len(raw)}
+    assert made.total_bytes == sum(len(data) for data in content(tmp_path / "m").values())
+    plan(groups(30), 1).write(tmp_path / "one")
+    assert content(tmp_path / "m") == content(tmp_path / "one")
+
+
+@pytest.mark.parametrize("at_once", AT_ONCE)
+def test_no_more_groups_are_in_memory_than_in_work(tmp_path: Path, at_once: int) -> None:
+    live: Counter[str] = Counter()
+    plan(groups(40, live), at_once).write(tmp_path / "m")
+    assert live["most"] <= at_once
+    assert live["now"] == 0
+
+
+@pytest.mark.parametrize("at_once", AT_ONCE)
+def test_the_first_group_that_cannot_be_made_is_named_and_nothing_left(tmp_path: Path, at_once: int) -> None:
+    with pytest.raises(PackingError, match=r"^5\.U8: no$"):
+        plan(groups(1000, bad=(5, 6, 7)), at_once).write(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("format", ["slide-int8", "slide-bf16"])
+def test_threads_write_the_slid_folder_that_one_writes_and_slide_each_matrix_once(
+    format: str, pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, slid = slid_matrix.encode, list[int]()
+
+    def counted(weight: torch.Tensor, *how: object) -> object:
+        slid.append(weight.data_ptr())
+        return encode(weight, *how)
+
+    monkeypatch.setattr(slid_matrix, "encode", counted)
+    for at_once in (1, 3):
+        monkeypatch.setattr(slid_folder, "tensors_at_once", lambda device, most, at_once=at_once: at_once)
+        (tmp_path / str(at_once)).mkdir()  # the card says what the folder is called
+        pack(PackRequest(str(pruned), tmp_path / str(at_once) / "m", format=format))
+    assert len(slid) == 2 * 14
+    assert content(tmp_path / "1" / "m") == content(tmp_path / "3" / "m")
+    assert verify(tmp_path / "3" / "m", str(pruned)).passed
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_threads_name_the_first_matrix_without_its_pattern(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    for at_once in AT_ONCE:
+        monkeypatch.setattr(slid_folder, "tensors_at_once", lambda device, most, at_once=at_once: at_once)
+        with pytest.raises(PackingError) as caught:
+            pack(PackRequest(str(pruned), tmp_path / "m", format="slide-int8", keep=4, of=6))
+        said.append(str(caught.value))
+        assert not list(tmp_path.iterdir())
+    assert said == said[:1] * len(AT_ONCE)
+
+
+def test_folders_with_a_hash_of_the_whole_file_are_still_read(pruned: Path, tmp_path: Path) -> None:
+    pack(PackRequest(str(pruned), tmp_path / "m", format="slide-int8"))
+    inside = unsealed(tmp_path / "m" / MANIFEST)
+    del inside["sha256"]
+    inside["files"][WEIGHTS]["sha256"] = sha256_bytes((tmp_path / "m" / WEIGHTS).read_bytes())
+    (tmp_path / "m" / MANIFEST).write_bytes(sealed(inside))
+    assert verify(tmp_path / "m", str(pruned)).passed
