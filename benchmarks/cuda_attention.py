@@ -15,11 +15,12 @@ from typing import Any
 
 import click
 import torch
-from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
+from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.cli.tables import table
 from sparsepack.runtime.cuda.attention import AttentionParameters, attend
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention

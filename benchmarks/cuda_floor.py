@@ -18,9 +18,10 @@ import click
 import torch
 from cuda_chain import Buffers
 from cuda_gemv import ANCHORS, BYTES, FEWEST, SUMMED
-from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
+from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
+from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.cli.tables import table
 from sparsepack.runtime.cuda.compiler import FOLDER, cuda_core
 from sparsepack.runtime.cuda.handoff import handoff_buffers

@@ -20,9 +20,10 @@ import click
 import torch
 from cuda_chain import Chain
 from cuda_synthetic import random_zigzag
-from cuda_timing import device_line, graph_seconds, interleaved, read_bandwidth
+from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
+from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.cli.tables import table
 from sparsepack.codecs import zigzag
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, load_zigzag

@@ -1,31 +1,11 @@
-"""Time launches on a GPU: many of them in one CUDA graph, so that no host is measured."""
+"""What the GPU benchmarks share: several ways in turns, the memory's bandwidth, the head of a report."""
 
 import statistics
 from collections.abc import Callable
 
 import torch
 
-
-def graph_seconds(run: Callable[[int], object], count: int) -> Callable[[], float]:
-    """A function that replays run(0), run(1), ... run(count - 1), and returns the seconds of one of them."""
-    for i in range(count):
-        run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        for i in range(count):
-            run(i)
-    graph.replay()
-
-    def replay() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / count
-
-    return replay
+from sparsepack.bench.graph_timing import graph_seconds
 
 
 def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:

@@ -54,9 +54,13 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
     for kind, path in files.items():
         dense, sparse = (statistics.median(speeds[kind, mode]) for mode in ("dense", "sparse"))
         stored = f"{packed[kind].embedding.type} ({kind})"
-        rows.append([stored, f"{path.stat().st_size / 1e6:.0f}", f"{dense:.1f}", f"{sparse:.1f}", f"{sparse / dense:.2f}"])
+        rows.append(
+            [stored, f"{path.stat().st_size / 1e6:.0f}", f"{dense:.1f}", f"{sparse:.1f}", f"{sparse / dense:.2f}"]
+        )
     where = torch.cuda.get_device_name() if torch.device(device).type == "cuda" else "CPU"
-    click.echo(f"{size.name}, {where}, {skipped['sparse']:.1%} of the block weights skipped; medians of {rounds} rounds")
+    click.echo(
+        f"{size.name}, {where}, {skipped['sparse']:.1%} of the block weights skipped; medians of {rounds} rounds"
+    )
     click.echo(table(["embedding", "MB", "dense, t/s", "sparse, t/s", "x"], rows))
 
 

@@ -1,6 +1,7 @@
 """A Linear with slid weights, for stock transformers models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ class SlidLinear(nn.Module):
     weight_scale     -- float32 [rows]; None for bfloat16
     bias             -- [rows], or None
 
-    Inputs [..., columns] are quantised token by token to the values' type, outputs have the inputs' type.
+    Inputs [..., columns] are quantised token by token to the values' type, outputs have the inputs' type. NVIDIA GPUs
+    have kernels (`runtime.cuda.slide`), other devices the reference.
     """
 
     def __init__(
@@ -41,12 +43,20 @@ class SlidLinear(nn.Module):
         self.weight_positions = parameter(rows, -(-stored // 4), dtype=torch.uint8)
         self.weight_scale = None if dtype == torch.bfloat16 else parameter(rows, dtype=torch.float32)
         self.bias = parameter(rows, dtype=of) if bias else None
+        self._prepared: tuple[Any, Callable[[Tensor], Tensor]] | None = None
 
     @classmethod
     def in_place_of(cls, linear: nn.Linear, how: Slide, dtype: torch.dtype) -> "SlidLinear":
         """One of the same shape, bias and device, without weights yet."""
         weight, bias = linear.weight, linear.bias is not None
         return cls(linear.in_features, linear.out_features, how, dtype, bias, weight.dtype, weight.device)
+
+    def _load_from_state_dict(self, *given: Any, **settings: Any) -> None:
+        self._prepared = None
+        super()._load_from_state_dict(*given, **settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}  # it can neither be pickled nor serve a copy
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.how.pattern}, {self.weight.dtype}"
@@ -57,8 +67,24 @@ class SlidLinear(nn.Module):
         return SlidMatrix(self.weight, self.weight_positions, self.weight_scale, self.how, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, scale = quantise_slide(x.flatten(0, -2), self.how, self.weight.dtype)
+        inputs = x.flatten(0, -2)
+        y = self._on_gpu(inputs) if x.is_cuda else self._by_reference(inputs)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _by_reference(self, x: Tensor) -> Tensor:
+        q, scale = quantise_slide(x, self.how, self.weight.dtype)
         y = slide_matmul(self.matrix, q, scale)
         if self.bias is not None:
             y = y + self.bias.float()
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return y.to(x.dtype)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _on_gpu(self, x: Tensor) -> Tensor:
+        """The weights are prepared when the first inputs come, and again once they lie elsewhere."""
+        key = (x.dtype, *(t.data_ptr() for t in (self.weight, self.weight_positions)))
+        if self._prepared is None or self._prepared[0] != key:
+            from sparsepack.runtime.cuda.slide.product import slid_product
+
+            self._prepared = None  # its memory is free before more is taken
+            self._prepared = (key, slid_product(self.matrix, self.bias, x.dtype))
+        return self._prepared[1](x.contiguous())

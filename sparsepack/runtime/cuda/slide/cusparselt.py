@@ -174,7 +174,9 @@ class Plan:
             ("y", y, (shape.tokens, shape.rows), shape.out),
         ):
             if tuple(tensor.shape) != of or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(of)}, contiguous")
+                raise ValueError(
+                    f"{name}: {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(of)}, contiguous"
+                )
         out = ctypes.c_void_p(y.data_ptr())
         stream = _stream()
         self._call(

@@ -9,75 +9,92 @@ from torch import Tensor
 
 from sparsepack.runtime.cuda.kernel import checked, kernel, launch, multiprocessors
 
+ARCHITECTURE = 90
+"""Compute capability times ten, of the only GPUs that have these instructions."""
+OUTPUTS = {torch.bfloat16: 0, torch.float16: 1}
+"""The types in which products come, and what the kernel calls them."""
+ROWS = 8
+"""A matrix has a multiple of so many rows,"""
+STORED = 16
+"""and of so many stored values in a row."""
+
 K_TILE = 64
 """Stored values of a row that are multiplied together."""
 BLOCK_ROWS = 64
-OUT_TOKENS = 32
 CLUSTER = 2
 """Blocks that share their inputs."""
-DIAG = 0
-_PIECE = 4
-"""Bytes of positions: of 16 stored values, what a thread gives to a product."""
-_OUTPUTS = {torch.bfloat16: 0, torch.float16: 1}
+_OUT_TOKENS = 32
+_OUT_BYTES = _OUT_TOKENS * 128
 _BAND_BYTES = 24 << 20
 """Of lifted inputs that are multiplied with all rows before the next are: they stay in the L2 cache."""
+_SHARED_BYTES = 227 << 10
+"""Of a block."""
+_STATIC_BYTES = 4096
+"""Of those, what the kernel declares itself, and what aligning the rest takes."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block multiplies at a time.
+    """What a block multiplies at a time: `groups` warpgroups with 64 rows each, by 64, 128, 192, 224 or 256 tokens."""
 
-    groups -- warpgroups that multiply, 64 rows each
-    tokens -- 64, 128 or 256
-    stages -- of the pipeline
-    """
-
-    groups: int = 2
-    tokens: int = 256
-    stages: int = 4
+    groups: int
+    tokens: int
 
     @property
     def rows(self) -> int:
         return BLOCK_ROWS * self.groups
 
     @property
+    def stage_bytes(self) -> int:
+        """Of shared memory, for a k_tile of weights, inputs and positions."""
+        return self.rows * 64 + self.tokens * 128 + self.groups * 1024
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline: as many as leave room for all outputs of a tile, but enough to hide what fetching takes."""
+        outputs = self.rows * self.tokens * 2
+        return max(4, min(12, (_SHARED_BYTES - _STATIC_BYTES - outputs) // self.stage_bytes))
+
+    @property
+    def out_buffers(self) -> int:
+        """Of outputs, that each warpgroup has: the next tile does not wait for those in them to be stored."""
+        left = _SHARED_BYTES - _STATIC_BYTES - self.stages * self.stage_bytes
+        return min(self.tokens // _OUT_TOKENS, left // (self.groups * _OUT_BYTES))
+
+    @property
     def shared_bytes(self) -> int:
-        """What a block needs, alignment included."""
-        stage = self.rows * 64 + self.tokens * 128 + self.groups * 1024
-        return 1024 + self.groups * 2 * OUT_TOKENS * 128 + self.stages * stage
+        """Dynamic shared memory of a block."""
+        return 1024 + self.groups * self.out_buffers * _OUT_BYTES + self.stages * self.stage_bytes
+
+    @property
+    def microseconds(self) -> float:
+        """Of a k_tile, on an H100: what goes in and out of its shared memory at 128 bytes a cycle, and a little."""
+        read = self.groups * 2 * (self.tokens * 64 + 2048) + self.groups * 1024
+        return 0.1 + 0.00045 * (read + self.stage_bytes) / 128
 
 
-def k_tiles(stored: int) -> int:
-    """Steps along a row of so many stored values."""
-    return -(-stored // K_TILE)
+TILES = (Tile(2, 256), Tile(3, 192), Tile(2, 192), Tile(3, 128), Tile(2, 128), Tile(1, 128), Tile(3, 64), Tile(1, 64))
 
 
-def arranged_positions(positions: Tensor, stored: int) -> Tensor:
-    """Positions as a slid folder has them, uint8 [rows, stored / 4 rounded up], in the order of the kernel's threads:
-    uint8 [rows / 64 rounded up, k tiles, 128 threads, 8 bytes].
+@lru_cache(maxsize=4096)
+def best_tile(rows: int, tokens: int, blocks: int) -> Tile:
+    """The tile with which so many blocks at a time are done first (benchmarks/notes/slide.md has the measurements)."""
 
-    Thread t of a warpgroup has row 16 (t / 32) + t % 32 / 4, for odd t the row 8 further down, and of each half of a
-    k_tile (32 values) the first 16 values, for odd t / 2 the others.
-    """
-    rows, given = positions.shape
-    tiles, blocks = k_tiles(stored), -(-rows // BLOCK_ROWS)
-    # Where nothing is stored there still are positions, 0 and 1: equal ones are undefined.
-    padded = positions.new_full((blocks * BLOCK_ROWS, tiles * K_TILE // 4), 0b01000100)
-    padded[:rows, :given] = positions
-    if stored % 4:
-        padded[:rows, given - 1] |= 0b01000000
-    pieces = padded.view(torch.int32).view(blocks, 4, 2, 8, tiles, 2, 2)  # block, warp, lower, row, tile, half, piece
-    return pieces.permute(0, 4, 1, 3, 6, 2, 5).contiguous().view(torch.uint8).view(blocks, tiles, 128, 8)
+    def cost(tile: Tile) -> float:
+        pairs = -(-rows // (CLUSTER * tile.rows)) * -(-tokens // tile.tokens)
+        return -(-pairs // (blocks // CLUSTER)) * tile.microseconds
+
+    return min(TILES, key=cost)
 
 
 @dataclass(frozen=True, eq=False)
 class HopperMatrix:
     """Slid weights as the kernel takes them.
 
-    values    -- int8 or float8_e4m3fn [rows, stored]; `stored` is a multiple of 16
+    values    -- int8 or float8_e4m3fn [rows, stored], `ROWS` and `STORED` of them or a multiple
     positions -- from `arranged_positions`
     scale     -- float32 [rows]
-    bias      -- bfloat16 or float16 [rows], the type of the outputs, or None
+    bias      -- of the type of the outputs [rows], or None
     """
 
     values: Tensor
@@ -86,41 +103,66 @@ class HopperMatrix:
     bias: Tensor | None
 
 
-def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtype, tile: Tile) -> Tensor:
+def arranged_positions(positions: Tensor, stored: int) -> Tensor:
+    """Positions as a slid folder has them, uint8 [rows, stored / 4 rounded up], in the order of the kernel's threads:
+    uint8 [rows / 64 rounded up, k_tiles, 128 threads, 8 bytes].
+
+    Thread t of a warpgroup has row 16 (t / 32) + t % 32 / 4, for odd t the row 8 further down, and of each half of a
+    k_tile (32 values) the first 16 values, for odd t / 2 the others.
+    """
+    rows, given = positions.shape
+    tiles, blocks = _k_tiles(stored), -(-rows // BLOCK_ROWS)
+    # Where nothing is stored there still are positions, 0 and 1: what equal ones do is undefined.
+    padded = positions.new_full((blocks * BLOCK_ROWS, tiles * K_TILE // 4), 0b01000100)
+    padded[:rows, :given] = positions
+    if stored % 4:
+        padded[:rows, given - 1] |= 0b01000000
+    pieces = padded.view(torch.int32).view(blocks, 4, 2, 8, tiles, 2, 2)  # block, warp, lower, row, tile, half, piece
+    return pieces.permute(0, 4, 1, 3, 6, 2, 5).contiguous().view(torch.uint8).view(blocks, tiles, 128, 8)
+
+
+def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtype, tile: Tile | None = None) -> Tensor:
     """Y = (Q W^T) * scales + bias, on the current stream.
 
     q     -- of the type of the weights, [tokens, lifted], a multiple of 16 wide: `inputs.quantise_slide`
     scale -- float32 [tokens]
-    out   -- bfloat16 or float16
+    out   -- one of `OUTPUTS`
+    tile  -- None: `best_tile`
 
-    Returns [tokens, rows]. Rows must be a multiple of 8.
+    Returns [tokens, rows].
     """
     (rows, stored), tokens = matrix.values.shape, len(q)
     y = torch.empty(tokens, rows, dtype=out, device=q.device)
-    steps, fp8 = k_tiles(stored), int(q.dtype == torch.float8_e4m3fn)
+    if not tokens:
+        return y
+    blocks = multiprocessors(q.device)
+    tile = tile or best_tile(rows, tokens, blocks)
     defines = (
-        f"FP8={fp8}",
+        f"FP8={int(q.dtype == torch.float8_e4m3fn)}",
         f"TOKENS={tile.tokens}",
         f"GROUPS={tile.groups}",
         f"STAGES={tile.stages}",
-        f"HALF={_OUTPUTS[out]}",
-        f"DIAG={DIAG}",
+        f"OUT_BUFFERS={tile.out_buffers}",
+        f"CLUSTER={CLUSTER}",
+        f"HALF={OUTPUTS[out]}",
     )
-    token_tiles, row_tiles = -(-tokens // tile.tokens), -(-rows // (CLUSTER * tile.rows))
-    clusters = min(multiprocessors(q.device) // CLUSTER, token_tiles * row_tiles)
-    band = max(1, _BAND_BYTES // (tile.tokens * q.shape[1]))
+    tiles = -(-tokens // tile.tokens) * -(-rows // (CLUSTER * tile.rows))
     launch(
         kernel("slide_matmul", "slide_matmul", defines, q.device.index or 0),
-        (clusters * CLUSTER,),
+        (min(blocks // CLUSTER, tiles) * CLUSTER,),
         128 * tile.groups + 32,
-        _map(matrix.values, 64, tile.rows),
-        _map(q, 128, tile.tokens // CLUSTER),
-        _map(y, 64, OUT_TOKENS),
+        _map(matrix.values, K_TILE, tile.rows),
+        _map(q, 2 * K_TILE, tile.tokens // CLUSTER),
+        _map(y, BLOCK_ROWS, _OUT_TOKENS),
         *(matrix.positions, matrix.scale, scale, matrix.bias),
-        *(rows, tokens, steps, band),
+        *(rows, tokens, _k_tiles(stored), max(1, _BAND_BYTES // (tile.tokens * q.shape[1]))),
         shared=tile.shared_bytes,
     )
     return y
+
+
+def _k_tiles(stored: int) -> int:
+    return -(-stored // K_TILE)
 
 
 def _map(matrix: Tensor, columns: int, rows: int) -> Any:
@@ -133,13 +175,11 @@ def _map(matrix: Tensor, columns: int, rows: int) -> Any:
 def _tensor_map(address: int, element: int, width: int, height: int, columns: int, rows: int) -> Any:
     from cuda.bindings import driver
 
-    types = driver.CUtensorMapDataType
-    swizzles = driver.CUtensorMapSwizzle
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-    line = columns * element
     return checked(
         driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element == 1 else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element == 1 else types.CU_TENSOR_MAP_DATA_TYPE_UINT16,
             2,
             address,
             [wide(width), wide(height)],
@@ -147,7 +187,7 @@ def _tensor_map(address: int, element: int, width: int, height: int, columns: in
             [narrow(columns), narrow(rows)],
             [narrow(1), narrow(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if line == 128 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if columns * element == 128 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),

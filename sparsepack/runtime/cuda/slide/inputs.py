@@ -27,11 +27,12 @@ def row_bytes(how: Slide, columns: int) -> int:
     return lifted + -lifted % ALIGNMENT
 
 
-def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype, filled: int = 0) -> tuple[Tensor, Tensor]:
     """Quantise inputs token by token and lift them, on the current stream; see `slide.reference.quantise_slide`.
 
-    x     -- float32, float16 or bfloat16 [tokens, columns], contiguous
-    dtype -- int8 or float8_e4m3fn
+    x      -- float32, float16 or bfloat16 [tokens, columns], contiguous
+    dtype  -- int8 or float8_e4m3fn
+    filled -- rows of the result, if more than tokens: what the others hold is undefined
 
     Returns the values [tokens, `row_bytes`], zeros behind those that are lifted, and the scales, float32 [tokens]. A
     token that is not finite gets a scale that is not. Raises `UserError` for FP8 on a GPU without it, `ValueError` for
@@ -47,7 +48,7 @@ def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, T
     if fp8 and architecture(device) < _FP8_FROM:
         raise UserError(f"FP8 needs a GPU of compute capability {_FP8_FROM / 10} (Ada) or later; use slide-int8")
     stride = row_bytes(how, columns)
-    q = torch.empty(tokens, stride, dtype=dtype, device=x.device)
+    q = torch.empty(max(tokens, filled), stride, dtype=dtype, device=x.device)
     scale = torch.empty(tokens, device=x.device)
     if not tokens:
         return q, scale

@@ -1,0 +1,38 @@
+"""The four linears of Qwen2.5-7B on a GPU: dense BF16, INT8 and FP8 beside slid weights of four patterns, in turns.
+
+    python benchmarks/slide_gemm.py [--tokens 64 --tokens 512 ...] [--rounds 7] [--json FILE]
+
+Everything that a layer costs is counted: inputs are quantised (and lifted), outputs scaled. See `sparsepack bench`,
+which does the same with the shapes of a slid folder.
+"""
+
+import json
+from pathlib import Path
+
+import click
+
+from sparsepack.bench.linears import TOKENS, Linear, bench_linears
+from sparsepack.bench.linears_table import linears_table
+
+QWEN_7B = (
+    Linear("Wqkv", 4608, 3584),
+    Linear("Wo", 3584, 3584),
+    Linear("W13", 37888, 3584),
+    Linear("W2", 3584, 18944),
+)
+
+
+@click.command()
+@click.option("--tokens", multiple=True, type=int, default=TOKENS, show_default=True)
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
+def main(tokens: tuple[int, ...], rounds: int, path: Path | None) -> None:
+    """Print the tables."""
+    result = bench_linears(QWEN_7B, tokens, rounds=rounds)
+    click.echo(linears_table(result))
+    if path:
+        path.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

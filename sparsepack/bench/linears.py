@@ -1,0 +1,270 @@
+"""Products of a model's Linears on an NVIDIA GPU: dense ones, and slid ones of several patterns, in turns.
+
+What a user waits for is timed: quantising the inputs, the product, its scales. Weights are random, of a real spread;
+copies of them take turns, so that no cache serves them. Every contender's outputs are compared with the plain product
+of its own weights before it is timed.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.bench.machine import read_bandwidth
+from sparsepack.codecs.pattern import Pattern, kept
+from sparsepack.codecs.slid_matrix import encode
+from sparsepack.codecs.slide import Slide
+from sparsepack.codecs.symmetric import quantise_rows
+from sparsepack.errors import UserError
+from sparsepack.progress import progress
+from sparsepack.runtime.cuda.device import usable
+from sparsepack.runtime.cuda.slide.inputs import quantise_slide
+from sparsepack.runtime.cuda.slide.outputs import scale_outputs
+from sparsepack.runtime.cuda.slide.product import slid_product
+from sparsepack.runtime.slide.reference import SlidMatrix
+
+SCHEMA = 1
+TOKENS = (64, 512, 2048, 8192, 16384)
+PATTERNS = (Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10))
+LAUNCHES = 8
+"""In a graph, at least."""
+ROTATION = 1 << 27
+"""Bytes of copies that take turns."""
+LARGEST_ERROR = {"BF16": 0.01, "INT8": 0.03, "FP8": 0.06}
+"""Of the outputs, relative to a product in float32 of the same weights: those of the inputs' rounding."""
+CHECKED_TOKENS = 128
+PEAKS = {(9, 0): 989.5e12}
+"""Operations a second with BF16, by compute capability: 8 bits have twice as many, 2:4 twice as many again."""
+_PLAIN = Slide(Pattern(2, 4))  # windows of a whole group: nothing is seen twice
+_FP8 = torch.float8_e4m3fn
+
+Run = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linears of one shape, of which a model has `count`."""
+
+    name: str
+    rows: int
+    columns: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to make a product.
+
+    kind       -- "BF16", "INT8" or "FP8"
+    how        -- how the weights are slid; None: they are dense
+    prepare    -- (weight, how) -> copies of what is needed of it, to take turns, and the bytes of one
+    """
+
+    name: str
+    kind: str
+    how: Slide | None
+    prepare: Callable[[Tensor], tuple[list[Run], int]]
+
+
+def contenders(patterns: Sequence[Pattern] = PATTERNS) -> list[Contender]:
+    """Dense BF16, INT8 and FP8, and each pattern in INT8 and FP8."""
+    dense = [
+        Contender("BF16", "BF16", None, _bf16),
+        Contender("INT8, no scales", "INT8", None, lambda weight: _int8(weight, scales=False)),
+        Contender("INT8", "INT8", None, _int8),
+        Contender("FP8", "FP8", None, _fp8),
+        Contender("FP8, a scale a matrix", "FP8", None, _fp8_of_matrix),
+    ]
+    slid = [
+        Contender(f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _slid(Slide(pattern), dtype))
+        for kind, dtype in (("INT8", torch.int8), ("FP8", _FP8))
+        for pattern in patterns
+    ]
+    return [*dense, *slid]
+
+
+def bench_linears(
+    linears: Sequence[Linear],
+    tokens: Sequence[int] = TOKENS,
+    patterns: Sequence[Pattern] = PATTERNS,
+    rounds: int = 7,
+    device: str = "cuda",
+) -> dict[str, Any]:
+    """Measure every contender with every shape. Returns a JSON-able dict; `products` holds a row for each: `seconds`
+    (the median of the rounds), `samples`, `bytes` (read and written at least), `share` of what the GPU could do with
+    those bytes and operations, None where that is not known, and `error`.
+
+    Raises `UserError` where the device is no NVIDIA GPU of the kernels, `RuntimeError` for outputs that are wrong.
+    """
+    where = usable(device)
+    bandwidth, peak = read_bandwidth(where), PEAKS.get(torch.cuda.get_device_capability(where))
+    rows = []
+    ways = contenders(patterns)
+    with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(ways)) as advance:
+        for linear in linears:
+            made = []
+            for way in ways:
+                made.append((way, *_made(linear, way)))
+                advance()
+            for count in tokens:
+                rows += _measured(linear, count, made, rounds, bandwidth, peak)
+            del made
+            torch.cuda.empty_cache()
+    return {
+        "schema": SCHEMA,
+        "device": f"{torch.cuda.get_device_name(where)}, torch {torch.__version__}, CUDA {torch.version.cuda}",
+        "read_bandwidth": bandwidth,
+        "linears": [{"name": n.name, "rows": n.rows, "columns": n.columns, "count": n.count} for n in linears],
+        "contenders": [way.name for way in ways],
+        "tokens": list(tokens),
+        "products": rows,
+    }
+
+
+def _made(linear: Linear, way: Contender) -> tuple[list[Run], int, float]:
+    """What a contender makes of weights of its pattern, and how wrong its outputs are."""
+    generator = torch.Generator(device="cuda").manual_seed(linear.rows)
+    noise = torch.randn(linear.rows, linear.columns, device="cuda", generator=generator) / linear.columns**0.5
+    weight = noise.bfloat16()
+    if way.how is not None:
+        for part in weight.split(4096):
+            part.mul_(kept(part.abs(), way.how.pattern))
+    runs, nbytes = way.prepare(weight)
+    x = torch.randn(CHECKED_TOKENS, linear.columns, device="cuda", generator=generator).bfloat16()
+    expected = x.float() @ weight.float().t()
+    found = runs[-1](x).float()
+    error = 0.0 if way.name == "INT8, no scales" else float((found - expected).norm() / expected.norm())
+    if not error <= LARGEST_ERROR[way.kind]:
+        raise RuntimeError(f"{linear.name}, {way.name}: outputs differ by {error:.3g}; not timed")
+    return runs, nbytes, error
+
+
+def _measured(
+    linear: Linear,
+    tokens: int,
+    made: Sequence[tuple[Contender, list[Run], int, float]],
+    rounds: int,
+    bandwidth: float,
+    peak: float | None,
+) -> list[dict[str, Any]]:
+    x = torch.randn(tokens, linear.columns, device="cuda").bfloat16()
+    replays = [_replay(runs, x) for _, runs, _, _ in made]
+    samples: list[list[float]] = [[] for _ in made]
+    for _ in range(rounds):
+        for replay, taken in zip(replays, samples, strict=True):
+            taken.append(replay())
+    rows = []
+    for (way, _, nbytes, error), taken in zip(made, samples, strict=True):
+        lifted = linear.columns if way.how is None else way.how.lifted(linear.columns)
+        moved = nbytes + 2 * tokens * (linear.columns + linear.rows)
+        if way.kind != "BF16":
+            moved += 2 * tokens * lifted  # quantised inputs are written and read
+        speed = 0 if peak is None else peak * (1 if way.kind == "BF16" else 2) * (1 if way.how is None else 2)
+        bound = max(moved / bandwidth, 2 * tokens * linear.rows * lifted / speed) if speed else None
+        seconds = statistics.median(taken)
+        rows.append(
+            {
+                "linear": linear.name,
+                "tokens": tokens,
+                "contender": way.name,
+                "seconds": seconds,
+                "samples": taken,
+                "bytes": moved,
+                "share": None if bound is None else bound / seconds,
+                "error": error,
+            }
+        )
+    return rows
+
+
+def _replay(runs: Sequence[Run], x: Tensor) -> Callable[[], float]:
+    return graph_seconds(lambda i: runs[i % len(runs)](x), max(LAUNCHES, len(runs)))
+
+
+def _copies(nbytes: int) -> int:
+    return max(1, -(-ROTATION // nbytes))
+
+
+def _bf16(weight: Tensor) -> tuple[list[Run], int]:
+    def of(copy: Tensor) -> Run:
+        return lambda x: F.linear(x, copy)
+
+    return [of(weight.clone()) for _ in range(_copies(weight.nbytes))], weight.nbytes
+
+
+def _int8(weight: Tensor, scales: bool = True) -> tuple[list[Run], int]:
+    q, w_scale = quantise_rows(weight, torch.int8)
+
+    def of(copy: Tensor) -> Run:
+        def run(x: Tensor) -> Tensor:
+            values, x_scale = quantise_slide(x, _PLAIN, torch.int8)
+            sums = torch._int_mm(values[:, : copy.shape[1]], copy.t())
+            return scale_outputs(sums, len(x), len(copy), x_scale, w_scale, None, x.dtype) if scales else sums
+
+        return run
+
+    return [of(q.clone()) for _ in range(_copies(q.nbytes))], q.nbytes
+
+
+def _fp8(weight: Tensor) -> tuple[list[Run], int]:
+    q, w_scale = quantise_rows(weight, _FP8)
+
+    def of(copy: Tensor) -> Run:
+        def run(x: Tensor) -> Tensor:
+            values, x_scale = quantise_slide(x, _PLAIN, _FP8)
+            return torch._scaled_mm(
+                values[:, : copy.shape[1]],
+                copy.t(),
+                x_scale[:, None],
+                w_scale[None],
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+
+        return run
+
+    return [of(q.view(torch.uint8).clone().view(_FP8)) for _ in range(_copies(q.nbytes))], q.nbytes
+
+
+def _fp8_of_matrix(weight: Tensor) -> tuple[list[Run], int]:
+    """With one scale for all weights, and one for all inputs that was known before."""
+    largest = weight.abs().amax().float()
+    q, one, w_scale = (weight.float() * (448 / largest)).to(_FP8), torch.ones((), device="cuda"), largest / 448
+
+    def of(copy: Tensor) -> Run:
+        return lambda x: torch._scaled_mm(x.to(_FP8), copy.t(), one, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+
+    return [of(q.view(torch.uint8).clone().view(_FP8)) for _ in range(_copies(q.nbytes))], q.nbytes
+
+
+def _slid(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run], int]]:
+    def prepare(weight: Tensor) -> tuple[list[Run], int]:
+        values, positions, scale = encode(weight, how, dtype)
+        nbytes = values.nbytes + positions.nbytes
+        matrices = [
+            SlidMatrix(values.view(torch.uint8).clone().view(dtype), positions, scale, how, weight.shape[1])
+            for _ in range(_copies(nbytes))
+        ]
+        return [slid_product(matrix, None, weight.dtype) for matrix in matrices], nbytes
+
+    return prepare
+
+
+def linears_of(shapes: Mapping[str, tuple[int, int]]) -> list[Linear]:
+    """The Linears of a model by their shapes: those of one shape are measured once, by the name of the first's last
+    part."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(shape, []).append(name)
+    if not found:
+        raise UserError("no Linear of this folder is slid: there is nothing to measure")
+    return [Linear(_label(names), *shape, len(names)) for shape, names in found.items()]
+
+
+def _label(names: Sequence[str]) -> str:
+    return "/".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

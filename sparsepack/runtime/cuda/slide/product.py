@@ -1,0 +1,148 @@
+"""Products with slid weights on an NVIDIA GPU: which kernel makes them, and the weights as that kernel takes them.
+
+    GPU                  slide-int8, slide-fp8                             slide-bf16
+    Hopper               our kernel; float32 outputs: libcusparseLt        dense: libcusparseLt's is slower
+    others from Ampere   libcusparseLt                                     libcusparseLt
+
+The measurements are in benchmarks/RESULTS.md. Everything but a dense product can be captured in a CUDA graph after it
+ran once with as many tokens.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepack.codecs.slide import unpack_positions, unslide, windowed
+from sparsepack.errors import UserError
+from sparsepack.runtime.cuda.compiler import check_architecture
+from sparsepack.runtime.cuda.kernel import architecture
+from sparsepack.runtime.cuda.slide import cusparselt, hopper
+from sparsepack.runtime.cuda.slide.algorithms import best_algorithm
+from sparsepack.runtime.cuda.slide.inputs import quantise_slide
+from sparsepack.runtime.cuda.slide.outputs import scale_outputs
+from sparsepack.runtime.slide import reference
+from sparsepack.runtime.slide.reference import SlidMatrix
+
+Product = Callable[[Tensor], Tensor]
+"""x, contiguous [tokens, columns] -> y, of the same type [tokens, rows]."""
+
+_PIECE = 1 << 24
+"""Weights that are unpacked at a time."""
+
+
+def slid_product(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
+    """Prepare the products of a matrix on its GPU with inputs and outputs of the type `out`.
+
+    bias -- [rows], or None
+
+    Raises `UserError` for a GPU that has no such product, or where a library is missing.
+    """
+    device = matrix.values.device
+    arch = architecture(device.index or 0)
+    check_architecture(arch)
+    bias = None if bias is None else bias.to(out)
+    if matrix.scale is None:
+        return _dense(matrix, bias) if arch == hopper.ARCHITECTURE else _by_library(matrix, bias, out)
+    if arch == hopper.ARCHITECTURE and out in hopper.OUTPUTS:
+        return _on_hopper(matrix, bias, out)
+    return _by_library(matrix, bias, out)
+
+
+def _on_hopper(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
+    """Values stay as they lie where their rows are aligned; positions are copied, in the order of the threads."""
+    rows, stored = matrix.values.shape
+    assert matrix.scale is not None
+    prepared = hopper.HopperMatrix(
+        _padded(matrix.values, hopper.ROWS, hopper.STORED),
+        hopper.arranged_positions(matrix.positions, stored),
+        _padded(matrix.scale, hopper.ROWS),
+        None if bias is None else _padded(bias, hopper.ROWS),
+    )
+
+    def product(x: Tensor) -> Tensor:
+        q, scale = quantise_slide(x, matrix.how, matrix.values.dtype)
+        return hopper.slide_matmul(prepared, q, scale, out)[:, :rows]
+
+    return product
+
+
+def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
+    """Values and positions are copied, compressed as the library wants them."""
+    rows, dtype = len(matrix.values), matrix.values.dtype
+    weight = _padded(_windowed(matrix), cusparselt.ROWS, cusparselt.LIFTED)
+    compressed, (padded_rows, lifted) = cusparselt.compress(weight), weight.shape
+    del weight
+    # Sums in 16 bits are rounded once more than those in 32, as little as the outputs are; and take half the time.
+    narrow, wide = cusparselt.OUTPUTS[dtype][0], cusparselt.OUTPUTS[dtype][-1]
+    sums_type = wide if out == torch.float32 else narrow
+
+    @lru_cache(maxsize=64)
+    def plan(tokens: int, stream: int) -> cusparselt.Plan:  # the memory that it works in is for one stream
+        if torch.cuda.is_current_stream_capturing():
+            raise UserError(f"a product of {tokens} tokens: run it once before it is captured in a CUDA graph")
+        shape = cusparselt.ProductShape(padded_rows, lifted, tokens, dtype, sums_type)
+        return cusparselt.Plan(shape, compressed.device, best_algorithm(shape, compressed))
+
+    def product(x: Tensor) -> Tensor:
+        tokens = len(x)
+        if not tokens:
+            return x.new_empty(0, rows)
+        filled = tokens + -tokens % cusparselt.TOKENS
+        q, scale = _quantised(x, matrix, filled, lifted)
+        sums = torch.empty(filled, padded_rows, dtype=sums_type, device=x.device)
+        plan(filled, torch.cuda.current_stream().cuda_stream).run(compressed, q, sums)
+        return scale_outputs(sums, tokens, rows, scale, matrix.scale, bias, out)
+
+    return product
+
+
+def _quantised(x: Tensor, matrix: SlidMatrix, filled: int, lifted: int) -> tuple[Tensor, Tensor | None]:
+    """Inputs as the library takes them: [filled, lifted]. What lies behind the tokens is never looked at."""
+    if matrix.scale is None:
+        q, _ = reference.quantise_slide(x, matrix.how, matrix.values.dtype)
+        return F.pad(q, (0, lifted - q.shape[1], 0, filled - len(q))), None
+    return quantise_slide(x, matrix.how, matrix.values.dtype, filled)
+
+
+def _dense(matrix: SlidMatrix, bias: Tensor | None) -> Product:
+    """The weights as they were before they were slid."""
+    whole = matrix.values.new_empty(len(matrix.values), matrix.columns)
+    for rows, part in _parts(matrix):
+        positions = unpack_positions(part.positions, part.values.shape[1], part.how)
+        whole[rows] = unslide(part.values, positions, part.how, part.columns)
+
+    def product(x: Tensor) -> Tensor:
+        return F.linear(x.to(whole.dtype), whole, None if bias is None else bias.to(whole.dtype)).to(x.dtype)
+
+    return product
+
+
+def _windowed(matrix: SlidMatrix) -> Tensor:
+    """The slid weights with their zeros, of the type of the values [rows, lifted]."""
+    whole = matrix.values.new_zeros(len(matrix.values), matrix.how.lifted(matrix.columns))
+    for rows, part in _parts(matrix):
+        positions = unpack_positions(part.positions, part.values.shape[1], part.how)
+        _bits(whole)[rows] = windowed(_bits(part.values), positions, part.how)
+    return whole
+
+
+def _parts(matrix: SlidMatrix) -> "list[tuple[slice, SlidMatrix]]":
+    """Some rows after the others: what their positions become takes many times the room."""
+    step = max(1, _PIECE // max(1, matrix.columns))
+    slices = [slice(first, first + step) for first in range(0, len(matrix.values), step)]
+    return [(s, SlidMatrix(matrix.values[s], matrix.positions[s], None, matrix.how, matrix.columns)) for s in slices]
+
+
+def _padded(x: Tensor, rows: int, columns: int = 1) -> Tensor:
+    """With zeros behind, up to a multiple of so many rows and columns; itself where there already are."""
+    sizes = [(-x.shape[1] % columns)] if x.dim() == 2 else []
+    pads = [amount for size in (*sizes, -x.shape[0] % rows) for amount in (0, size)]
+    return F.pad(_bits(x), pads).view(x.dtype) if any(pads) else x
+
+
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as bytes: torch moves few of its values otherwise."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
