@@ -1,20 +1,45 @@
-"""`bench`: the speed of an artifact in a file, on a text by its name."""
+"""`bench`: the speed of an artifact, on a text by its name: of decoding, or of the products of a slid folder."""
 
 from pathlib import Path
 from typing import Any
 
-from sparsepack.artifacts.open import read_packed
+from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.open import open_artifact, read_packed
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
+from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
 from sparsepack.models.windows import tokenise
 from sparsepack.runtime.generate import open_tokenizer
 
 
 def bench(path: Path, settings: BenchSettings | None = None, text: str | None = None) -> dict[str, Any]:
-    """Measure an artifact on the tokens of a text (None: random ones); see `bench_decode`, also for what it raises."""
-    packed, settings = read_packed(path), settings or BenchSettings()
+    """Measure an artifact on the tokens of a text (None: random ones); see `bench_decode`, also for what it raises.
+
+    Of a slid folder its products are measured, see `bench_linears`; raises `UserError` where a text is given, or a
+    device that is no NVIDIA GPU.
+    """
+    settings = settings or BenchSettings()
+    artifact = open_artifact(path)
+    if artifact.format.weight_sparsity:
+        return _bench_products(artifact, settings, text)
+    packed = read_packed(path)
     ids = None
     if text:
         ids = tokenise(open_tokenizer(packed.tokenizer_json), read_text(text), settings.tokens).tolist()
     return bench_decode(packed, settings, path.name, ids)
+
+
+def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | None) -> dict[str, Any]:
+    from sparsepack.artifacts.folder.slid import SlidArtifact
+    from sparsepack.bench.linears import PATTERNS, bench_linears, linears_of
+
+    assert isinstance(artifact, SlidArtifact)
+    if text is not None:
+        raise UserError(f"{artifact.path}: the products of a slid folder take random inputs; leave --text out")
+    if settings.device.partition(":")[0] != "cuda":
+        raise UserError(f"{artifact.path}: the products of a slid folder are timed on an NVIDIA GPU; add --device cuda")
+    shapes = {name: artifact.logical_shape(f"{name}.weight") for name in artifact.slides}
+    patterns = sorted({*PATTERNS, *(how.pattern for how in artifact.slides.values())}, key=lambda p: (p.of, p.keep))
+    linears = linears_of({name: (rows, columns) for name, (rows, columns) in shapes.items()})
+    return bench_linears(linears, patterns=patterns, rounds=settings.repetitions, device=settings.device)

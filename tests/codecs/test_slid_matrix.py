@@ -77,7 +77,7 @@ def test_every_weight_goes_where_it_belongs(
         return
     steps = STEPS[dtype]
     largest = exact.abs().amax(1)
-    inverse = torch.where(largest > 0, steps / largest, 0)
+    inverse = torch.where(largest > 0, torch.tensor(steps) / largest, 0)
     scaled = (exact * inverse[:, None]).clamp(-steps, steps)
     assert torch.equal(bits(values), bits((scaled.round() if dtype == torch.int8 else scaled).to(dtype)))
     assert torch.equal(bits(scale), bits(largest / steps))

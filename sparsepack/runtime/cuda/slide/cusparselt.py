@@ -119,7 +119,7 @@ def compress(weight: Tensor) -> Tensor:
 
 
 class Plan:
-    """How the library makes the products of a shape on a device, with the memory that it works in.
+    """How the library makes the products of a shape on a device.
 
     Making one takes the host half a millisecond, and no work of the GPU.
     """
@@ -144,7 +144,7 @@ class Plan:
             self._call("MatmulPlanInit", self._plan, self._product, self._choice)
             size = ctypes.c_size_t()
             self._call("MatmulGetWorkspace", self._plan, ctypes.byref(size))
-            self.workspace = torch.empty(max(1, size.value), dtype=torch.uint8, device=device)
+            self._workspace_bytes = size.value
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def __del__(self) -> None:
@@ -158,16 +158,15 @@ class Plan:
         x          -- [tokens, lifted], contiguous
         y          -- [tokens, rows], contiguous, to be filled
         """
-        self._run("Matmul", compressed, x, y, self.workspace)
+        self._run("Matmul", compressed, x, y, self._workspace_bytes)
 
     def search(self, compressed: Tensor, x: Tensor, y: Tensor) -> Algorithm:
         """Try the library's algorithms with these; returns the fastest. Waits for the GPU."""
-        size = 64 << 20  # for those that share out the inputs
-        self._run("MatmulSearch", compressed, x, y, torch.empty(size, dtype=torch.uint8, device=self.device))
+        self._run("MatmulSearch", compressed, x, y, 64 << 20)  # for those that share out the inputs
         attributes = (_CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS)
         return Algorithm(*(self._attribute(attribute) for attribute in attributes))
 
-    def _run(self, what: str, compressed: Tensor, x: Tensor, y: Tensor, workspace: Tensor) -> None:
+    def _run(self, what: str, compressed: Tensor, x: Tensor, y: Tensor, workspace_bytes: int) -> None:
         shape = self.shape
         for name, tensor, of, dtype in (
             ("x", x, (shape.tokens, shape.lifted), shape.dtype),
@@ -179,6 +178,8 @@ class Plan:
                 )
         out = ctypes.c_void_p(y.data_ptr())
         stream = _stream()
+        # Of torch's allocator, which knows streams and captured graphs.
+        workspace = torch.empty(max(1, workspace_bytes), dtype=torch.uint8, device=self.device)
         self._call(
             what,
             self._plan,

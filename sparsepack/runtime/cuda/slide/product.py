@@ -80,7 +80,7 @@ def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Pr
     sums_type = wide if out == torch.float32 else narrow
 
     @lru_cache(maxsize=64)
-    def plan(tokens: int, stream: int) -> cusparselt.Plan:  # the memory that it works in is for one stream
+    def plan(tokens: int) -> cusparselt.Plan:
         if torch.cuda.is_current_stream_capturing():
             raise UserError(f"a product of {tokens} tokens: run it once before it is captured in a CUDA graph")
         shape = cusparselt.ProductShape(padded_rows, lifted, tokens, dtype, sums_type)
@@ -93,7 +93,7 @@ def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Pr
         filled = tokens + -tokens % cusparselt.TOKENS
         q, scale = _quantised(x, matrix, filled, lifted)
         sums = torch.empty(filled, padded_rows, dtype=sums_type, device=x.device)
-        plan(filled, torch.cuda.current_stream().cuda_stream).run(compressed, q, sums)
+        plan(filled).run(compressed, q, sums)
         return scale_outputs(sums, tokens, rows, scale, matrix.scale, bias, out)
 
     return product

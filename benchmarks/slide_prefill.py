@@ -1,0 +1,141 @@
+"""Prefill of a model of Qwen2.5-7B's shape in stock transformers: slid INT8 and FP8 beside dense BF16, INT8 and FP8.
+
+    python benchmarks/slide_prefill.py [--tokens 8192] [--layers 28] [--rounds 5]
+
+Random weights, pruned to keep 6 of 8: every side multiplies the same ones. Inputs are quantised and outputs scaled in
+each Linear, attention is transformers' own, the output matrix is left out. The sides' outputs are compared before they
+are timed, and they take turns.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable
+
+import click
+import torch
+from cuda_timing import device_line
+from torch import Tensor, nn
+
+from sparsepack.bench.linears import contenders
+from sparsepack.cli.tables import table
+from sparsepack.codecs.pattern import Pattern, kept
+from sparsepack.codecs.slid_matrix import encode
+from sparsepack.codecs.slide import Slide
+from sparsepack.runtime.slide.linear import SlidLinear
+
+HOW = Slide(Pattern(6, 8))
+SIDES = ("BF16", "INT8", "FP8", "slid INT8", "slid FP8")
+LARGEST_ERROR = {"INT8": 0.02, "FP8": 0.02}
+"""Between dense and slid, which round the same values alike."""
+
+
+class Dense(nn.Module):
+    """A dense Linear whose product is one of `sparsepack bench`."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], bias: Tensor | None) -> None:
+        super().__init__()
+        self.run, self.bias = run, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.run(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def slid(linear: nn.Linear, dtype: torch.dtype) -> SlidLinear:
+    """The Linear slid, as transformers has it after loading a slid folder."""
+    made = SlidLinear.in_place_of(linear, HOW, dtype)
+    values, positions, scale = encode(linear.weight.data, HOW, dtype)
+    made.weight.data, made.weight_positions.data = values, positions
+    assert made.weight_scale is not None
+    assert scale is not None
+    made.weight_scale.data = scale
+    if linear.bias is not None:
+        made.bias = linear.bias
+    return made
+
+
+def side(model: nn.Module, name: str) -> nn.Module:
+    """The model with its Linears as a side has them."""
+    if name == "BF16":
+        return model
+    ways = {way.name: way for way in contenders(()) if way.name in SIDES}
+    found = copy.deepcopy(model)
+    for path, linear in list(found.named_modules()):
+        if isinstance(linear, nn.Linear):
+            if name.startswith("slid"):
+                other: nn.Module = slid(linear, torch.int8 if name.endswith("INT8") else torch.float8_e4m3fn)
+            else:
+                runs, _ = ways[name].prepare(linear.weight.data)
+                other = Dense(runs[0], linear.bias)
+            found.set_submodule(path, other)
+            del linear
+    torch.cuda.empty_cache()
+    return found
+
+
+def seconds(model: nn.Module, ids: Tensor) -> float:
+    """Of a prefill."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    model(ids, use_cache=False)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+@click.command()
+@click.option("--tokens", default=8192, show_default=True)
+@click.option("--layers", default=28, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@torch.inference_mode()
+def main(tokens: int, layers: int, rounds: int) -> None:
+    """Print the table."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=layers,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        max_position_embeddings=32768,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen2Model(config).bfloat16().eval()
+    for linear in model.modules():
+        if isinstance(linear, nn.Linear):
+            for part in linear.weight.data.split(4096):
+                part.mul_(kept(part.abs(), HOW.pattern))
+    models = {name: side(model, name) for name in SIDES}
+    ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
+    outputs = {name: found(ids, use_cache=False).last_hidden_state.float() for name, found in models.items()}
+    for kind, most in LARGEST_ERROR.items():
+        error = float((outputs[f"slid {kind}"] - outputs[kind]).norm() / outputs[kind].norm())
+        click.echo(f"slid {kind} differs from dense {kind} by {error:.2g}")
+        if not error <= most:
+            raise RuntimeError(f"expected at most {most}; not timed")
+    del outputs
+    samples: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, found in models.items():
+            samples[name].append(seconds(found, ids))
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    click.echo(f"{device_line()}; Qwen2.5-7B's shape, {layers} layers, {tokens} tokens, {rounds} rounds")
+    rows = [
+        [
+            name,
+            f"{taken * 1e3:.1f}",
+            f"{min(samples[name]) * 1e3:.1f} to {max(samples[name]) * 1e3:.1f}",
+            f"{tokens / taken:.0f}",
+            *(f"{medians[other] / taken:.2f}" for other in SIDES[:3]),
+        ]
+        for name, taken in medians.items()
+    ]
+    click.echo(table(["Linears", "ms", "range", "tokens/s", *(f"x dense {other}" for other in SIDES[:3])], rows))
+
+
+if __name__ == "__main__":
+    main()
