@@ -75,7 +75,9 @@ def main(
             spent = time.time() - began
             kinds = [folder / "pruned"]
             if slid:
-                request = PackRequest(str(folder / "pruned"), folder / "slid", format="slide-int8", overwrite=True)
+                request = PackRequest(
+                    str(folder / "pruned"), folder / "slid", format="slide-int8", device=device, overwrite=True
+                )
                 kinds.append(pack(request).path)
             cells = []
             for text, path in itertools.product(texts, kinds):

@@ -25,8 +25,9 @@ from sparsepack.runtime.slide.linear import SlidLinear
 
 HOW = Slide(Pattern(6, 8))
 SIDES = ("BF16", "INT8", "FP8", "slid INT8", "slid FP8")
-LARGEST_ERROR = {"INT8": 0.02, "FP8": 0.02}
-"""Between dense and slid, which round the same values alike."""
+LARGEST_RATIO = 1.2
+"""Of how far slid and dense are from BF16. (INT8 sums are the same; those of FP8 round differently, and layers add up
+what comes of it.)"""
 
 
 class Dense(nn.Module):
@@ -83,6 +84,10 @@ def seconds(model: nn.Module, ids: Tensor) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
 @click.command()
 @click.option("--tokens", default=8192, show_default=True)
 @click.option("--layers", default=28, show_default=True)
@@ -112,11 +117,11 @@ def main(tokens: int, layers: int, rounds: int) -> None:
     models = {name: side(model, name) for name in SIDES}
     ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
     outputs = {name: found(ids, use_cache=False).last_hidden_state.float() for name, found in models.items()}
-    for kind, most in LARGEST_ERROR.items():
-        error = float((outputs[f"slid {kind}"] - outputs[kind]).norm() / outputs[kind].norm())
-        click.echo(f"slid {kind} differs from dense {kind} by {error:.2g}")
-        if not error <= most:
-            raise RuntimeError(f"expected at most {most}; not timed")
+    for kind in ("INT8", "FP8"):
+        ours, theirs = (_error(outputs[name], outputs["BF16"]) for name in (f"slid {kind}", kind))
+        click.echo(f"from BF16 slid {kind} differs by {ours:.3g}, dense {kind} by {theirs:.3g}")
+        if not ours <= LARGEST_RATIO * theirs:
+            raise RuntimeError(f"slid {kind} is not the model that it was made from; not timed")
     del outputs
     samples: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):

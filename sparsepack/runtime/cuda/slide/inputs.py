@@ -7,9 +7,9 @@ from sparsepack.codecs.slide import Slide
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.kernel import architecture, kernel, launch
 
-CHUNKS = {8: 4, 16: 3, 32: 16}
+CHUNKS = {8: 4, 16: 5, 32: 16}
 """Warps of a block, which has a token -> of eight inputs, that a thread holds in registers at most."""
-LIGHT_CHUNKS = 4
+LIGHT_CHUNKS = 5
 """Of 16-bit inputs: so many leave room for as many threads as a multiprocessor can have."""
 THREADS = 2048
 """Of a multiprocessor."""
