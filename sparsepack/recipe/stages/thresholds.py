@@ -158,7 +158,7 @@ THRESHOLDS = Stage(
     outputs=leaves(TABLE),
     settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
-    wanted=lambda asked: asked.sparsity > 0,
+    wanted=lambda recipe, asked: asked.sparsity > 0,
     problems=_problems,
     misfits=_misfits,
     tokens=_tokens,
