@@ -17,6 +17,7 @@ from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.run import RecipeOutcome
+from sparsepack.recipe.shipped import FOLDER
 
 PRUNE = {"keep": 6, "of": 8, "permute": True, "windows": 2}
 BOTH = ("calibrate", "prune", "calibrate_pruned", "thresholds", "pack", "verify", "eval", "eval_pruned", "generate")
@@ -28,6 +29,11 @@ SLID = (
     "eval.protocols=dense",
 )
 """Overrides: packed without its zeros, nothing skipped."""
+SMALL = (
+    "model=shipped:tiny",
+    "calibrate={text: shipped:train, context: 64, samples: 4}",
+    "eval={perplexity: shipped:heldout, context: 64, windows: 3}",
+)
 
 
 def ran(outcome: RecipeOutcome) -> list[str]:
@@ -269,3 +275,19 @@ def test_a_model_that_was_pruned_before_needs_no_prune_section(once: Any, tmp_pa
     outcome = run_recipe(recipe, SLID, tmp_path / "work")
     assert ran(outcome) == ["pack", "verify", "eval"]
     assert outcome.report["pack"]["pruning"]["patterns"] == {"keep 6 of 8": 21}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("slide-6of8-int8", ["calibrate", "prune", "pack", "verify", "eval", "eval_pruned"]),
+        ("prune-6of8-zigzag50", list(BOTH[:-1])),
+    ],
+)
+def test_the_shipped_recipes_that_prune_run(name: str, stages: list[str], tmp_path: Path) -> None:
+    recipe = FOLDER / f"{name}.yaml"
+    plan = run_recipe(recipe, SMALL, tmp_path / "work", dry_run=True).report
+    assert {row["keeps"] for row in plan["sites"]} == {"6 of 8"}
+    outcome = run_recipe(recipe, SMALL, tmp_path / "work")
+    assert ran(outcome) == stages
+    assert outcome.passed
