@@ -20,6 +20,7 @@ from sparsepack.verb_module import callable_as
 if TYPE_CHECKING:
     from sparsepack.artifacts.plan import Plan
     from sparsepack.models.checkpoint import Checkpoint
+    from sparsepack.models.pruned import PruningRecord
     from sparsepack.sparsity.thresholds import Thresholds
 
 
@@ -85,8 +86,13 @@ class Packed:
     thresholds: Thresholds | None
 
 
-def pack(request: PackRequest) -> Packed:
-    """Make an artifact, whole or not at all. Raises `UserError` subclasses."""
+def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
+    """Make an artifact, whole or not at all.
+
+    checkpoint -- the model that the request names: for callers that have opened it already
+
+    Raises `UserError` subclasses.
+    """
     from sparsepack.artifacts.folder.layout import MANIFEST
     from sparsepack.artifacts.folder.writer import FolderPlan
     from sparsepack.files.atomic import check_output
@@ -97,7 +103,7 @@ def pack(request: PackRequest) -> Packed:
     request.check()
     folder = format_of(request.format).folder
     check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
-    checkpoint = open_checkpoint(request.model)
+    checkpoint = checkpoint or open_checkpoint(request.model)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
         plan = plan_of(checkpoint, request, table)
@@ -107,21 +113,33 @@ def pack(request: PackRequest) -> Packed:
     return Packed(request.output, plan.notes, table)
 
 
-def plan_of(checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None) -> Plan:
-    """The artifact that a request makes with these thresholds. Raises `PackingError` for what does not fit."""
+def plan_of(
+    checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None, pruning: PruningRecord | None = None
+) -> Plan:
+    """The artifact that a request makes with these thresholds.
+
+    pruning -- what a model that is still to be pruned will say of itself; None: what it says
+
+    Raises `PackingError` for what does not fit.
+    """
+    from sparsepack.artifacts.manifest import PRUNING
     from sparsepack.artifacts.plan import PlanRequest
     from sparsepack.codecs.pattern import Pattern
+    from sparsepack.models.pruned import pruning_record
 
+    record = pruning or pruning_record(checkpoint.path)
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,
         "recipe": dict(request.recipe) if request.recipe else None,
         "thresholds": table.summary() if table else None,
+        **({PRUNING: dict(record.summary)} if record else {}),
     }
     inside = PlanRequest(
         rules=table.rules if table else {},
         provenance=provenance,
         output_type=request.output_type,
         embedding_type=request.embedding_type,
+        patterns=record.patterns if record else {},
         pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
         device=request.device,
     )

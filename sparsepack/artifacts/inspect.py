@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.manifest import PRUNING
 from sparsepack.artifacts.open import open_artifact
 
 _BLOCKS = ("blk.", "model.layers.")
-_SHOWN = ("schema", "sparsepack", "model", "calibration", "recipe", "versions")
+_SHOWN = ("schema", "sparsepack", "model", PRUNING, "calibration", "recipe", "versions")
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class _Pruning(Stored):
     method: Name
     permute: bool
     model: Name
+    model_sha256: Name
 
 
 class _Manifest(Stored):
@@ -109,6 +110,11 @@ def make_manifest(
         "notes": list(notes),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
+
+
+def pruned_from(manifest: Mapping[str, Any]) -> str | None:
+    """The hash of the checkpoint that an artifact's source was pruned from; None where it was not, or elsewhere."""
+    return (manifest.get(PRUNING) or {}).get("model_sha256")
 
 
 def read_manifest(stored: Any, where: str) -> dict[str, Any]:

@@ -23,7 +23,8 @@ class PlanRequest:
     provenance     -- named parts for the manifest, JSON-able, such as calibration, recipe, thresholds
     output_type    -- of the output matrix: "auto" (the format's choice), q8_0, q6_k, q4_k, f16, bf16, f32
     embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
-    pattern        -- of the nonzero weights, for formats that leave out others; None: what `prune` recorded
+    patterns       -- of the nonzero weights of each matrix that `prune` pruned, by its name without `.weight`
+    pattern        -- of all matrices of the blocks instead, of a model that was pruned elsewhere
     device         -- where the encoders run
     """
 
@@ -31,6 +32,7 @@ class PlanRequest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     output_type: str = "auto"
     embedding_type: str = "auto"
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
     pattern: Pattern | None = None
     device: str = "cpu"
 

@@ -20,15 +20,7 @@ from sparsepack.prune.options import PruneOptions, SitePattern
 @from_options(PruneOptions, "--permute")
 @from_options(PruneOptions, "--include")
 @from_options(PruneOptions, "--ignore")
-@click.option(
-    "--site",
-    "sites",
-    nargs=3,
-    type=(str, int, int),
-    multiple=True,
-    metavar="SITE KEEP OF",
-    help="Another KEEP OF for sites by name or pattern, equal for none. Repeats; the last that matches counts.",
-)
+@from_options(PruneOptions, "--site", "sites", nargs=3, type=(str, int, int), multiple=True, metavar="SITE KEEP OF")
 @from_options(PruneOptions, "--windows")
 @from_options(PruneOptions, "--damping")
 @from_options(PruneOptions, "--batch")

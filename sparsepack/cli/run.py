@@ -64,7 +64,7 @@ def run(
     dry_run: bool,
     json_path: str | None,
 ) -> None:
-    """Run a RECIPE: calibrate, pack, verify, eval, bench and generate from one YAML file. Exit 3 if a gate fails.
+    """Run a RECIPE: calibrate, prune, pack, verify, eval, bench, generate from one YAML file. Exit 3 if a gate fails.
 
     RECIPE is a YAML file, or the bare name of one that ships with sparsepack: see --list.
 

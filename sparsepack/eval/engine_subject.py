@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparsepack.artifacts.formats import FORMATS, those_with
+from sparsepack.artifacts.manifest import pruned_from
 from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
@@ -109,6 +110,10 @@ class EngineSubject:
     @property
     def source_sha256(self) -> str:
         return str(self.packed.manifest["model"]["sha256"])
+
+    @property
+    def pruned_from(self) -> str | None:
+        return pruned_from(self.packed.manifest)
 
     @property
     def target_sparsity(self) -> float:

@@ -115,7 +115,7 @@ def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> Stream
     if request.against is None:
         return None
     source = open_subject(request.against, None, request.device, request.dtype)
-    if source.source_sha256 != subject.source_sha256:
+    if source.source_sha256 not in (subject.source_sha256, subject.pruned_from):
         raise UserError(
             f"{request.against}: not the model that {subject.name} was made from "
             f"({source.source_sha256[:12]}, expected {subject.source_sha256[:12]})"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.manifest import pruned_from
 from sparsepack.artifacts.open import is_artifact, open_artifact
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
@@ -22,6 +23,7 @@ from sparsepack.models.blocks import BlockSource
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
+from sparsepack.models.pruned import pruning_record
 from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skeleton import parameter_shapes
 from sparsepack.models.whole import build_model
@@ -35,6 +37,7 @@ class Subject:
     kind          -- "checkpoint", or the name of a format
     source        -- its weights, read when they are needed
     source_sha256 -- hash of the checkpoint it is, or was made from
+    pruned_from   -- hash of the checkpoint that this one was pruned from
     weights       -- the type in which its matrices are stored
     dtype         -- the type in which it is computed, on `device`
     inputs        -- what the inputs of sites are quantised to, token by token
@@ -52,6 +55,7 @@ class Subject:
     device: str = "cpu"
     sparse_sites: Collection[Any] = ()  # (layer, site) of those that may be sparse
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
+    pruned_from: str | None = None
 
     @property
     def context(self) -> int:
@@ -118,6 +122,7 @@ def open_subject(
 def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> Subject:
     if thresholds is not None:
         thresholds.check_model(checkpoint)
+    record = pruning_record(checkpoint.path)
     return Subject(
         name=checkpoint.name,
         kind="checkpoint",
@@ -130,6 +135,7 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
         dtype=arithmetic(dtype, checkpoint.dtype, device),
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else (),
+        pruned_from=record.summary["model_sha256"] if record else None,
     )
 
 
@@ -156,4 +162,5 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,
         inputs=stock.inputs,
+        pruned_from=pruned_from(artifact.manifest),
     )

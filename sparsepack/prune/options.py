@@ -23,7 +23,7 @@ class SitePattern:
 class PruneOptions:
     """How many weights stay, and how they are chosen. Sites are named as in `AllocationOptions`."""
 
-    keep: int = option("Nonzero weights that stay in every --of consecutive inputs of a row.", least=1)
+    keep: int = option("Nonzero weights that stay in each group of consecutive inputs of a row.", least=1)
     of: int = option("Inputs in a group, from the first input of a matrix on.", least=2, most=LARGEST_GROUP)
     method: str = option(
         "What decides: the weights' size; that times the size of their inputs (Wanda); the error of the output, which "
@@ -39,7 +39,10 @@ class PruneOptions:
         "Only these sites are pruned: blk.3.mlp_mid, blk.*.attn_in, re:REGEX.", default=()
     )
     ignore: tuple[str, ...] = option("These sites are left as they are.", default=())
-    sites: tuple[SitePattern, ...] = ()
+    sites: tuple[SitePattern, ...] = option(
+        "Other patterns for sites by name or pattern, keep equal to of for none; the last that matches counts.",
+        default=(),
+    )
     windows: int = option("Calibration windows that are run.", default=128, least=1)
     damping: float = option(
         "With sparsegpt: what is added to the inputs' second moments, as a share of their mean.",

@@ -19,7 +19,7 @@ ROUNDS = 300
 """Of swaps, at most: in each, every group meets another one."""
 PATIENCE = 8
 """Rounds without a swap after which no more are tried."""
-_AT_ONCE = 1 << 24
+AT_ONCE = 1 << 24
 """Values of a temporary."""
 
 
@@ -59,7 +59,7 @@ def _swapped(order: Tensor, values: Tensor, pattern: Pattern, generator: torch.G
     by_column = torch.cat([values.t(), values.new_zeros(count * pattern.of - columns, len(values))])
     order = torch.cat([order, torch.arange(columns, len(by_column), device=order.device)])
     groups = order.view(count, pattern.of).clone()
-    pairs = max(_AT_ONCE // (pattern.of**2 * len(values)), 1)
+    pairs = max(AT_ONCE // (pattern.of**2 * len(values)), 1)
     without = 0
     for _ in range(ROUNDS if count > 1 else 0):
         met = torch.randperm(count, generator=generator)[: count // 2 * 2].view(2, -1).to(order.device)

@@ -93,7 +93,7 @@ def _run(
     matters."""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
     matrices = [PrunedMatrix(**row) for row in resume.value("matrices", [])]
-    hidden = resume.hidden()
+    hidden = None if windows is None else resume.hidden()
     if hidden is None and windows is not None:
         hidden = stream.embed(windows)
     batches = 0 if hidden is None else -(-len(hidden) // options.batch)

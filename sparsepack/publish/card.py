@@ -48,6 +48,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         artifact=description,
         file=file or Path(path).name,
         version=__version__,
+        compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
         **measured,
     )
 

@@ -1,5 +1,6 @@
 """The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,18 @@ def _page(report: Mapping[str, Any]) -> str:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     tests = report["bench"]["tests"] if report["bench"] else []
     skipped = _skipped(rows)
+    pruned, alone = report.get("prune"), report.get("eval_pruned")  # which reports from before do not have
     return render(
         "page.html.jinja",
         report=report,
         recipe=report["recipe"],
         pack=report["pack"],
         rows=rows,
+        before={row["text"]: row for row in alone["perplexity"]} if alone else {},
         tasks=_tasks(report),
+        pruned=pruned,
+        patterns=Counter(f"keep {row['keep']} of {row['of']}" for row in pruned["matrices"]) if pruned else {},
+        errors=_errors(pruned["matrices"]) if pruned else [],
         with_error=with_error,
         skipped_on="evaluation" if skipped else "calibration",
         sparsity=_sparsity(report["thresholds"], skipped),
@@ -65,6 +71,19 @@ def _tasks(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, int]]:
         if (found := evaluation["tasks"])
         for name, task in found["tasks"].items()
         for metric, value in task["metrics"].items()
+    ]
+
+
+def _errors(matrices: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
+    """A chart per site, a bar per block: the largest error of its matrices."""
+    worst: dict[str, dict[str, float]] = {}
+    for row in matrices:
+        _, layer, site = row["site"].split(".")
+        of_site = worst.setdefault(site, {})
+        of_site[layer] = max(of_site.get(layer, 0.0), row["error"])
+    return [
+        (site, charts.columns(f"error at {site}, by block", [charts.Bar(*bar) for bar in of_site.items()]))
+        for site, of_site in worst.items()
     ]
 
 

@@ -29,7 +29,7 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
     }
     for stage in STAGES:
         plan |= stage.plan(job, job.recipe.asked(stage.key))
-    plan["sites"] = _sites(job, plan["artifact"])
+    plan["sites"] = _sites(job, plan["artifact"], plan["pruned"])
     asked = [(stage, job.recipe.asked(stage.key)) for stage in stages]
     plan["tokens"] = {s.name: count for s, a in asked if (count := s.tokens(job, a)) is not None}
     memory = {s.name: count for s, a in asked if (count := s.memory(job, a)) is not None}
@@ -51,7 +51,7 @@ def _paths(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def _sites(job: Job, artifact: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, str]) -> list[dict[str, Any]]:
     recipe, checkpoint = job.recipe, job.checkpoint
     asked = ActivationSparsity.asked_in(recipe)
     skipping = set(chosen_sites(checkpoint, asked.include, asked.ignore)) if asked and sparse(recipe) else set()
@@ -64,7 +64,8 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None) -> list[dict[str, Any]]
             # A zigzag matrix is stored as [bands, columns, 256].
             padding = tensor["shape"][0] * tensor["shape"][2] - shape[0] if tensor and len(tensor["shape"]) == 3 else 0
             target = asked.sparsity if asked is not None and (layer, site) in skipping else 0.0
-            rows.append({"site": name, "shape": list(shape), "padding_rows": padding, "sparsity": target})
+            row = {"site": name, "shape": list(shape), "padding_rows": padding, "sparsity": target}
+            rows.append({**row, "keeps": pruned.get(name)})
     return rows
 
 
@@ -92,14 +93,19 @@ def show(plan: Mapping[str, Any]) -> None:
 
 def _site_table(plan: Mapping[str, Any]) -> Any:
     """One row per kind of site where all layers agree in shape."""
-    groups: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
+    groups: dict[tuple[str, tuple[int, ...], int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in plan["sites"]:
-        groups[row["site"].rpartition(".")[2], tuple(row["shape"]), row["padding_rows"]].append(row["sparsity"])
+        groups[row["site"].rpartition(".")[2], tuple(row["shape"]), row["padding_rows"]].append(row)
     asked = plan["recipe"][ActivationSparsity.key] or {}
     on_average = " on average" if asked.get("allocation") in ("teal", "global") else ""
-    made = table("sites", "site", ">rows", ">columns", ">padding rows", ">layers", ">sparse in", "target sparsity")
-    for (site, (rows, columns), padding), targets in groups.items():
-        skipping = [target for target in targets if target]
+    made = table(
+        "sites",
+        *("site", ">rows", ">columns", ">padding rows", ">layers", "weights kept", ">sparse in", "target sparsity"),
+    )
+    for (site, (rows, columns), padding), of_kind in groups.items():
+        skipping = [row["sparsity"] for row in of_kind if row["sparsity"]]
         target = f"{skipping[0]:g}{on_average}" if skipping else "dense"
-        made.add_row(site, str(rows), str(columns), str(padding), str(len(targets)), str(len(skipping)), target)
+        kept = ", ".join(dict.fromkeys(row["keeps"] or "all" for row in of_kind))
+        sizes = (rows, columns, padding, len(of_kind))
+        made.add_row(site, *map(str, sizes), kept, str(len(skipping)), target)
     return made

@@ -72,8 +72,11 @@ def _default(value: Any) -> str:
 
 def _type(field: FieldInfo, schema: Mapping[str, Any]) -> str:
     """A property's type for people."""
-    if section_in(field.annotation) is Limit:
+    inner = section_in(field.annotation)
+    if inner is Limit:
         return "limits" if "anyOf" in schema else "limits by task and metric"
+    if inner is not None:
+        return f"list of `{{{', '.join(inner.model_fields)}}}`"
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
     named = "path or name" if PATH in field.metadata else None
     return " or ".join(text for kind in kinds for text in _kind(kind, named))

@@ -45,7 +45,7 @@ def pending(job: Job, stages: Sequence[Stage], work: WorkFolder) -> set[str]:
     """The stages that would run: those that changed, and all that need one of them."""
     stale: set[str] = set()
     for stage in stages:
-        fresh = not stale & set(stage.needs)
+        fresh = not stale & set(_needs(stage, stages))
         if not fresh or not work.current(stage.name, _fingerprint(job, stage, stages, work)):
             stale.add(stage.name)
     return stale
@@ -55,29 +55,41 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
     """Run what is not up to date, saying so on stderr; the state is saved after every stage."""
     work.create()
     outcomes = []
+    seen = job  # by the next stage, with the model that was made so far
     for stage in stages:
         fingerprint = _fingerprint(job, stage, stages, work)
         if work.current(stage.name, fingerprint):
             known = work.finished(stage.name)
             say(f"{stage.name}: up to date (took {known.seconds:.1f} s)")
             outcomes.append(Outcome(stage.name, "up to date", known.seconds))
-            continue
-        say(f"{stage.name}: running")
-        start = time.perf_counter()
-        with going_on(stage.name):
-            stage.run(job, job.recipe.asked(stage.key))
-        seconds = time.perf_counter() - start
-        work.finish(stage.name, fingerprint, seconds, stage.outputs(job.recipe.asked(stage.key)))
-        say(f"{stage.name}: done in {seconds:.1f} s")
-        outcomes.append(Outcome(stage.name, "ran", seconds))
+        else:
+            seconds = _run(seen, stage)
+            work.finish(stage.name, fingerprint, seconds, stage.outputs(job.recipe.asked(stage.key)))
+            say(f"{stage.name}: done in {seconds:.1f} s")
+            outcomes.append(Outcome(stage.name, "ran", seconds))
+        seen = seen.behind(stage)
     return outcomes
+
+
+def _run(job: Job, stage: Stage) -> float:
+    """Run a stage; the seconds that it took."""
+    say(f"{stage.name}: running")
+    start = time.perf_counter()
+    with going_on(stage.name):
+        stage.run(job, job.recipe.asked(stage.key))
+    return time.perf_counter() - start
+
+
+def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
+    """Those before it, of the stages that run, from whose outputs it is made."""
+    before = stages[: stages.index(stage)]
+    return [other.name for other in before if other.name in stage.needs or other.makes]
 
 
 def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
     """Of everything that the stage's outputs depend on."""
-    there = {other.name for other in stages}
     settings = {**_shared(job), **stage.settings(job, job.recipe.asked(stage.key))}
-    return work.fingerprint(settings, [need for need in stage.needs if need in there])
+    return work.fingerprint(settings, _needs(stage, stages))
 
 
 def _shared(job: Job) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a stage of a recipe is: one record, made in a file of `stages/` that holds all that belongs to it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on its way: the model opened, the texts as far as they were asked for, the folder of the outputs."""
+    """A recipe on its way: the model opened, the texts as far as they were asked for, the folder of the outputs.
+
+    made -- name in that folder of the model, where a stage made it from the recipe's (`Stage.makes`); else empty
+    """
 
     recipe: Recipe
     checkpoint: "Checkpoint"
     folder: Path
+    made: str = ""
     _texts: dict[tuple[str, ...], "Text"] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """The model, as `open_checkpoint` takes it."""
+        return str(self.folder / self.made) if self.made else self.recipe.model
+
+    def behind(self, stage: "Stage") -> "Job":
+        """As the stages behind a finished one see it."""
+        from sparsepack.models.checkpoint import open_checkpoint
+
+        if not stage.makes:
+            return self
+        # Not by its path: a work folder may be moved, and two runs of one recipe leave the same bytes.
+        named = f"{self.recipe.model}, {stage.makes}"
+        return replace(
+            self, checkpoint=replace(open_checkpoint(self.folder / stage.makes), name=named), made=stage.makes
+        )
 
     def text(self, names: Sequence[str]) -> "Text":
         """Several texts as one, read once. Raises `TextError` where one cannot be."""
@@ -51,11 +72,12 @@ class Stage:
     Its functions get its part of the recipe as `asked`, and are only called where the recipe has it.
 
     key, type, default -- of that part: `type` is what pydantic takes, a section or a plain type
-    needs    -- the stages that its outputs are made from
+    needs    -- the stages that its outputs are made from, besides those that make the model
+    makes    -- the name of an output that is a checkpoint and, from then on, the model of all stages behind it
     outputs  -- the files and folders that it leaves, relative to the work folder, by what is asked
     settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able
     run      -- from the recipe and files in the work folder to files in the work folder
-    wanted   -- whether it runs with what is asked
+    wanted   -- whether it runs where its part is asked for
     problems -- what does not go together in the recipe, a sentence each, found before anything is opened
     misfits  -- what the model or a text does not allow, likewise; raises `UserError` where one cannot be read
     tokens, memory -- of the dry run: tokens through the model, bytes of tensors at the peak; None: not known beforehand
@@ -76,7 +98,8 @@ class Stage:
     run: Callable[[Job, Any], None]
     default: Any = None
     needs: tuple[str, ...] = ()
-    wanted: Callable[[Any], bool] = bool
+    makes: str = ""
+    wanted: Callable[[Recipe, Any], bool] = lambda recipe, asked: True
     problems: Callable[[Recipe, Any], Iterable[str]] = _nothing
     misfits: Callable[[Job, Any], Iterable[str]] = _nothing
     tokens: Callable[[Job, Any], int | None] = lambda job, asked: None
@@ -92,7 +115,7 @@ class Stage:
     def runs(self, recipe: Recipe) -> bool:
         """Whether the recipe asks for it."""
         asked = recipe.asked(self.key)
-        return bool(asked) and self.wanted(asked)
+        return bool(asked) and self.wanted(recipe, asked)
 
 
 def leaves(*names: str) -> Callable[[Any], tuple[str, ...]]:

@@ -14,10 +14,11 @@ import torch
 from models_for_tests import TEXT, make_model
 
 import sparsepack
+from sparsepack.artifacts.formats import format_of
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import open_artifact
 from sparsepack.artifacts.verify import verify
-from sparsepack.errors import ArtifactError, CheckpointError, PackingError
+from sparsepack.errors import ArtifactError, CheckpointError, PackingError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.models.checkpoint import open_checkpoint
@@ -130,6 +131,24 @@ def test_eval_measures_it(slid: dict[str, Path], tmp_path: Path) -> None:
     asked = {"perplexity": (str(tmp_path / "text.txt"),), "context": 64, "windows": 2, "protocol": "dense"}
     result = evaluate(EvalRequest(str(slid["slide-int8"]), **asked))
     assert result["perplexity"][0]["perplexity"]["value"] > 1
+
+
+@pytest.mark.parametrize("format", [None, "slide-int8", "zigzag-q4_k", "f16"])
+def test_a_pruned_model_is_compared_with_the_one_from_before(format: str | None, pruned: Path, tmp_path: Path) -> None:
+    """Also once it is packed, in any format."""
+    subject = pruned if format is None else tmp_path / f"packed{format_of(format).suffix}"
+    if format is not None:
+        pack(PackRequest(str(pruned), subject, format=format))
+    (tmp_path / "text.txt").write_text(TEXT[:3000])
+    asked = {"perplexity": (str(tmp_path / "text.txt"),), "context": 64, "windows": 2, "protocol": "dense"}
+    against = {}
+    for model in (pruned, pruned.parent / "m"):
+        result = evaluate(EvalRequest(str(subject), against=str(model), **asked))
+        against[model.name] = result["perplexity"][0]["kl_divergence"]["value"]
+    assert against["m"] > max(2 * against["pruned"], 1e-4)
+    other = make_model(tmp_path / "other", "qwen2", seed=1)
+    with pytest.raises(UserError, match=r"other: not the model that .* was made from"):
+        evaluate(EvalRequest(str(subject), against=str(other), **asked))
 
 
 @pytest.mark.parametrize(("keep", "of"), [(2, 4), (4, 6), (8, 10), (14, 16)])

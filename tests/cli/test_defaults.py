@@ -18,7 +18,9 @@ from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stages import STAGES
 
-SECTIONS = {stage.name: found for stage in STAGES if (found := section_in(stage.type)) is not None}
+FIRST = {stage.key: stage for stage in reversed(STAGES)}.values()
+"""Of stages that are asked for by one key, the one that has the name of a verb."""
+SECTIONS = {stage.name: found for stage in FIRST if (found := section_in(stage.type)) is not None}
 HEAD = Recipe.model_fields.keys()
 
 
@@ -83,6 +85,12 @@ def test_a_stage_and_the_verb_of_its_name_have_the_same_options(stage: str) -> N
     shared = section.model_fields.keys() & {field.name for field in fields(section.options)}
     also = {name for each in declared(stage) for name in [each.name] if each.options is not section.options}
     assert (shared | options_of(section.options).keys()) - verb - also == set(), "not on the command line"
+
+
+def test_a_stage_that_does_a_verb_again_has_the_section_of_the_first() -> None:
+    again = [stage for stage in STAGES if stage not in FIRST]
+    assert {stage.name: stage.key for stage in again} == {"calibrate_pruned": "calibrate", "eval_pruned": "eval"}
+    assert all(stage.type == SECTIONS[stage.key] | None for stage in again)
 
 
 def test_device_and_dtype_are_the_same_everywhere() -> None:

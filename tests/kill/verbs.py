@@ -59,8 +59,14 @@ def _run(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["run", str(inputs / "recipe.yaml"), "-w", str(work / "work"), *samples]
 
 
+def _run_pruned(inputs: Path, work: Path, old: bool) -> list[str]:
+    given = ["--set", "prune.keep=4"] if old else []
+    return ["run", str(inputs / "pruned.yaml"), "-w", str(work / "work"), *given]
+
+
 _LEARNT = ("--allocation", "global", "--steps", "3", "--batch", "1", "--length", "16")
 _OF_RUN = ("calibration", "thresholds.json", "model.gguf", "pack.json", "verify.json", "eval.json", "generate.json")
+_OF_PRUNED = ("pruned", "model", "pack.json", "verify.json", "eval.json", "eval_pruned.json")
 VERBS = {
     verb.name: verb
     for verb in (
@@ -72,6 +78,7 @@ VERBS = {
         Verb("pack", _pack, ("m.gguf",)),
         Verb("pack slid", _slide, ("s",)),
         Verb("run", _run, tuple(f"work/{name}" for name in (*_OF_RUN, "report.json"))),
+        Verb("run pruned", _run_pruned, tuple(f"work/{name}" for name in (*_OF_PRUNED, "report.json"))),
     )
 }
 _RECIPE = """
@@ -87,11 +94,23 @@ generate: {{prompt: The class, tokens: 2}}
 """
 
 
+_PRUNED = """
+schema: 1
+name: pruned
+model: shipped:tiny
+prune: {{keep: 6, of: 8, method: magnitude}}
+pack: {{format: slide-int8}}
+verify: true
+eval: {{perplexity: {text}, context: 32, windows: 1}}
+"""
+
+
 def write_inputs(folder: Path) -> None:
     """What the commands read, but for the calibration `c`."""
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog and runs. " * 60, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE.format(text=text), encoding="utf-8")
+    (folder / "pruned.yaml").write_text(_PRUNED.format(text=text), encoding="utf-8")
 
 
 def files_in(folder: Path) -> Files:

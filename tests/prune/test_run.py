@@ -106,11 +106,11 @@ def test_a_better_order_loses_less_of_the_matrices_behind_it(
     assert sum(b.error for _, b in rows) < 0.95 * sum(p.error for p, _ in rows)
 
 
-@pytest.mark.parametrize("permute", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"permute": True}, {"method": "magnitude"}], ids=str)
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
-    permute: bool, small: Checkpoint, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], small: Checkpoint, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(OPTIONS, permute=permute)
+    options = replace(OPTIONS, **changes)
     prune(small, tmp_path / "whole", options, calibration)
     calls = []
 

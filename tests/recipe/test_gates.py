@@ -42,6 +42,7 @@ RESULTS = {
     ],
     "pack": {"file_bytes": 1000, "bits_per_weight": {"file": 4.8, "blocks": 4.5}},
     "verify": None,
+    "eval_pruned": None,
 }
 
 

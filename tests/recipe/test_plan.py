@@ -129,6 +129,7 @@ def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model)
         "generate=null",
         "verify=false",
         "eval.protocols=decode",
+        "prune={keep: 6, of: 8, permute: true}",
         "bench={prompt: 16, generate: 8, repetitions: 1}",
         *(f"{key}={value}" for key, value in sections.items()),
     ]
@@ -136,5 +137,5 @@ def test_a_stage_takes_the_memory_that_the_dry_run_says(shared, tmp_path, model)
     command = [sys.executable, str(script), str(write_recipe(tmp_path)), str(tmp_path / "work"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    for stage in ("calibrate", "thresholds", "eval", "bench"):
+    for stage in ("calibrate", "prune", "calibrate_pruned", "thresholds", "eval", "eval_pruned", "bench"):
         assert found["planned"][stage] == pytest.approx(found["took"][stage], rel=0.25), stage

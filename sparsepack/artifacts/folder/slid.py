@@ -38,7 +38,6 @@ from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import family_of
-from sparsepack.models.pruned import PruningRecord, pruning_record
 
 POSITIONS, SCALE = "_positions", "_scale"
 """After the name of a weight."""
@@ -57,12 +56,10 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     """A pruned model as a slid folder. Writing it holds one matrix in memory; a CUDA device holds `SLID_AT_ONCE`, and
     the host 32 MiB of each.
 
-    The patterns are those that `prune` recorded beside the checkpoint, or `request.pattern` for all matrices of the
-    blocks. Raises `PackingError` where there are none, or windows cannot hold one; writing raises it naming a matrix
+    Raises `PackingError` where nothing is pruned, or windows cannot hold a pattern; writing raises it naming a matrix
     that does not have its pattern, and its first wrong group.
     """
-    record = pruning_record(checkpoint.path)
-    patterns = _patterns(checkpoint, record, request.pattern)
+    patterns = _patterns(checkpoint, request)
     slides = {name: Slide(pattern) for name, pattern in patterns.items()}
     groups = tuple(_groups(format, checkpoint, slides, request.device))
     shapes = checkpoint.source.shapes
@@ -73,27 +70,26 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     }
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
-    provenance = {**request.provenance, PRUNING: dict(record.summary) if record else None}
     said = {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}
     return FolderPlan(
         format=format.name,
         groups=groups,
         notes=tuple(notes),
         at_once=tensors_at_once(request.device, SLID_AT_ONCE),
-        manifest=make_manifest(format.name, checkpoint, provenance, listed, notes),
+        manifest=make_manifest(format.name, checkpoint, request.provenance, listed, notes),
         texts=model_texts(checkpoint, format.name, patterns=said),
     )
 
 
-def _patterns(checkpoint: Checkpoint, record: PruningRecord | None, asked: Pattern | None) -> Mapping[str, Pattern]:
-    if asked is not None:
-        return dict.fromkeys(_matrices(checkpoint), asked)
-    if record is None or not record.patterns:
+def _patterns(checkpoint: Checkpoint, request: PlanRequest) -> Mapping[str, Pattern]:
+    if request.pattern is not None:
+        return dict.fromkeys(_matrices(checkpoint), request.pattern)
+    if not request.patterns:
         raise PackingError(
             f"{checkpoint.name}: nothing says which of its weights were pruned; run `sparsepack prune`, or give --keep "
             "and --of for a model that was pruned elsewhere"
         )
-    return record.patterns
+    return request.patterns
 
 
 def _matrices(checkpoint: Checkpoint) -> list[str]:

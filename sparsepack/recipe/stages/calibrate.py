@@ -1,6 +1,7 @@
 """`calibrate`: every statistic that a packer needs, over the calibration text."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -10,10 +11,13 @@ from sparsepack.recipe.section import PATH, Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves
 
 FOLDER = "calibration"
+AGAIN = "calibrate_pruned"
+"""The stage that does it again, with the pruned model."""
 
 
 class Calibrate(Section):
-    """Every statistic that thresholds are taken from, over a text."""
+    """Every statistic that thresholds are taken from, over a text, which is also what pruning looks at. Where a recipe
+    both prunes and skips, the pruned model is calibrated again: thresholds are about its own activations."""
 
     key: ClassVar[str] = "calibrate"
     options: ClassVar[type] = CalibrateOptions
@@ -48,7 +52,17 @@ def _run(job: Job, asked: Calibrate) -> None:
 
     values = asked.model_dump(exclude={"text"})
     options = CalibrateOptions(**values, device=job.recipe.device, dtype=job.recipe.dtype)
-    calibrate(job.checkpoint, job.text(asked.text), job.folder / FOLDER, options, overwrite=True)
+    calibrate(job.checkpoint, job.text(asked.text), folder_of(job), options, overwrite=True)
+
+
+def folder_of(job: Job) -> Path:
+    """Where the calibration of the model lies, as the recipe names it or as it was made since."""
+    return job.folder / (f"{FOLDER}_{job.made}" if job.made else FOLDER)
+
+
+def files_of(folder: str) -> tuple[str, ...]:
+    """What a calibration leaves."""
+    return (f"{folder}/calibration.json", f"{folder}/calibration.safetensors")
 
 
 def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
@@ -75,7 +89,7 @@ CALIBRATE = Stage(
     name="calibrate",
     key=Calibrate.key,
     type=Calibrate | None,
-    outputs=leaves(f"{FOLDER}/calibration.json", f"{FOLDER}/calibration.safetensors"),
+    outputs=leaves(*files_of(FOLDER)),
     settings=_settings,
     run=_run,
     problems=_problems,

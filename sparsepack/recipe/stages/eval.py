@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +28,8 @@ Protocol = Literal["decode", "all", "dense"]
 
 
 class Eval(Section):
-    """Accuracy, once per protocol, of the artifact; without `pack`, of the model with its thresholds."""
+    """Accuracy, once per protocol, of the artifact; without `pack`, of the model with its thresholds. It is compared
+    with the recipe's `model`, also where that was pruned; then the pruned model is measured by itself, too."""
 
     key: ClassVar[str] = "eval"
     options: ClassVar[type] = EvalRequest
@@ -62,7 +64,7 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
 
 
-def _second_half(recipe: Recipe) -> bool:
+def second_half(recipe: Recipe) -> bool:
     """Whether every protocol scores the tokens that decode does: in one table, figures are of the same tokens."""
     return "decode" in _protocols(recipe)
 
@@ -99,7 +101,7 @@ def _settings(job: Job, asked: Eval) -> dict[str, Any]:
     return {
         **asked.model_dump(mode="json"),
         "protocols": _protocols(job.recipe),
-        "second_half": _second_half(job.recipe),
+        "second_half": second_half(job.recipe),
         "kernels": kernels() if asked.runtime == "cpu" else None,
         "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
         "task_files": _hashes(asked.task_path),
@@ -126,6 +128,22 @@ def _hashes(task_path: str | None) -> dict[str, str]:
     return {str(path): sha256_file(path) for path in sorted(Path(task_path).rglob("*")) if path.is_file()}
 
 
+def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
+    """The section as what `evaluate` takes, of the model that was made, against the recipe's."""
+    recipe = job.recipe
+    return EvalRequest(
+        subject=job.model,
+        protocol=protocol,
+        second_half=second_half(recipe),
+        against=recipe.model if asked.perplexity else None,
+        task_path=Path(asked.task_path) if asked.task_path else None,
+        device=recipe.device,
+        # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
+        dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
+        **asked.model_dump(exclude={"protocols", "task_path"}),
+    )
+
+
 def _run(job: Job, asked: Eval) -> None:
     from sparsepack.eval.run import evaluate
 
@@ -133,23 +151,16 @@ def _run(job: Job, asked: Eval) -> None:
     packed = Pack.asked_in(recipe) is not None
     evaluations = []
     for protocol in _protocols(recipe):
-        request = EvalRequest(
-            subject=str(artifact_of(job)) if packed else recipe.model,
-            thresholds=job.folder / TABLE if sparse(recipe) and not packed else None,
-            protocol=protocol,
-            second_half=_second_half(recipe),
-            against=recipe.model if asked.perplexity else None,
-            task_path=Path(asked.task_path) if asked.task_path else None,
-            device=recipe.device,
-            # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
-            dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-            **asked.model_dump(exclude={"protocols", "task_path"}),
-        )
+        request = request_of(job, asked, protocol)
+        if packed:
+            request = replace(request, subject=str(artifact_of(job)))
+        elif sparse(recipe):
+            request = replace(request, thresholds=job.folder / TABLE)
         evaluations.append(evaluate(request, lambda name: job.text([name])))
     for evaluation in evaluations:
         # Without the work folder's path, as in `verify.json`.
         subject = evaluation["subject"]
-        subject["name"] = artifact_of(job).name if packed else recipe.model
+        subject["name"] = artifact_of(job).name if packed else job.checkpoint.name
         subject["thresholds"] = TABLE if subject["thresholds"] else None
     write_json(job.folder / RESULT, {"evaluations": evaluations})
 
@@ -160,16 +171,16 @@ def _context(job: Job, asked: Eval) -> int:
     return window_length(asked.context, job.checkpoint.config.max_position_embeddings)
 
 
-def _tokens(job: Job, asked: Eval) -> int:
-    """Of ours and of the source model; those of lm-eval tasks are not known beforehand."""
+def tokens_of_one(job: Job, asked: Eval) -> int:
+    """Of one protocol, ours and of the source model; those of lm-eval tasks are not known beforehand."""
     from sparsepack.recipe.estimates import windows_in
 
     context = _context(job, asked)
     windows = sum(windows_in(job, (name,), context, asked.windows) for name in asked.perplexity)
-    return 2 * windows * context * len(_protocols(job.recipe))
+    return 2 * windows * context
 
 
-def _memory(job: Job, asked: Eval) -> int:
+def memory(job: Job, asked: Eval) -> int:
     from sparsepack.eval.perplexity import POSITIONS, WORDS
     from sparsepack.eval.streamed import HIDDEN_BYTES
     from sparsepack.recipe.estimates import LIVE, activation_bytes, block_parameters, dtype_bytes, parameters
@@ -310,8 +321,8 @@ EVAL = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
-    tokens=_tokens,
-    memory=_memory,
+    tokens=lambda job, asked: tokens_of_one(job, asked) * len(_protocols(job.recipe)),
+    memory=memory,
     show_plan=_show_plan,
     result=("evaluations", lambda folder: read_json(RESULT)(folder)["evaluations"], []),
     show=_show,

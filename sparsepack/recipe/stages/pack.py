@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from sparsepack.artifacts.formats import FORMATS, those_with
+from sparsepack.errors import PackingError
 from sparsepack.files.atomic import write_json
 from sparsepack.pack import PackRequest
 from sparsepack.progress import say
@@ -16,10 +17,11 @@ from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stages.prune import pruned, record_to_come
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
 
 DESCRIPTION = "pack.json"
-_MADE_FROM = ("name", "model", "dtype", "calibrate", "activation_sparsity", "pack")
+_MADE_FROM = ("name", "model", "dtype", "calibrate", "prune", "activation_sparsity", "pack")
 
 
 class Pack(Section):
@@ -67,13 +69,38 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
             f"pack.format: a {format.name} {format.container} has no place for thresholds; "
             f"expected {those_with('thresholds')}, or no activation_sparsity"
         )
+    if asked.keep is not None and pruned(recipe):
+        yield "pack.keep: it is for a model that was pruned elsewhere; leave it out, prune says what stays"
+    try:
+        PackRequest(recipe.model, Path(artifact_name(asked)), **asked.model_dump()).check()
+    except PackingError as error:
+        yield f"pack: {error}"
+
+
+def _misfits(job: Job, asked: Pack) -> Iterator[str]:
+    """Of a format that leaves out zeros: whether there will be any, in a pattern that it can hold."""
+    from sparsepack.models.pruned import pruning_record
+    from sparsepack.pack import plan_of
+
+    format, record = FORMATS[asked.format], record_to_come(job)
+    if not format.weight_sparsity:
+        return
+    if asked.keep is None and record is None and pruning_record(job.checkpoint.path) is None:
+        yield (
+            f"pack.format: {format.name} leaves out the zeros of a pruned model, {job.checkpoint.name} is not pruned; "
+            "add a prune section, or give pack.keep and pack.of if it was pruned elsewhere"
+        )
+    try:
+        plan_of(job.checkpoint, request_of(job, asked), None, record)
+    except PackingError as error:
+        yield f"pack.format {format.name}: {error}"
 
 
 def request_of(job: Job, asked: Pack) -> PackRequest:
     """The section as what `pack` takes."""
     recipe = job.recipe
     return PackRequest(
-        model=recipe.model,
+        model=job.model,
         output=artifact_of(job),
         thresholds=job.folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
@@ -87,7 +114,7 @@ def _run(job: Job, asked: Pack) -> None:
     from sparsepack.artifacts.inspect import describe
     from sparsepack.pack import pack
 
-    for note in pack(request_of(job, asked)).notes:
+    for note in pack(request_of(job, asked), job.checkpoint).notes:
         say(f"pack: {note}")
     # Without its path: a work folder may be moved, and what needs this stage compares the bytes of its outputs.
     description = {name: value for name, value in describe(artifact_of(job)).items() if name != "path"}
@@ -99,7 +126,7 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
 
     if asked is None:
         return {"artifact": None}
-    planned = plan_of(job.checkpoint, request_of(job, asked), thresholds_to_come(job))
+    planned = plan_of(job.checkpoint, request_of(job, asked), thresholds_to_come(job), record_to_come(job))
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1
@@ -166,6 +193,7 @@ PACK = Stage(
     settings=lambda job, asked: provenance(job.recipe),
     run=_run,
     problems=_problems,
+    misfits=_misfits,
     plan=_plan,
     show_plan=_show_plan,
     result=("pack", read_json(DESCRIPTION), None),

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, Calibrate, windows
+from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
 from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _run(job: Job, asked: ActivationSparsity) -> None:
 
     recipe = job.recipe
     options = AllocationOptions(**asked.model_dump(), device=recipe.device, dtype=recipe.dtype)
-    make_thresholds(job.checkpoint, job.folder / FOLDER, options, job.folder / TABLE, overwrite=True)
+    make_thresholds(job.checkpoint, folder_of(job), options, job.folder / TABLE, overwrite=True)
 
 
 def _tokens(job: Job, asked: ActivationSparsity) -> int:
@@ -154,11 +154,11 @@ THRESHOLDS = Stage(
     name="thresholds",
     key=ActivationSparsity.key,
     type=ActivationSparsity | None,
-    needs=(CALIBRATE.name,),
+    needs=(CALIBRATE.name, AGAIN),
     outputs=leaves(TABLE),
     settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
-    wanted=lambda asked: asked.sparsity > 0,
+    wanted=lambda recipe, asked: asked.sparsity > 0,
     problems=_problems,
     misfits=_misfits,
     tokens=_tokens,

@@ -1,0 +1,111 @@
+"""`eval` of the pruned model before it is packed: what pruning costs, and what is added to that."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.standard_error import with_error
+from sparsepack.files.atomic import write_json
+from sparsepack.recipe.console import table
+from sparsepack.recipe.gates import Value, Verdict, judged
+from sparsepack.recipe.section import Recipe, limit
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.eval import Eval, memory, request_of, second_half, tokens_of_one
+from sparsepack.recipe.stages.pack import Pack
+from sparsepack.recipe.stages.prune import pruned
+from sparsepack.recipe.stages.thresholds import sparse
+
+RESULT, GATE = "eval_pruned.json", "pruning_perplexity_ratio"
+
+
+def _wanted(recipe: Recipe, asked: Eval) -> bool:
+    """Where something is done to the pruned model; else `eval` measures just that."""
+    return pruned(recipe) and bool(asked.perplexity) and (Pack.asked_in(recipe) is not None or sparse(recipe))
+
+
+def _request(job: Job, asked: Eval) -> EvalRequest:
+    """The source model is computed in the type in which `eval` computes it."""
+    request = request_of(job, asked, "dense")
+    return replace(request, tasks=(), apply_chat_template=False, runtime=EvalRequest.runtime)
+
+
+def _settings(job: Job, asked: Eval) -> dict[str, Any]:
+    return {
+        "dtype": _request(job, asked).dtype,
+        "context": asked.context,
+        "windows": asked.windows,
+        "batch": asked.batch,
+        "second_half": second_half(job.recipe),
+        "texts_sha256": [job.text([name]).sha256 for name in asked.perplexity],
+    }
+
+
+def _run(job: Job, asked: Eval) -> None:
+    from sparsepack.eval.run import evaluate
+
+    evaluation = evaluate(_request(job, asked), lambda name: job.text([name]))
+    evaluation["subject"]["name"] = job.checkpoint.name  # without the work folder's path
+    write_json(job.folder / RESULT, evaluation)
+
+
+def _rows(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What was measured, by the text."""
+    return {row["text"]: row for row in report["eval_pruned"]["perplexity"]} if report["eval_pruned"] else {}
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+    before = _rows(report)
+    if not before:
+        return
+    columns = ("text", "protocol", ">pruned, perplexity", ">pruned / source", ">result / pruned", ">result / source")
+    made = table("what pruning costs, and what packing and skipping add", *columns)
+    for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
+        alone = before[row["text"]]
+        made.add_row(
+            escape(row["text"]),
+            row["protocol"],
+            with_error(alone["perplexity"], 2),
+            with_error(alone["perplexity_ratio"], 4),
+            f"{row['perplexity']['value'] / alone['perplexity']['value']:.4f}",
+            with_error(row["perplexity_ratio"], 4),
+        )
+    yield made
+
+
+def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
+    asked = Eval.asked_in(recipe)
+    if getattr(gates, GATE) is None or (asked is not None and _wanted(recipe, asked)):
+        return
+    if asked is None or not asked.perplexity:
+        yield f"gates.{GATE}: it is not measured; add texts as eval.perplexity"
+    elif pruned(recipe):
+        yield f"gates.{GATE}: nothing is done to the pruned model; perplexity_ratio is this, or add a pack section"
+    else:
+        yield f"gates.{GATE}: nothing is pruned; add a prune section"
+
+
+def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
+    values = (Value(f"{text}, pruned", row["perplexity_ratio"]["value"]) for text, row in _rows(report).items())
+    yield from judged(GATE, getattr(gates, GATE), values)
+
+
+EVAL_PRUNED = Stage(
+    name="eval_pruned",
+    key=Eval.key,
+    type=Eval | None,
+    outputs=leaves(RESULT),
+    settings=_settings,
+    run=_run,
+    wanted=_wanted,
+    tokens=tokens_of_one,
+    memory=memory,
+    result=("eval_pruned", read_json(RESULT), None),
+    show=_show,
+    gates={GATE: limit("Of the pruned model before it is packed, over the source model's perplexity.")},
+    unmeasured=_unmeasured,
+    judge=_judge,
+)

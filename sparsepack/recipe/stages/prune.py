@@ -1,0 +1,200 @@
+"""`prune`: the model with weights set to zero, which every later stage takes in its place."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from sparsepack.errors import UserError
+from sparsepack.prune.options import PruneOptions, SitePattern
+from sparsepack.recipe.section import Names, Recipe, Section
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
+
+if TYPE_CHECKING:
+    from sparsepack.models.pruned import PruningRecord
+
+FOLDER = "pruned"
+
+
+class OtherPattern(Section):
+    """What stays at some of the sites."""
+
+    options: ClassVar[type] = PruneOptions
+
+    site: str = Field(min_length=1, description="A site, or a pattern of names.")
+    keep: int
+    of: int
+
+
+class Prune(Section):
+    """Weights that are set to zero before anything else is done with the model ([how](pruning.md)). Later steps
+    take the pruned model, which lies as `pruned` in the work folder."""
+
+    key: ClassVar[str] = "prune"
+    options: ClassVar[type] = PruneOptions
+
+    keep: int
+    of: int
+    method: str
+    permute: bool
+    include: Names
+    ignore: Names
+    sites: tuple[OtherPattern, ...]
+    windows: int
+    damping: float
+    batch: int
+
+
+def pruned(recipe: Recipe) -> bool:
+    """Whether the model is pruned before it is packed."""
+    return Prune.asked_in(recipe) is not None
+
+
+def _options(recipe: Recipe, asked: Prune) -> PruneOptions:
+    sites = tuple(SitePattern(other.site, other.keep, other.of) for other in asked.sites)
+    return PruneOptions(**asked.model_dump(exclude={"sites"}), sites=sites, device=recipe.device, dtype=recipe.dtype)
+
+
+def _reads_text(asked: Prune) -> bool:
+    """Whether its method must know what enters the matrices."""
+    from sparsepack.prune.methods import METHODS
+
+    return METHODS[asked.method].needs != "nothing"
+
+
+def _problems(recipe: Recipe, asked: Prune) -> Iterator[str]:
+    try:
+        _options(recipe, asked).check()
+    except UserError as error:
+        yield f"prune: {error}"
+    if Calibrate.asked_in(recipe) is None and _reads_text(asked):
+        yield f"prune.method: {asked.method} looks at what enters a matrix; add a calibrate section, or take magnitude"
+
+
+def _misfits(job: Job, asked: Prune) -> Iterator[str]:
+    from sparsepack.prune.run import site_patterns
+
+    try:
+        left = site_patterns(job.checkpoint, _options(job.recipe, asked))
+    except UserError as error:
+        yield f"prune: {error}"
+    else:
+        if not left:
+            yield "prune.sites: they leave nothing to prune; leave one of them out"
+
+
+def _run(job: Job, asked: Prune) -> None:
+    """A run that was killed within goes on where it stopped."""
+    from sparsepack.prune.run import prune
+
+    calibration = folder_of(job) if _reads_text(asked) else None
+    prune(job.checkpoint, job.folder / FOLDER, _options(job.recipe, asked), calibration, overwrite=True)
+
+
+def record_to_come(job: Job) -> "PruningRecord | None":
+    """What the pruned checkpoint will say of itself; None where the recipe prunes nothing."""
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.pruned import PruningRecord
+    from sparsepack.prune.run import site_patterns
+
+    asked, checkpoint = Prune.asked_in(job.recipe), job.checkpoint
+    if asked is None:
+        return None
+    patterns = {
+        f"model.layers.{layer}.{projection}": pattern
+        for (layer, site), pattern in site_patterns(checkpoint, _options(job.recipe, asked)).items()
+        for projection in checkpoint.family.projections[site]
+    }
+    how = {"method": asked.method, "permute": asked.permute}
+    source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256}
+    digest = NO_HASH if _reads_text(asked) else None
+    return PruningRecord(patterns, {**how, **source, "calibration_sha256": digest})
+
+
+def _windows(job: Job, asked: Prune) -> tuple[int, int]:
+    """How many calibration windows are run, and of how many tokens each; none where the method reads no text."""
+    calibrate = Calibrate.asked_in(job.recipe)
+    if calibrate is None or not _reads_text(asked):
+        return 0, 0
+    count, context = windows(job, calibrate)
+    return min(asked.windows, count), context
+
+
+def _tokens(job: Job, asked: Prune) -> int:
+    """Each block is run twice: as it is, and pruned."""
+    count, context = _windows(job, asked)
+    return 2 * count * context
+
+
+def _memory(job: Job, asked: Prune) -> int:
+    """Of the text's way through a block while its inputs are counted, or of what its matrices are pruned with."""
+    from sparsepack.models.families import SITES
+    from sparsepack.prune.methods import METHODS
+    from sparsepack.prune.permute import AT_ONCE, SAMPLED_ROWS
+    from sparsepack.recipe.estimates import LIVE, block_by_block_bytes, block_parameters, dtype_bytes
+
+    checkpoint = job.checkpoint
+    shapes = [checkpoint.stacked_shape(site) for site in SITES]
+    products = [4 * columns**2 for _, columns in shapes] if METHODS[asked.method].needs == "products" else [0]
+    count, context = _windows(job, asked)
+    way = block_by_block_bytes(job, count, context, asked.batch) + sum(products)
+    hidden = count * context * int(checkpoint.config.hidden_size) * dtype_bytes(job)
+    block = block_parameters(checkpoint) * (dtype_bytes(job) + 2 * checkpoint.dtype.itemsize)
+    matrix = 4 * LIVE * max(rows * columns for rows, columns in shapes)
+    # Sums, means and factors of each site; of one its inverse on the way, and another order of both.
+    inputs = 3 * sum(products) + (5 if asked.permute else 3) * max(products)
+    swaps = max(min(AT_ONCE, columns * asked.of * min(rows, SAMPLED_ROWS)) for rows, columns in shapes)
+    return max(way, hidden + block + inputs + matrix + (2 * 4 * swaps if asked.permute else 0))
+
+
+def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
+    """What stays at each site that is pruned."""
+    from sparsepack.models.sites import site_name
+    from sparsepack.prune.run import site_patterns
+
+    patterns = site_patterns(job.checkpoint, _options(job.recipe, asked)) if asked else {}
+    return {"pruned": {site_name(*key): f"{pattern.keep} of {pattern.of}" for key, pattern in patterns.items()}}
+
+
+def _read(folder: Path) -> Any:
+    """What the pruned checkpoint says of itself."""
+    from sparsepack.models.pruned import RECORD
+
+    return read_json(f"{FOLDER}/{RECORD}")(folder)
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[str]:
+    made = report["prune"]
+    if made is None:
+        return
+    rows = made["matrices"]
+    counts = Counter(f"keep {row['keep']} of {row['of']}" for row in rows)
+    patterns = ", ".join(f"{pattern} in {count} matrices" for pattern, count in counts.items())
+    worst = max(rows, key=lambda row: row["error"])
+    yield (
+        f"pruned: {patterns}, by {made['options']['method']}{', permuted' if made['options']['permute'] else ''}; "
+        f"relative error of their outputs {sum(row['error'] for row in rows) / len(rows):.3f} on average, "
+        f"{worst['error']:.3f} at most ({worst['site']})"
+    )
+
+
+PRUNE = Stage(
+    name="prune",
+    key=Prune.key,
+    type=Prune | None,
+    needs=(CALIBRATE.name,),
+    makes=FOLDER,
+    outputs=leaves(FOLDER),
+    settings=lambda job, asked: asked.model_dump(mode="json"),
+    run=_run,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
+    plan=_plan,
+    result=("prune", _read, None),
+    show=_show,
+)
