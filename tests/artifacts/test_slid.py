@@ -18,6 +18,7 @@ from sparsepack.artifacts.formats import format_of
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import open_artifact
 from sparsepack.artifacts.verify import verify
+from sparsepack.bench.run import bench
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
@@ -116,6 +117,24 @@ def test_transformers_computes_what_eval_measures(format: str, slid: dict[str, P
     else:
         assert relative(found, measured) < 0.01  # a value between two steps may fall otherwise
     assert subject.precision.get("inputs") == {"slide-int8": "int8", "slide-fp8": "float8_e4m3fn"}.get(format)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("format", FORMATS)
+@torch.inference_mode()
+def test_transformers_computes_the_same_on_a_gpu(format: str, slid: dict[str, Path]) -> None:
+    model = loaded(slid[format]).bfloat16()
+    expected = model(IDS).logits.float()
+    found = model.cuda()(IDS.cuda()).logits.float().cpu()
+    assert (found - expected).norm() < 0.03 * expected.norm()
+
+
+def test_its_products_are_timed_on_a_gpu_alone(slid: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=r"timed on an NVIDIA GPU; add --device cuda$"):
+        bench(slid["slide-int8"])
+    with pytest.raises(UserError, match=r"take random inputs; leave --text out$"):
+        bench(slid["slide-int8"], text="shipped:train")
 
 
 def test_its_card_says_what_was_done_and_how_to_load_it(slid: dict[str, Path], pruned: Path) -> None:

@@ -82,9 +82,13 @@ class SlidLinear(nn.Module):
     def _on_gpu(self, x: Tensor) -> Tensor:
         """The weights are prepared when the first inputs come, and again once they lie elsewhere."""
         key = (x.dtype, *(t.data_ptr() for t in (self.weight, self.weight_positions)))
+        with torch.cuda.device(x.device):  # kernels run on the current one
+            return self._prepared_for(key, x.dtype)(x.contiguous())
+
+    def _prepared_for(self, key: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         if self._prepared is None or self._prepared[0] != key:
             from sparsepack.runtime.cuda.slide.product import slid_product
 
             self._prepared = None  # its memory is free before more is taken
-            self._prepared = (key, slid_product(self.matrix, self.bias, x.dtype))
-        return self._prepared[1](x.contiguous())
+            self._prepared = (key, slid_product(self.matrix, self.bias, dtype))
+        return self._prepared[1]

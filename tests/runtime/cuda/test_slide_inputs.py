@@ -51,6 +51,17 @@ def test_any_number_of_tokens(tokens: int) -> None:
     assert_reference(normal(tokens, 896, torch.bfloat16), Slide(Pattern(6, 8)), torch.int8)
 
 
+@pytest.mark.parametrize("offset", [1, 3, 8])
+def test_inputs_may_begin_anywhere(offset: int) -> None:
+    how, x = Slide(Pattern(6, 8)), normal(7, 512, torch.bfloat16)
+    moved = torch.zeros(offset + x.numel(), dtype=x.dtype, device="cuda")[offset:].view(x.shape)
+    moved.copy_(x)
+    q, scale = quantise_slide(moved, how, torch.int8)
+    wanted, wanted_scale = quantise_slide(x.cuda(), how, torch.int8)
+    assert torch.equal(q, wanted)
+    assert torch.equal(scale, wanted_scale)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_token_that_is_not_finite_shows_in_its_scale_alone(value: float) -> None:
     x = normal(3, 512, torch.float32)

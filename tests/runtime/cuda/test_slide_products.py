@@ -117,6 +117,22 @@ def test_integers_are_exact(backend: str) -> None:
     assert torch.equal(found, reference.slide_matmul(ones, reference.lift(q, m.how), torch.ones(16, device="cuda")))
 
 
+def test_many_tokens_are_no_limit(backend: str) -> None:
+    m, tokens = matrix(32, 64, Pattern(6, 8), torch.int8), 70_001
+    x = normal(tokens, 64, seed=10).bfloat16()
+    found = product.slid_product(on_gpu(m), None, torch.bfloat16)(x.cuda())
+    assert_near(found, expected(m, x, None))
+
+
+def test_weights_may_begin_anywhere(backend: str) -> None:
+    m, x = matrix(64, 512, Pattern(6, 8), torch.int8), normal(5, 512, seed=11).bfloat16()
+    moved = torch.zeros(m.values.numel() + 1, dtype=torch.int8, device="cuda")[1:].view(m.values.shape)
+    moved.copy_(m.values)
+    there = on_gpu(m)
+    elsewhere = SlidMatrix(moved, there.positions, there.scale, m.how, m.columns)
+    assert_near(product.slid_product(elsewhere, None, torch.bfloat16)(x.cuda()), expected(m, x, None))
+
+
 def test_a_token_that_is_not_finite_spoils_its_own_outputs_alone(backend: str) -> None:
     m, x = matrix(64, 256, Pattern(6, 8), torch.int8), normal(5, 256, seed=7)
     x[3, 100] = float("nan")

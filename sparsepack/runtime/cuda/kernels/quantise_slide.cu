@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) quantise_slide(
     wait_for_previous();
     const u64 token = blockIdx.x;
     const u8* const from = x + token * columns * element;
-    const bool aligned = (u64)columns * element % 16 == 0;
+    const bool aligned = ((u64)x | (u64)columns * element) % 16 == 0;
 
     Eight v[CHUNKS];
     u32 largest = 0;  // float32 without its sign: a NaN is larger than any number

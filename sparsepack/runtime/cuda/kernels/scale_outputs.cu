@@ -4,7 +4,7 @@
 //     y     [tokens, rows]     F32, F16 or BF16
 //     bias  [rows] of the type of y, or null; scales float32, each may be null: 1
 //
-// Launch: grid (rows / 1024 rounded up, tokens), 256 threads; a thread has every 256th of 1024 rows.
+// Launch: grid (tokens, rows / 1024 rounded up), 256 threads; a thread has every 256th of 1024 rows.
 //
 // Macros: SUMS 0 INT32, 1 F32, 2 BF16; OUTPUT 0 F32, 1 F16, 2 BF16
 
@@ -26,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(256) scale_outputs(
     const u8* __restrict__ bias, u8* __restrict__ y, int rows) {
     launch_dependents();
     wait_for_previous();
-    const u64 token = blockIdx.y;
+    const u64 token = blockIdx.x;
     const float scale = x_scale ? load_l2(x_scale + token) : 1;
     for (int i = 0; i < 4; ++i) {
-        const int row = (blockIdx.x * 4 + i) * 256 + threadIdx.x;
+        const int row = (blockIdx.y * 4 + i) * 256 + threadIdx.x;
         if (row >= rows) return;
         float value = sum_at(sums, token * stride + row) * (w_scale ? scale * w_scale[row] : scale);
         if (bias) value += bias_at(bias, row);

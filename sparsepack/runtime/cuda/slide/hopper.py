@@ -17,6 +17,8 @@ ROWS = 8
 """A matrix has a multiple of so many rows,"""
 STORED = 16
 """and of so many stored values in a row."""
+ALIGNMENT = 16
+"""Bytes, of where it begins."""
 
 K_TILE = 64
 """Stored values of a row that are multiplied together."""

@@ -34,7 +34,7 @@ def scale_outputs(
     if tokens:
         launch(
             kernel("scale_outputs", "scale_outputs", _defines(sums.dtype, out), sums.device.index or 0),
-            (-(-rows // _ROWS), tokens),
+            (tokens, -(-rows // _ROWS)),
             256,
             *(sums, sums.shape[1], x_scale, w_scale, bias, y, rows),
         )

@@ -55,8 +55,9 @@ def _on_hopper(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Pro
     """Values stay as they lie where their rows are aligned; positions are copied, in the order of the threads."""
     rows, stored = matrix.values.shape
     assert matrix.scale is not None
+    values = _padded(matrix.values, hopper.ROWS, hopper.STORED)
     prepared = hopper.HopperMatrix(
-        _padded(matrix.values, hopper.ROWS, hopper.STORED),
+        values if values.data_ptr() % hopper.ALIGNMENT == 0 else values.clone(),
         hopper.arranged_positions(matrix.positions, stored),
         _padded(matrix.scale, hopper.ROWS),
         None if bias is None else _padded(bias, hopper.ROWS),

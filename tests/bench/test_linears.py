@@ -1,0 +1,47 @@
+"""Products of slid folders: which shapes are measured, what the table says, and on a GPU that contenders are right."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsepack.bench.linears import Linear, bench_linears, contenders, linears_of
+from sparsepack.bench.linears_table import linears_table
+from sparsepack.codecs.pattern import Pattern
+from sparsepack.errors import UserError
+
+
+def test_linears_of_one_shape_are_measured_once() -> None:
+    shapes = {"l.0.q_proj": (64, 32), "l.0.k_proj": (16, 32), "l.0.v_proj": (16, 32), "l.1.q_proj": (64, 32)}
+    assert linears_of(shapes) == [Linear("q_proj", 64, 32, 2), Linear("k_proj/v_proj", 16, 32, 2)]
+
+
+def test_a_folder_without_slid_linears_has_nothing_to_measure() -> None:
+    with pytest.raises(UserError, match="nothing to measure"):
+        linears_of({})
+
+
+def test_the_table_has_sums_and_ratios() -> None:
+    names = [way.name for way in contenders([Pattern(6, 8)])]
+    linears = [{"name": "a", "rows": 8, "columns": 16, "count": 2}, {"name": "b", "rows": 8, "columns": 8, "count": 1}]
+    rows: list[dict[str, Any]] = [
+        {"tokens": 64, "linear": linear["name"], "contender": name, "seconds": (n + 1) * 1e-6, "share": share}
+        for linear, share in zip(linears, (0.5, None), strict=True)
+        for n, name in enumerate(names)
+    ]
+    result = {"device": "a GPU", "read_bandwidth": 1e9, "contenders": names, "linears": linears, "tokens": [64]}
+    table = linears_table({**result, "products": rows})
+    assert "| a 8 x 16, 2 of them | 1.0 (50%) | 2.0 (50%) |" in table
+    assert "| all of them | 3 | 6 | 9 |" in table
+    assert "| as dense INT8 | 64 | 3.00 | 1.50 | 1.00 |" in table
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_every_contender_is_measured() -> None:
+    result = bench_linears([Linear("a", 256, 512), Linear("b", 512, 256, 3)], [64], rounds=2)
+    assert len(result["products"]) == 2 * len(result["contenders"])
+    for row in result["products"]:
+        assert row["seconds"] > 0
+        assert len(row["samples"]) == 2
+    assert "b 512 x 256, 3 of them" in linears_table(result)
