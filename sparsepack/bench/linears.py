@@ -38,8 +38,12 @@ ROTATION = 1 << 27
 LARGEST_ERROR = {"BF16": 0.01, "INT8": 0.03, "FP8": 0.06}
 """Of the outputs, relative to a product in float32 of the same weights: those of the inputs' rounding."""
 CHECKED_TOKENS = 128
-PEAKS = {(9, 0): 989.5e12}
-"""Operations a second with BF16, by compute capability: 8 bits have twice as many, 2:4 twice as many again."""
+PEAKS = {"NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}
+"""Operations a second with BF16, by the GPU's name: 8 bits have twice as many, 2:4 twice as many again."""
+KINDS = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn, "BF16": torch.bfloat16}
+"""Of numbers."""
+FP8_FROM = (8, 9)
+"""Compute capability."""
 _PLAIN = Slide(Pattern(2, 4))  # windows of a whole group: nothing is seen twice
 _FP8 = torch.float8_e4m3fn
 
@@ -62,27 +66,29 @@ class Contender:
 
     kind       -- "BF16", "INT8" or "FP8"
     how        -- how the weights are slid; None: they are dense
-    prepare    -- (weight, how) -> copies of what is needed of it, to take turns, and the bytes of one
+    prepare    -- weight -> copies of what is needed of it, to take turns, and the bytes of one
+    scaled     -- whether its outputs have their scales
     """
 
     name: str
     kind: str
     how: Slide | None
     prepare: Callable[[Tensor], tuple[list[Run], int]]
+    scaled: bool = True
 
 
-def contenders(patterns: Sequence[Pattern] = PATTERNS) -> list[Contender]:
-    """Dense BF16, INT8 and FP8, and each pattern in INT8 and FP8."""
+def contenders(patterns: Sequence[Pattern] = PATTERNS, kinds: Sequence[str] = ("INT8", "FP8")) -> list[Contender]:
+    """Dense BF16, INT8 and FP8, and each pattern in the kinds of numbers."""
     dense = [
         Contender("BF16", "BF16", None, _bf16),
-        Contender("INT8, no scales", "INT8", None, lambda weight: _int8(weight, scales=False)),
+        Contender("INT8, no scales", "INT8", None, lambda weight: _int8(weight, scales=False), scaled=False),
         Contender("INT8", "INT8", None, _int8),
         Contender("FP8", "FP8", None, _fp8),
         Contender("FP8, a scale a matrix", "FP8", None, _fp8_of_matrix),
     ]
     slid = [
-        Contender(f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _slid(Slide(pattern), dtype))
-        for kind, dtype in (("INT8", torch.int8), ("FP8", _FP8))
+        Contender(f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _slid(Slide(pattern), KINDS[kind]))
+        for kind in kinds
         for pattern in patterns
     ]
     return [*dense, *slid]
@@ -94,6 +100,7 @@ def bench_linears(
     patterns: Sequence[Pattern] = PATTERNS,
     rounds: int = 7,
     device: str = "cuda",
+    kinds: Sequence[str] = ("INT8", "FP8"),
 ) -> dict[str, Any]:
     """Measure every contender with every shape. Returns a JSON-able dict; `products` holds a row for each: `seconds`
     (the median of the rounds), `samples`, `bytes` (read and written at least), `share` of what the GPU could do with
@@ -102,14 +109,15 @@ def bench_linears(
     Raises `UserError` where the device is no NVIDIA GPU of the kernels, `RuntimeError` for outputs that are wrong.
     """
     where = usable(device)
-    bandwidth, peak = read_bandwidth(where), PEAKS.get(torch.cuda.get_device_capability(where))
+    bandwidth, peak = read_bandwidth(where), PEAKS.get(torch.cuda.get_device_name(where))
     rows = []
-    ways = contenders(patterns)
+    fp8 = torch.cuda.get_device_capability(where) >= FP8_FROM
+    ways = [way for way in contenders(patterns, kinds) if fp8 or way.kind != "FP8"]
     with torch.cuda.device(where), torch.inference_mode(), progress("products", len(linears) * len(ways)) as advance:
         for linear in linears:
             made = []
             for way in ways:
-                made.append((way, *_made(linear, way)))
+                made.append((way, *_made(linear, way, max(tokens))))
                 advance()
             for count in tokens:
                 rows += _measured(linear, count, made, rounds, bandwidth, peak)
@@ -126,8 +134,8 @@ def bench_linears(
     }
 
 
-def _made(linear: Linear, way: Contender) -> tuple[list[Run], int, float]:
-    """What a contender makes of weights of its pattern, and how wrong its outputs are."""
+def _made(linear: Linear, way: Contender, most: int) -> tuple[list[Run], int, float]:
+    """What a contender makes of weights of its pattern, and how wrong its outputs are, of few tokens and of most."""
     generator = torch.Generator(device="cuda").manual_seed(linear.rows)
     noise = torch.randn(linear.rows, linear.columns, device="cuda", generator=generator) / linear.columns**0.5
     weight = noise.bfloat16()
@@ -135,13 +143,18 @@ def _made(linear: Linear, way: Contender) -> tuple[list[Run], int, float]:
         for part in weight.split(4096):
             part.mul_(kept(part.abs(), way.how.pattern))
     runs, nbytes = way.prepare(weight)
-    x = torch.randn(CHECKED_TOKENS, linear.columns, device="cuda", generator=generator).bfloat16()
-    expected = x.float() @ weight.float().t()
-    found = runs[-1](x).float()
-    error = 0.0 if way.name == "INT8, no scales" else float((found - expected).norm() / expected.norm())
-    if not error <= LARGEST_ERROR[way.kind]:
-        raise RuntimeError(f"{linear.name}, {way.name}: outputs differ by {error:.3g}; not timed")
-    return runs, nbytes, error
+    errors = []
+    for tokens in {CHECKED_TOKENS, most}:
+        x = torch.randn(tokens, linear.columns, device="cuda", generator=generator).bfloat16()
+        found = runs[-1](x)[-CHECKED_TOKENS:]
+        last = x[-CHECKED_TOKENS:]
+        expected = last.float() @ weight.float().t()
+        if not way.scaled:
+            found = found * quantise_rows(last, torch.int8)[1][:, None] * quantise_rows(weight, torch.int8)[1]
+        errors.append(float((found.float() - expected).norm() / expected.norm()))
+    if not max(errors) <= LARGEST_ERROR[way.kind]:
+        raise RuntimeError(f"{linear.name}, {way.name}: outputs differ by {max(errors):.3g}; not timed")
+    return runs, nbytes, max(errors)
 
 
 def _measured(
@@ -164,12 +177,15 @@ def _measured(
         moved = nbytes + 2 * tokens * (linear.columns + linear.rows)
         if way.kind != "BF16":
             moved += 2 * tokens * lifted  # quantised inputs are written and read
-        speed = 0 if peak is None else peak * (1 if way.kind == "BF16" else 2) * (1 if way.how is None else 2)
+        doubled = (way.kind != "BF16") + (way.how is not None)
+        speed = 0 if peak is None else peak * 2**doubled
         bound = max(moved / bandwidth, 2 * tokens * linear.rows * lifted / speed) if speed else None
         seconds = statistics.median(taken)
         rows.append(
             {
                 "linear": linear.name,
+                "rows": linear.rows,
+                "columns": linear.columns,
                 "tokens": tokens,
                 "contender": way.name,
                 "seconds": seconds,
@@ -256,8 +272,7 @@ def _slid(how: Slide, dtype: torch.dtype) -> Callable[[Tensor], tuple[list[Run],
 
 
 def linears_of(shapes: Mapping[str, tuple[int, int]]) -> list[Linear]:
-    """The Linears of a model by their shapes: those of one shape are measured once, by the name of the first's last
-    part."""
+    """The Linears of a model by their shapes: those of one shape are measured once, by their names' last parts."""
     found: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         found.setdefault(shape, []).append(name)

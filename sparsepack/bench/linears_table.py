@@ -8,21 +8,23 @@ BASELINES = ("BF16", "INT8, no scales", "INT8", "FP8", "FP8, a scale a matrix")
 
 def linears_table(result: Mapping[str, Any]) -> str:
     """A table of microseconds for each number of tokens, with the share of the GPU's bound, and one of ratios."""
-    seconds = {(r["tokens"], r["linear"], r["contender"]): r for r in result["products"]}
+    seconds = {(r["tokens"], r["rows"], r["columns"], r["contender"]): r for r in result["products"]}
     lines = [f"{result['device']}; read bandwidth {result['read_bandwidth'] / 1e9:.0f} GB/s", ""]
     names, linears = result["contenders"], result["linears"]
     sums = {}
     for tokens in result["tokens"]:
         lines += _head([f"{tokens} tokens, us (of the bound)", *names])
         for linear in linears:
-            found = [seconds[tokens, linear["name"], name] for name in names]
+            found = [seconds[tokens, linear["rows"], linear["columns"], name] for name in names]
             label = f"{linear['name']} {linear['rows']} x {linear['columns']}, {linear['count']} of them"
             lines.append(_row([label, *(_cell(row) for row in found)]))
         for name in names:
-            sums[tokens, name] = sum(n["count"] * seconds[tokens, n["name"], name]["seconds"] for n in linears)
+            sums[tokens, name] = sum(
+                n["count"] * seconds[tokens, n["rows"], n["columns"], name]["seconds"] for n in linears
+            )
         lines += [_row(["all of them", *(f"{sums[tokens, name] * 1e6:.0f}" for name in names)]), ""]
     lines += _head(["times as fast, all of them", "tokens", *names])
-    for baseline in BASELINES:
+    for baseline in (name for name in BASELINES if name in names):
         for tokens in result["tokens"]:
             ratios = [f"{sums[tokens, baseline] / sums[tokens, name]:.2f}" for name in names]
             lines.append(_row([f"as dense {baseline}", str(tokens), *ratios]))

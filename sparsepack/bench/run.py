@@ -42,4 +42,5 @@ def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | Non
     shapes = {name: artifact.logical_shape(f"{name}.weight") for name in artifact.slides}
     patterns = sorted({*PATTERNS, *(how.pattern for how in artifact.slides.values())}, key=lambda p: (p.of, p.keep))
     linears = linears_of({name: (rows, columns) for name, (rows, columns) in shapes.items()})
-    return bench_linears(linears, patterns=patterns, rounds=settings.repetitions, device=settings.device)
+    kinds = ["INT8", "FP8", *(["BF16"] if artifact.format.matrices == "BF16" else [])]
+    return bench_linears(linears, patterns=patterns, rounds=settings.repetitions, device=settings.device, kinds=kinds)

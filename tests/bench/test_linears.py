@@ -25,7 +25,7 @@ def test_the_table_has_sums_and_ratios() -> None:
     names = [way.name for way in contenders([Pattern(6, 8)])]
     linears = [{"name": "a", "rows": 8, "columns": 16, "count": 2}, {"name": "b", "rows": 8, "columns": 8, "count": 1}]
     rows: list[dict[str, Any]] = [
-        {"tokens": 64, "linear": linear["name"], "contender": name, "seconds": (n + 1) * 1e-6, "share": share}
+        {**linear, "tokens": 64, "contender": name, "seconds": (n + 1) * 1e-6, "share": share}
         for linear, share in zip(linears, (0.5, None), strict=True)
         for n, name in enumerate(names)
     ]

@@ -26,7 +26,7 @@ class SlidLinear(nn.Module):
     bias             -- [rows], or None
 
     Inputs [..., columns] are quantised token by token to the values' type, outputs have the inputs' type. NVIDIA GPUs
-    have kernels (`runtime.cuda.slide`), other devices the reference.
+    have kernels (`runtime.cuda.slide`), other devices the reference. Neither has gradients.
     """
 
     def __init__(
@@ -51,6 +51,17 @@ class SlidLinear(nn.Module):
         weight, bias = linear.weight, linear.bias is not None
         return cls(linear.in_features, linear.out_features, how, dtype, bias, weight.dtype, weight.device)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "SlidLinear":
+        """Weights and scales move, but are never cast: their types are the format's."""
+        self._prepared = None
+
+        def moved(t: Tensor) -> Tensor:
+            found: Tensor = fn(t) if t is self.bias else fn(t.view(torch.uint8)).view(t.dtype)
+            return found
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def _load_from_state_dict(self, *given: Any, **settings: Any) -> None:
         self._prepared = None
         super()._load_from_state_dict(*given, **settings)
@@ -67,7 +78,10 @@ class SlidLinear(nn.Module):
         return SlidMatrix(self.weight, self.weight_positions, self.weight_scale, self.how, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        inputs = x.flatten(0, -2)
+        if x.shape[-1] != self.in_features or x.device != self.weight.device:
+            wanted = f"[..., {self.in_features}] on {self.weight.device}"
+            raise ValueError(f"inputs {list(x.shape)} on {x.device}; expected {wanted}")
+        inputs = x.reshape(-1, self.in_features)
         y = self._on_gpu(inputs) if x.is_cuda else self._by_reference(inputs)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -86,9 +100,13 @@ class SlidLinear(nn.Module):
             return self._prepared_for(key, x.dtype)(x.contiguous())
 
     def _prepared_for(self, key: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        if self._prepared is None or self._prepared[0] != key:
+        prepared = self._prepared
+        if prepared is None or prepared[0] != key:
             from sparsepack.runtime.cuda.slide.product import slid_product
 
-            self._prepared = None  # its memory is free before more is taken
-            self._prepared = (key, slid_product(self.matrix, self.bias, dtype))
-        return self._prepared[1]
+            self._prepared = prepared = None  # its memory is free before more is taken
+            # What is made here serves calls in inference mode and outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                prepared = (key, slid_product(self.matrix, self.bias, dtype))
+            self._prepared = prepared
+        return prepared[1]

@@ -7,8 +7,7 @@ from torch import Tensor
 from sparsepack.codecs.pattern import Pattern, kept
 from sparsepack.codecs.slid_matrix import encode
 from sparsepack.codecs.slide import Slide
-from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.kernel import multiprocessors
+from sparsepack.errors import PackingError, UserError
 from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.slide import reference
@@ -89,10 +88,9 @@ def test_every_pattern(pattern: Pattern, dtype: torch.dtype, backend: str) -> No
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
-@pytest.mark.parametrize(("rows", "tokens"), [(64, 1), (1000, 300), (1544, 777)])
+@pytest.mark.parametrize(("rows", "columns", "tokens"), [(64, 4096, 1), (1000, 4096, 300), (8192, 64, 8192)])
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
-def test_every_tile_has_the_same_bits(rows: int, tokens: int, dtype: torch.dtype) -> None:
-    columns = 4096
+def test_every_tile_has_the_same_bits(rows: int, columns: int, tokens: int, dtype: torch.dtype) -> None:
     m = on_gpu(matrix(rows, columns, Pattern(6, 8), dtype))
     assert m.scale is not None
     prepared = hopper.HopperMatrix(m.values, hopper.arranged_positions(m.positions, m.values.shape[1]), m.scale, None)
@@ -112,9 +110,10 @@ def test_integers_are_exact(backend: str) -> None:
     x = torch.zeros(16, 512)
     x[:, 0] = 127  # the largest: scales are 1
     x[:, 1:] = torch.randint(-1, 2, (16, 511), generator=torch.Generator().manual_seed(6))
-    found = product.slid_product(ones, None, torch.float32)(x.cuda())
     q = x.to(torch.int8).cuda()
-    assert torch.equal(found, reference.slide_matmul(ones, reference.lift(q, m.how), torch.ones(16, device="cuda")))
+    wanted = reference.slide_matmul(ones, reference.lift(q, m.how), torch.ones(16, device="cuda"))
+    for out in OUTPUTS:
+        assert torch.equal(product.slid_product(ones, None, out)(x.to(out).cuda()), wanted.to(out))
 
 
 def test_many_tokens_are_no_limit(backend: str) -> None:
@@ -156,6 +155,7 @@ def test_products_can_be_captured_once_they_ran(dtype: torch.dtype, backend: str
 
 def test_a_product_that_was_never_made_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "architecture", lambda device: 80)
+    monkeypatch.setattr(product, "_plans", {})
     run = product.slid_product(on_gpu(matrix(64, 256, Pattern(6, 8), torch.int8)), None, torch.bfloat16)
     x = torch.zeros(16, 256, device="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -176,8 +176,17 @@ def test_the_linear_moves_between_devices() -> None:
         assert torch.equal(linear.cpu()(x), wanted)
 
 
-def test_a_gpu_has_a_tile_for_every_shape() -> None:
-    blocks = multiprocessors(torch.device("cuda", 0))
-    for rows in (8, 4608, 37888):
-        for tokens in (1, 64, 16384):
-            assert hopper.best_tile(rows, tokens, blocks) in hopper.TILES
+def test_types_are_those_of_the_format_whatever_a_model_is_cast_to() -> None:
+    m = matrix(96, 256, Pattern(6, 8), torch.int8)
+    linear = SlidLinear(256, 96, m.how, torch.int8, False, torch.float32, torch.device("cpu"))
+    linear.load_state_dict({"weight": m.values, "weight_positions": m.positions, "weight_scale": m.scale})
+    x = normal(9, 256, seed=2)
+    found = linear.to("cuda", torch.bfloat16)(x.bfloat16().cuda())
+    assert_near(found, expected(m, x.bfloat16(), None))
+
+
+def test_positions_that_were_changed_are_refused(backend: str) -> None:
+    m = on_gpu(matrix(96, 256, Pattern(6, 8), torch.int8))
+    m.positions[7, 3] = 0
+    with pytest.raises(PackingError, match="row 7"):
+        product.slid_product(m, None, torch.bfloat16)

@@ -75,7 +75,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
     const float* __restrict__ x_scale, const u16* __restrict__ bias, int rows, int tokens, int k_tiles, int band) {
     extern __shared__ u8 unaligned[];
     __shared__ u64 full[STAGES], empty[STAGES];
-    __shared__ float x_scales[GROUPS][TOKENS];
+    __shared__ __align__(8) float x_scales[GROUPS][TOKENS];
     const u32 base = shared_address(unaligned) + 1023 & ~1023u;
     const u32 out_base = base, ring = base + GROUPS * OUT_BUFFERS * OUT_BYTES;
     const int group = threadIdx.x / 128;
@@ -119,6 +119,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
                 }
             }
         }
+        __syncwarp();
     } else {
         const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const u32 out = out_base + group * OUT_BUFFERS * OUT_BYTES;
@@ -171,8 +172,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(ALL
 #pragma unroll
             for (int part = 0; part < TOKENS / OUT_TOKENS; ++part) {
                 const u32 buffer = out + part % OUT_BUFFERS * OUT_BYTES;
-                // The copy engine has read what stood there before.
-                if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OUT_BUFFERS - 1) : "memory");
+                // The copy engine has read what stood there before. Of the tile before it has read everything: buffers
+                // begin anew with each tile, so its last parts may lie in the first ones.
+                if (thread == 0) {
+                    if (part == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                    else asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(OUT_BUFFERS - 1) : "memory");
+                }
                 asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 #pragma unroll
                 for (int j = 0; j < OUT_TOKENS / 8; j += 2) {

@@ -8,7 +8,7 @@
 //        columns those from 2 (t % 4) on: d[4 j], d[4 j + 1], and for the lower row d[4 j + 2], d[4 j + 3]
 //     metadata  32 bits of each thread: where 16 values stand among their four, two bits each
 //
-// Macros: FP8 0 for int8, 1 for float8_e4m3fn; TOKENS: N, 64, 128 or 256
+// Macros: FP8 0 for int8, 1 for float8_e4m3fn; TOKENS: N, 64, 128, 192 or 256
 
 #pragma once
 
@@ -59,10 +59,6 @@ __device__ __forceinline__ void wgmma_sparse(Sum (&d)[SUMS], u64 weights, u64 in
                  FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
                  "%120,%121,%122,%123,%124,%125,%126,%127",
                  "%128", "%129", "%130", "%131", EIGHTS(0), EIGHTS(32), EIGHTS(64), EIGHTS(96));
-#elif TOKENS == 224
-    SPARSE_WGMMA(224,
-                 FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) "%110,%111",
-                 "%112", "%113", "%114", "%115", EIGHTS(0), EIGHTS(32), EIGHTS(64), EIGHT(96), EIGHT(104));
 #elif TOKENS == 192
     SPARSE_WGMMA(192,
                  FIRST_TEN TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95",

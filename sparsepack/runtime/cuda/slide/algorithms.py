@@ -39,8 +39,8 @@ def best_algorithm(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
 
 def _search(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
     # Any inputs do: it is time that counts. Zeros would draw less power, and so run faster.
-    noise = torch.randint(0, 64, (shape.tokens, shape.lifted * shape.dtype.itemsize), device=compressed.device)
-    x = noise.to(torch.uint8).view(shape.dtype)
+    size = (shape.tokens, shape.lifted * shape.dtype.itemsize)
+    x = torch.randint(0, 64, size, dtype=torch.uint8, device=compressed.device).view(shape.dtype)
     y = torch.empty(shape.tokens, shape.rows, dtype=shape.out, device=compressed.device)
     return Plan(shape, compressed.device).search(compressed, x, y)
 
@@ -61,6 +61,7 @@ def _read(path: Path) -> dict[str, Algorithm]:
 def _write(path: Path, found: dict[str, Algorithm]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"schema": SCHEMA, "products": {key: asdict(value) for key, value in found.items()}})
+        together = {**_read(path), **found}  # other processes find some, too
+        write_json(path, {"schema": SCHEMA, "products": {key: asdict(value) for key, value in together.items()}})
     except (OSError, OutputError):
         pass  # the next run tries again

@@ -44,6 +44,10 @@ OUTPUTS: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.bfloat16: (torch.bfloat16,),
 }
 """The types in which products of a type can come."""
+_SEARCH_BYTES = 64 << 20
+"""For algorithms that share out the inputs, whose sums are added up afterwards: more than any has asked for."""
+_UNSUPPORTED = (4, 10)
+"""CUSPARSE_STATUS_ARCH_MISMATCH, CUSPARSE_STATUS_NOT_SUPPORTED"""
 _CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS = 0, 3, 4, 5
 
 
@@ -86,7 +90,8 @@ def library() -> ctypes.CDLL:
             continue
         found.cusparseLtGetErrorString.restype = ctypes.c_char_p
         return found
-    raise UserError(f"2:4 products need {LIBRARY}; install it with: pip install nvidia-cusparselt-cu13")
+    wheel = f"nvidia-cusparselt-cu{(torch.version.cuda or '13').partition('.')[0]}"
+    raise UserError(f"2:4 products need {LIBRARY}; install it with: pip install {wheel}")
 
 
 @cache
@@ -115,6 +120,7 @@ def compress(weight: Tensor) -> Tensor:
         weight = weight.contiguous()
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, compressed, buffer)]
         _call("SpMMACompress2", handle, matrix, 1, _NOT_TRANSPOSED, *pointers, _stream())
+        _call("MatDescriptorDestroy", matrix)
     return compressed
 
 
@@ -150,6 +156,8 @@ class Plan:
     def __del__(self) -> None:
         if hasattr(self, "_one"):
             library().cusparseLtMatmulPlanDestroy(self._plan)
+            for matrix in self._matrices:
+                library().cusparseLtMatDescriptorDestroy(matrix)
 
     def run(self, compressed: Tensor, x: Tensor, y: Tensor) -> None:
         """Put Y = X W^T on the current stream.
@@ -162,7 +170,7 @@ class Plan:
 
     def search(self, compressed: Tensor, x: Tensor, y: Tensor) -> Algorithm:
         """Try the library's algorithms with these; returns the fastest. Waits for the GPU."""
-        self._run("MatmulSearch", compressed, x, y, 64 << 20)  # for those that share out the inputs
+        self._run("MatmulSearch", compressed, x, y, max(_SEARCH_BYTES, self._workspace_bytes))
         attributes = (_CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS)
         return Algorithm(*(self._attribute(attribute) for attribute in attributes))
 
@@ -252,7 +260,3 @@ def _call(what: str, *arguments: Any) -> None:
         if status in _UNSUPPORTED:
             raise UserError(f"2:4 products: libcusparseLt says {said!r} on this GPU ({what})")
         raise RuntimeError(f"libcusparseLt: {what}: {said}")
-
-
-_UNSUPPORTED = (4, 10)
-"""CUSPARSE_STATUS_ARCH_MISMATCH, CUSPARSE_STATUS_NOT_SUPPORTED"""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.errors import PackingError
 from sparsepack.runtime.cuda.kernel import checked, kernel, launch, multiprocessors
 
 ARCHITECTURE = 90
@@ -19,6 +20,8 @@ STORED = 16
 """and of so many stored values in a row."""
 ALIGNMENT = 16
 """Bytes, of where it begins."""
+LIFTED = 32
+"""Of inputs, of which a token has a multiple (`inputs.ALIGNMENT`)."""
 
 K_TILE = 64
 """Stored values of a row that are multiplied together."""
@@ -37,7 +40,7 @@ _STATIC_BYTES = 4096
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block multiplies at a time: `groups` warpgroups with 64 rows each, by 64, 128, 192, 224 or 256 tokens."""
+    """What a block multiplies at a time: `groups` warpgroups with 64 rows each, by 64, 128, 192 or 256 tokens."""
 
     groups: int
     tokens: int
@@ -111,6 +114,8 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
 
     Thread t of a warpgroup has row 16 (t / 32) + t % 32 / 4, for odd t the row 8 further down, and of each half of a
     k_tile (32 values) the first 16 values, for odd t / 2 the others.
+
+    Raises `PackingError` for positions that do not ascend within a window: what the kernel does with them is undefined.
     """
     rows, given = positions.shape
     tiles, blocks = _k_tiles(stored), -(-rows // BLOCK_ROWS)
@@ -119,6 +124,10 @@ def arranged_positions(positions: Tensor, stored: int) -> Tensor:
     padded[:rows, :given] = positions
     if stored % 4:
         padded[:rows, given - 1] |= 0b01000000
+    ascending = ((padded & 3) < (padded >> 2 & 3)) & ((padded >> 4 & 3) < padded >> 6)
+    if not ascending.all():
+        row = int((~ascending).any(1).nonzero()[0])
+        raise PackingError(f"the positions of row {row} do not ascend; they were changed: pack the model again")
     pieces = padded.view(torch.int32).view(blocks, 4, 2, 8, tiles, 2, 2)  # block, warp, lower, row, tile, half, piece
     return pieces.permute(0, 4, 1, 3, 6, 2, 5).contiguous().view(torch.uint8).view(blocks, tiles, 128, 8)
 
@@ -131,9 +140,11 @@ def slide_matmul(matrix: HopperMatrix, q: Tensor, scale: Tensor, out: torch.dtyp
     out   -- one of `OUTPUTS`
     tile  -- None: `best_tile`
 
-    Returns [tokens, rows].
+    Returns [tokens, rows]. Raises `ValueError` for inputs of another width.
     """
     (rows, stored), tokens = matrix.values.shape, len(q)
+    if not 0 <= q.shape[1] - 2 * stored + 2 * STORED < 2 * STORED + LIFTED:
+        raise ValueError(f"inputs lifted to {q.shape[1]} for weights with {stored} stored values a row")
     y = torch.empty(tokens, rows, dtype=out, device=q.device)
     if not tokens:
         return y

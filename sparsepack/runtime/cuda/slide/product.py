@@ -4,12 +4,12 @@
     Hopper               our kernel; float32 outputs: libcusparseLt        dense: libcusparseLt's is slower
     others from Ampere   libcusparseLt                                     libcusparseLt
 
-The measurements are in benchmarks/RESULTS.md. Everything but a dense product can be captured in a CUDA graph after it
-ran once with as many tokens.
+The measurements are in benchmarks/RESULTS.md. Products can be captured in a CUDA graph once they ran with as many
+tokens.
 """
 
+import warnings
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,10 @@ Product = Callable[[Tensor], Tensor]
 
 _PIECE = 1 << 24
 """Weights that are unpacked at a time."""
+_PLANS = 256
+"""That are kept."""
+
+_plans: dict[tuple[cusparselt.ProductShape, torch.device], cusparselt.Plan] = {}
 
 
 def slid_product(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
@@ -38,9 +42,14 @@ def slid_product(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> P
 
     bias -- [rows], or None
 
-    Raises `UserError` for a GPU that has no such product, or where a library is missing.
+    Outputs have no gradient. Raises `UserError` for a GPU that has no such product, where a library is missing, or
+    while a CUDA graph is captured; `PackingError` for positions that were changed.
     """
     device = matrix.values.device
+    if torch.cuda.is_current_stream_capturing():
+        raise UserError("a slid Linear: run it once before it is captured in a CUDA graph")
+    if matrix.scale is not None and matrix.scale.dtype != torch.float32:
+        raise ValueError(f"scales are {matrix.scale.dtype}; expected float32")
     arch = architecture(device.index or 0)
     check_architecture(arch)
     bias = None if bias is None else bias.to(out)
@@ -76,16 +85,8 @@ def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Pr
     weight = _padded(_windowed(matrix), cusparselt.ROWS, cusparselt.LIFTED)
     compressed, (padded_rows, lifted) = cusparselt.compress(weight), weight.shape
     del weight
-    # Sums in 16 bits are rounded once more than those in 32, as little as the outputs are; and take half the time.
-    narrow, wide = cusparselt.OUTPUTS[dtype][0], cusparselt.OUTPUTS[dtype][-1]
-    sums_type = wide if out == torch.float32 else narrow
-
-    @lru_cache(maxsize=64)
-    def plan(tokens: int) -> cusparselt.Plan:
-        if torch.cuda.is_current_stream_capturing():
-            raise UserError(f"a product of {tokens} tokens: run it once before it is captured in a CUDA graph")
-        shape = cusparselt.ProductShape(padded_rows, lifted, tokens, dtype, sums_type)
-        return cusparselt.Plan(shape, compressed.device, best_algorithm(shape, compressed))
+    # For bfloat16, sums in bfloat16: they are rounded once more, as little as the outputs are, and take half the time.
+    sums_type = cusparselt.OUTPUTS[dtype][0 if out == torch.bfloat16 else -1]
 
     def product(x: Tensor) -> Tensor:
         tokens = len(x)
@@ -94,10 +95,25 @@ def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Pr
         filled = tokens + -tokens % cusparselt.TOKENS
         q, scale = _quantised(x, matrix, filled, lifted)
         sums = torch.empty(filled, padded_rows, dtype=sums_type, device=x.device)
-        plan(filled).run(compressed, q, sums)
+        shape = cusparselt.ProductShape(padded_rows, lifted, filled, dtype, sums_type)
+        _plan(shape, compressed).run(compressed, q, sums)
         return scale_outputs(sums, tokens, rows, scale, matrix.scale, bias, out)
 
     return product
+
+
+def _plan(shape: cusparselt.ProductShape, compressed: Tensor) -> cusparselt.Plan:
+    """The plan for a shape, which all layers share. The last ones used are kept."""
+    key = (shape, compressed.device)
+    plan = _plans.pop(key, None)
+    if plan is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UserError(f"a product of {shape.tokens} tokens: run it once before it is captured in a CUDA graph")
+        plan = cusparselt.Plan(shape, compressed.device, best_algorithm(shape, compressed))
+        if len(_plans) >= _PLANS:
+            _plans.pop(next(iter(_plans)))
+    _plans[key] = plan
+    return plan
 
 
 def _quantised(x: Tensor, matrix: SlidMatrix, filled: int, lifted: int) -> tuple[Tensor, Tensor | None]:
@@ -110,6 +126,7 @@ def _quantised(x: Tensor, matrix: SlidMatrix, filled: int, lifted: int) -> tuple
 
 def _dense(matrix: SlidMatrix, bias: Tensor | None) -> Product:
     """The weights as they were before they were slid."""
+    warnings.warn("slide-bf16 is multiplied dense on this GPU, where that is faster; slide-int8 is not", stacklevel=2)
     whole = matrix.values.new_empty(len(matrix.values), matrix.columns)
     for rows, part in _parts(matrix):
         positions = unpack_positions(part.positions, part.values.shape[1], part.how)
