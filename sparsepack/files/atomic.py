@@ -126,6 +126,15 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove what other runs left beside the output `path`: killed ones, and those that the disk kept from it."""
+    start = _start(path)
+    for left in path.absolute().parent.glob(f"{glob.escape(start)}*"):
+        process = left.name.removeprefix(start)
+        if process.isdecimal() and not _runs(int(process)):
+            remove(left)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically, replacing what is there."""
     with atomic_file(path, overwrite=True) as temporary:
@@ -146,12 +155,12 @@ def write_bytes(path: Path, value: bytes) -> None:
 def _temporary(path: Path) -> Path:
     """A name beside `path` that says whose it is: a process of this machine or container. What killed ones left there
     is removed."""
-    parent, start = path.absolute().parent, f".{path.name}.partial-{_machine()}-"
-    for left in parent.glob(f"{glob.escape(start)}*"):
-        process = left.name.removeprefix(start)
-        if process.isdecimal() and not _runs(int(process)):
-            remove(left)
-    return parent / f"{start}{os.getpid()}"
+    remove_leftovers(path)
+    return path.absolute().parent / f"{_start(path)}{os.getpid()}"
+
+
+def _start(path: Path) -> str:
+    return f".{path.name}.partial-{_machine()}-"
 
 
 def _machine() -> str:

@@ -4,9 +4,11 @@ import importlib.metadata
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sparsepack import __version__
+from sparsepack.files.atomic import remove_leftovers
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.progress import going_on, say
 from sparsepack.recipe.section import Recipe
@@ -58,13 +60,16 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
     seen = job  # by the next stage, with the model that was made so far
     for stage in stages:
         fingerprint = _fingerprint(job, stage, stages, work)
+        outputs = stage.outputs(job.recipe.asked(stage.key))
         if work.current(stage.name, fingerprint):
+            for name in {Path(output).parts[0] for output in outputs}:
+                remove_leftovers(job.folder / name)  # a stage that runs does it itself
             known = work.finished(stage.name)
             say(f"{stage.name}: up to date (took {known.seconds:.1f} s)")
             outcomes.append(Outcome(stage.name, "up to date", known.seconds))
         else:
             seconds = _run(seen, stage)
-            work.finish(stage.name, fingerprint, seconds, stage.outputs(job.recipe.asked(stage.key)))
+            work.finish(stage.name, fingerprint, seconds, outputs)
             say(f"{stage.name}: done in {seconds:.1f} s")
             outcomes.append(Outcome(stage.name, "ran", seconds))
         seen = seen.behind(stage)

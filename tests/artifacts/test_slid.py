@@ -127,7 +127,8 @@ def test_transformers_computes_the_same_on_a_gpu(format: str, slid: dict[str, Pa
     model = loaded(slid[format]).bfloat16()
     expected = model(IDS).logits.float()
     found = model.cuda()(IDS.cuda()).logits.float().cpu()
-    assert (found - expected).norm() < 0.03 * expected.norm()
+    # Where the devices' last bits differ, an input may be rounded to FP8's next value, 6 % away.
+    assert (found - expected).norm() < (0.08 if format == "slide-fp8" else 0.03) * expected.norm()
 
 
 def test_its_products_are_timed_on_a_gpu_alone(slid: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from recipes_for_tests import STAGES
 
 from sparsepack.data import TINY_MODEL
 from sparsepack.errors import OutputError
+from sparsepack.files.atomic import _temporary
 from sparsepack.files.hashing import fingerprint
 from sparsepack.recipe import run_recipe, runner
 
@@ -40,6 +42,17 @@ def test_a_second_run_runs_nothing_and_gives_the_same_report(finished_once, fini
     assert "pack: up to date" in capsys.readouterr().err
     assert second.report["evaluations"] == first.report["evaluations"]
     assert second.passed
+
+
+def test_what_a_disk_did_not_let_go_of_is_removed_by_the_next_run(finished_once, finished):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine = _temporary(finished / "calibration").name.removesuffix(str(os.getpid()))
+    left = finished / f"{mine}{ended.pid}"
+    left.mkdir()
+    (left / "calibration.safetensors").write_bytes(b"old")
+    assert ran(run_recipe(finished_once[0], work=finished)) == []
+    assert not left.exists()
 
 
 def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once):
