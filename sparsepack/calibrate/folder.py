@@ -136,6 +136,7 @@ def load(path: Path) -> Calibration:
                 f"{path}: schema {str(schema)[:60]}; this sparsepack reads schema {SCHEMA}: calibrate again"
             )
         checked(_Manifest, manifest)
+        fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
         layers, digest = manifest["model"]["layers"], manifest["statistics_sha256"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CalibrationError(f"{path / _MANIFEST}: damaged ({shown(error)}); calibrate again") from error
