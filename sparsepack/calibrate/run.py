@@ -134,8 +134,8 @@ def _run(
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
                 collectors.count(into, site, x[:, options.sinks :], norms[site])
 
-            def watch(query: torch.Tensor, key: torch.Tensor, into: Any = statistics) -> None:
-                collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :])
+            def watch(query: torch.Tensor, key: torch.Tensor, window: int, into: Any = statistics) -> None:
+                collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :], window)
 
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
                 for batch in torch.split(hidden, options.batch):
