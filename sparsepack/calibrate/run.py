@@ -16,6 +16,7 @@ from sparsepack.calibrate import collectors, folder
 from sparsepack.calibrate.collectors import Statistics
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.heads import heads_of
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
@@ -90,6 +91,7 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
             "model_type": checkpoint.family.model_type,
             "layers": checkpoint.layers,
         },
+        "attention": heads_of(checkpoint),
         "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
         "texts": [{"name": text.name, "sha256": text.sha256, "documents": text.count}],
         "tokens": {

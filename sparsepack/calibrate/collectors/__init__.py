@@ -7,10 +7,11 @@ from torch import Tensor
 
 from sparsepack.calibrate.collectors.attention import ATTENTION
 from sparsepack.calibrate.collectors.moments import MOMENTS
+from sparsepack.calibrate.collectors.products import PRODUCTS
 from sparsepack.calibrate.collectors.scores import SCORES
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS)
 
 Statistics = dict[str, Tensor]
 """What was collected in one decoder block, by PLACE.NAME: `mlp_in.second_moment`."""
