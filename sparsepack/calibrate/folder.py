@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from sparsepack.calibrate.collectors import Statistics, added, check, named, of_block
+from sparsepack.calibrate.heads import Heads, check_heads, merged_heads
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
@@ -62,6 +63,7 @@ class _Manifest(Stored):
     tokens: _Tokens
     compute: _Compute
     statistics_sha256: Name
+    attention: Heads | None = None
     parts: list[Name] | None = None
 
 
@@ -69,7 +71,7 @@ class _Manifest(Stored):
 class Calibration:
     """A finished calibration.
 
-    manifest -- schema, model, tokenizer, texts, tokens, compute: see `calibrate.run`
+    manifest -- schema, model, attention, tokenizer, texts, tokens, compute: see `calibrate.run`
     layers   -- statistics of each decoder block, by PLACE.NAME (`collectors`)
     windows  -- int32 [windows, context], the token ids that were run
     """
@@ -136,6 +138,7 @@ def load(path: Path) -> Calibration:
                 f"{path}: schema {str(schema)[:60]}; this sparsepack reads schema {SCHEMA}: calibrate again"
             )
         checked(_Manifest, manifest)
+        fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
         layers, digest = manifest["model"]["layers"], manifest["statistics_sha256"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CalibrationError(f"{path / _MANIFEST}: damaged ({shown(error)}); calibrate again") from error
@@ -147,6 +150,7 @@ def load(path: Path) -> Calibration:
         windows = tensors["windows"]
         for tensor in (tensor for layer in statistics for tensor in layer.items()):
             check(*tensor)
+        check_heads(manifest.get("attention"), statistics)
         if windows.ndim != 2 or not windows.numel() or windows.dtype != torch.int32:
             raise ValueError(f"windows are {windows.dtype} {list(windows.shape)}, expected int32 [windows, context]")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -155,7 +159,7 @@ def load(path: Path) -> Calibration:
 
 
 def merge(first: Calibration, second: Calibration) -> Calibration:
-    """Two calibrations of one model as one: counts, sums and windows of both.
+    """Two calibrations of one model as one: counts, sums and windows of both; what only one of them has is left out.
 
     Raises `CalibrationError` where model, tokenizer, context, sinks or precision differ.
     """
@@ -164,6 +168,7 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
         ours, theirs = first.manifest[group][name], second.manifest[group][name]
         if ours != theirs:
             raise CalibrationError(f"cannot merge: {key} is {ours} in the first and {theirs} in the second")
+    heads = merged_heads(first.manifest, second.manifest)
     parts = _parts(first) + _parts(second)
     if len(set(parts)) < len(parts):
         raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")
@@ -172,8 +177,9 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     counts = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
     tokens = {**one, **{name: one[name] + other[name] for name in counts}}
     texts = first.manifest["texts"] + second.manifest["texts"]
-    manifest = {**first.manifest, "texts": texts, "tokens": tokens, "parts": parts}
-    del manifest["statistics_sha256"]  # of the first alone; `save` puts the right one
+    # The hash of the statistics is of the first alone; `save` puts the right one.
+    kept = {k: value for k, value in first.manifest.items() if k not in ("attention", "statistics_sha256")}
+    manifest = {**kept, **heads, "texts": texts, "tokens": tokens, "parts": parts}
     return Calibration(manifest, tuple(layers), torch.cat([first.windows, second.windows]))
 
 

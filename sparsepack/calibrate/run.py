@@ -16,6 +16,7 @@ from sparsepack.calibrate import collectors, folder
 from sparsepack.calibrate.collectors import Statistics
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.heads import heads_of
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.hashing import fingerprint, sha256_bytes
@@ -90,6 +91,7 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
             "model_type": checkpoint.family.model_type,
             "layers": checkpoint.layers,
         },
+        "attention": heads_of(checkpoint),
         "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
         "texts": [{"name": text.name, "sha256": text.sha256, "documents": text.count}],
         "tokens": {
@@ -134,8 +136,8 @@ def _run(
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
                 collectors.count(into, site, x[:, options.sinks :], norms[site])
 
-            def watch(query: torch.Tensor, key: torch.Tensor, into: Any = statistics) -> None:
-                collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :])
+            def watch(query: torch.Tensor, key: torch.Tensor, window: int, into: Any = statistics) -> None:
+                collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :], window)
 
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
                 for batch in torch.split(hidden, options.batch):

@@ -174,7 +174,9 @@ def artifact_table(description: Mapping[str, Any]) -> str:
 
 def inspection_table(result: Mapping[str, Any]) -> str:
     """What `inspect` found: of an artifact unless its kind says otherwise."""
-    tables = {"calibration": calibration_table, "thresholds": thresholds_table}
+    from sparsepack.cli.channels import inspected_calibration
+
+    tables = {"calibration": inspected_calibration, "thresholds": thresholds_table}
     return tables.get(result["kind"], artifact_table)(result)
 
 

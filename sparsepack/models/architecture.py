@@ -79,7 +79,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim(config),
         vocabulary=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         activation=config.hidden_act,
@@ -92,6 +92,16 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         bos=bos,
         eos=tuple(dict.fromkeys([*token_ids(getattr(config, "eos_token_id", None)), *more_eos])),
     )
+
+
+def head_dim(config: Any) -> int:
+    """Channels of a head: what the configuration says, which need not be the width divided by the heads."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_dims(config: Any) -> int:
+    """How many channels of a head are turned by the rotary embedding, of the first ones."""
+    return 2 * len(_rotary(config)[0])
 
 
 def token_ids(value: int | list[int] | None) -> list[int]:

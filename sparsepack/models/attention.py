@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 _NAME = "sparsepack_watched"
-Watcher = Callable[[torch.Tensor, torch.Tensor], None]
-"""Receives query [B, H, S, D] and key [B, H_kv, S, D]."""
+Watcher = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Receives query [B, H, S, D], key [B, H_kv, S, D], and how many tokens a query sees at most with itself (0: all)."""
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def watched_attention(backbone: Any, watcher: Watcher) -> Iterator[None]:
     from transformers.masking_utils import sdpa_mask
 
     def forward(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        watcher(query, key)
+        watcher(query, key, options.get("sliding_window") or 0)
         return sdpa_attention_forward(module, query, key, *rest, **options)
 
     AttentionInterface.register(_NAME, forward)

@@ -8,11 +8,15 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from sparsepack.errors import CheckpointError
 
 SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 """Where one hidden vector enters one or more projections of a decoder block, in order of execution."""
+
+Rotary = Literal["half-split", "interleaved"]
+"""Channel c of a head of n turns with c + n / 2 ("half-split", also called neox), or 2 c with 2 c + 1."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Family:
     projections    -- site -> its projections, in the order in which their output rows are stacked
     norms          -- our name -> module
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
+    rotary         -- which channels of a head the stock model turns together
     """
 
     model_type: str
@@ -31,6 +36,7 @@ class Family:
     projections: Mapping[str, tuple[str, ...]]
     norms: Mapping[str, str]
     gguf_permuted: bool
+    rotary: Rotary
 
 
 _PROJECTIONS = MappingProxyType(
@@ -48,10 +54,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
         for family in (
-            Family("llama", "llama", _PROJECTIONS, _NORMS, True),
-            Family("mistral", "llama", _PROJECTIONS, _NORMS, True),
-            Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, False),
-            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False),
+            Family("llama", "llama", _PROJECTIONS, _NORMS, True, "half-split"),
+            Family("mistral", "llama", _PROJECTIONS, _NORMS, True, "half-split"),
+            Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, False, "half-split"),
+            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False, "half-split"),
         )
     }
 )

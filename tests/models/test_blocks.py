@@ -32,7 +32,7 @@ def test_every_block_gives_what_the_stock_model_gives(folders, name, watched):
     for layer in range(checkpoint.layers):
         stream.load(layer)
         if watched:
-            with stream.watched(lambda query, key: seen.append((query.shape, key.shape))):
+            with stream.watched(lambda query, key, _: seen.append((query.shape, key.shape))):
                 hidden = stream(hidden)
         else:
             hidden = stream(hidden)
@@ -61,7 +61,7 @@ def test_watched_queries_and_keys_are_those_after_norms_and_rotation(folders):
     attention = stream.block.self_attn
     attention.v_proj.register_forward_hook(lambda _, __, output: values.append(output))
     attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
-    with torch.inference_mode(), stream.watched(lambda query, key: seen.append((query, key))):
+    with torch.inference_mode(), stream.watched(lambda query, key, _: seen.append((query, key))):
         stream(stream.embed(IDS))
     (query, key), value = seen[0], values[0].unflatten(-1, (2, 128)).transpose(1, 2)
     key, value = (part.repeat_interleave(2, dim=1) for part in (key, value))

@@ -1,15 +1,17 @@
 """What the one pass over text collects: a row of `COLLECTORS` each. What is here loops over the rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from sparsepack.calibrate.collectors.attention import ATTENTION
 from sparsepack.calibrate.collectors.moments import MOMENTS
+from sparsepack.calibrate.collectors.products import PRODUCTS
 from sparsepack.calibrate.collectors.scores import SCORES
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS)
 
 Statistics = dict[str, Tensor]
 """What was collected in one decoder block, by PLACE.NAME: `mlp_in.second_moment`."""
@@ -17,18 +19,18 @@ Statistics = dict[str, Tensor]
 _PLACES = {"site": SITES, "attention": ("attention",)}
 
 
-def count(into: Statistics, place: str, first: Tensor, second: Tensor) -> None:
-    """Count what has come to a place: a site's input and column norms, or the attention's query and key."""
+def count(into: Statistics, place: str, *seen: Any) -> None:
+    """Count what has come to a place: a site's input and column norms, or the attention's query, key and window."""
     for collector in COLLECTORS:
         if place in _PLACES[collector.at]:
-            found = zip(collector.names, collector.count(first, second), strict=True)
+            found = zip(collector.names, collector.count(*seen), strict=True)
             _add_to(into, {f"{place}.{name}": value for name, value in found})
 
 
 def added(one: Statistics, other: Statistics) -> Statistics:
-    """The statistics of two runs as those of one run over both texts."""
-    total = dict(one)
-    _add_to(total, other)
+    """The statistics of two runs as those of one run over both texts; what one of them lacks is left out."""
+    total = {name: value for name, value in one.items() if name in other}
+    _add_to(total, {name: other[name] for name in total})
     return total
 
 
@@ -38,8 +40,20 @@ def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
 
 
 def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
-    """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing."""
-    return {name: tensors[f"layers.{layer}.{name}"] for name in _adders()}
+    """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing.
+
+    What was made before a collector was `added_later` is without it.
+    """
+    return {name: tensors[f"layers.{layer}.{name}"] for name in _kept(layer, tensors)}
+
+
+def _kept(layer: int, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The PLACE.NAME of each tensor of a block that must be in the file."""
+    for row in COLLECTORS:
+        for place in _PLACES[row.at]:
+            names = [f"{place}.{name}" for name in row.names]
+            if not row.added_later or any(f"layers.{layer}.{name}" in tensors for name in names):
+                yield from names
 
 
 def check(name: str, value: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsepack.calibrate.collectors.collector import Collector
 
 
-def _count(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+def _count(query: Tensor, key: Tensor, window: int) -> tuple[Tensor, ...]:
     amounts = (amount for value in (query.float(), key.float()) for amount in (value.abs(), value.square()))
     return tuple(amount.sum((0, 2), dtype=torch.float64).cpu() for amount in amounts)
 

@@ -13,16 +13,19 @@ class Collector:
     """Named tensors counted at one kind of place, which add up over batches and over calibrations.
 
     at    -- "site": of each site's input x [B, S, columns] and the norms of its matrix's columns [columns];
-             "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention
+             "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
+             many tokens a query sees at most, itself included (0: all before it)
     names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name or "attention" as PLACE
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
-    count -- of the two inputs at such a place, a tensor for every name, on the CPU
+    count -- of what comes to such a place, a tensor for every name, on the CPU
     add   -- what was counted in one part and in another, as that of both
+    added_later -- calibrations made before there was this collector lack its tensors, and are read all the same
     """
 
     at: Literal["site", "attention"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    count: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    count: Callable[..., tuple[Tensor, ...]]
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
+    added_later: bool = False

@@ -1,0 +1,46 @@
+"""The channels of a calibration's attention heads as text for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsepack.cli.tables import calibration_table, table
+
+
+def inspected_calibration(result: Mapping[str, Any]) -> str:
+    """What `inspect` found in a calibration: what it was made of, then its channels."""
+    return f"{calibration_table(result)}\n\n{_channels(result)}"
+
+
+def _channels(result: Mapping[str, Any]) -> str:
+    report = result["attention_channels"]
+    if isinstance(report, str):
+        return f"attention channels: {report}"
+    head_dim, compared = report["head_dim"], report["compared"]
+    rows = [
+        [
+            layer,
+            *map(_percent, row["share"]),
+            *(_percent(row["heads_agree"][name]) for name in ("query", "key", "product")),
+            _percent(row["key_agrees"]),
+        ]
+        for layer, row in enumerate(report["layers"])
+    ]
+    tops = [f"top {count}" for count in report["counts"]]
+    even = ", ".join(f"{100 * count / head_dim:.3g}%" for count in report["counts"])
+    lines = [
+        f"attention channels, {head_dim} in each head; those that move the scores q.k most are heavy",
+        f"  {', '.join(tops)}: share of q*k in so many heavy channels of a head; {even} if all were alike",
+        f"  heads, by q, by k, by q*k: share of the {compared} heaviest channels that two heads have in common; "
+        f"{100 * report['chance']:.3g}% by chance",
+        "  k and q*k: the same of one head's channels, once by k and once by q*k",
+        "",
+        table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k"], rows),
+    ]
+    if report["alike"]:
+        blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
+        lines += ["", f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up"]
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
