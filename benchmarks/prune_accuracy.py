@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
+from accuracy_windows import Windows, windows_of
 
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.windows import rolling_windows
 from sparsepack.pack import PackRequest, pack
 from sparsepack.prune.options import METHODS, PruneOptions
 from sparsepack.prune.run import prune
-
-Windows = tuple[torch.Tensor, torch.Tensor]
 
 
 @click.command()
@@ -59,7 +55,7 @@ def main(
     """Print the table for one model."""
     checkpoint = open_checkpoint(model)
     reference = open_subject(model, None, device)
-    data = {name: _windows(reference, name, windows) for name in texts}
+    data = {name: windows_of(reference, name, windows) for name in texts}
     columns = [f"{Path(text).name.split('.')[0]}{kind}" for text in texts for kind in ("", *([" INT8"] * slid))]
     print("| pattern | method | permute | error | " + " | ".join(columns) + " | seconds |")
     print("|---" * (len(columns) + 5) + "|")
@@ -91,12 +87,6 @@ def main(
             print(start + " | ".join(cells) + f" | {spent:.0f} |", flush=True)
     if json_path:
         json_path.write_text(json.dumps(rows, indent=1))
-
-
-def _windows(subject: Subject, name: str, count: int) -> Windows:
-    inputs, targets = rolling_windows(subject.tokenizer, read_text(name), 2048)
-    chosen = torch.linspace(0, len(inputs) - 1, min(count, len(inputs))).long()
-    return inputs[chosen], targets[chosen]
 
 
 def _measured(subject: Subject, reference: Subject, data: Windows) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import torch
+from accuracy_windows import windows_of
 
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.options import CalibrateOptions
@@ -26,7 +27,6 @@ from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.rule import Rules
-from sparsepack.models.windows import rolling_windows
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -67,7 +67,7 @@ def main(
     reference = open_subject(model, None, device)
     weights = _packed(checkpoint, device) if zigzag else reference
     calibration = _calibrated(checkpoint, calibration_text, samples, device)
-    data = {name: _windows(reference, name, windows, first_windows) for name in texts}
+    data = {name: windows_of(reference, name, windows, first_windows) for name in texts}
     options = dict(json.loads("{" + ",".join(f'"{k}":{v}' for k, v in (e.split("=") for e in extra)) + "}"))
     header = [
         "allocation",
@@ -113,12 +113,6 @@ def _packed(checkpoint: Checkpoint, device: str) -> Subject:
         path = Path(folder) / "model.gguf"
         FORMATS["zigzag-q4_k"].plan(checkpoint, PlanRequest(device=device)).write(path)
         return open_subject(str(path), None, device)
-
-
-def _windows(subject: Subject, name: str, count: int, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = rolling_windows(subject.tokenizer, read_text(name), 2048)
-    chosen = torch.arange(count) if first else torch.linspace(0, len(inputs) - 1, min(count, len(inputs))).long()
-    return inputs[chosen], targets[chosen]
 
 
 def _measured(

@@ -1,0 +1,17 @@
+"""The windows on which the accuracy benchmarks score a model: of 2048 tokens, evenly spread over a text."""
+
+import torch
+
+from sparsepack.eval.subject import Subject
+from sparsepack.files.text import read_text
+from sparsepack.models.windows import rolling_windows
+
+Windows = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets: int64 [windows, 2048] each."""
+
+
+def windows_of(subject: Subject, text: str, count: int, first: bool = False) -> Windows:
+    """So many windows of a text, in the subject's tokens; the first ones, or else evenly spread."""
+    inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
+    chosen = torch.arange(count) if first else torch.linspace(0, len(inputs) - 1, min(count, len(inputs))).long()
+    return inputs[chosen], targets[chosen]
