@@ -4,7 +4,7 @@ from typing import Any
 
 import cpu_setting
 
-from sparsepack.cli.tables import table
+from sparsepack.markdown import table
 
 _STEADY = 1.3
 """The fastest round over the slowest; beyond it something else ran on the machine, and only the best rounds compare."""

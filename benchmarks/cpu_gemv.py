@@ -18,9 +18,9 @@ import cpu_setting
 import torch
 from ggml_gemv import GgmlGemv
 
-from sparsepack.cli.tables import table
 from sparsepack.codecs import q4_k, zigzag
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.markdown import table
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.cli.tables import table
+from sparsepack.markdown import table
 from sparsepack.runtime.cuda.attention import AttentionParameters, attend
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 

@@ -22,7 +22,7 @@ from cuda_synthetic import LLAMA_8B, find_thresholds, random_model, with_thresho
 from cuda_timing import device_line
 from synthetic import Size, random_ids
 
-from sparsepack.cli.tables import table
+from sparsepack.markdown import table
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import skipped_weights
 from sparsepack.runtime.batch import BatchEngine

@@ -31,7 +31,7 @@ from cuda_timing import device_line, read_bandwidth
 from synthetic import Size, random_ids
 
 from sparsepack.bench import traffic
-from sparsepack.cli.tables import table
+from sparsepack.markdown import table
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import skipped_weights
 from sparsepack.runtime.engine import Engine

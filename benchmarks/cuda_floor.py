@@ -22,7 +22,7 @@ from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.cli.tables import table
+from sparsepack.markdown import table
 from sparsepack.runtime.cuda.compiler import FOLDER, cuda_core
 from sparsepack.runtime.cuda.handoff import handoff_buffers
 from sparsepack.runtime.cuda.kernel import Kernel, architecture, launch, multiprocessors

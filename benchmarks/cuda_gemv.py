@@ -24,8 +24,8 @@ from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.cli.tables import table
 from sparsepack.codecs import zigzag
+from sparsepack.markdown import table
 from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, load_zigzag
 
 ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product

@@ -11,11 +11,11 @@ import math
 
 import click
 
-from sparsepack.cli.tables import table
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
+from sparsepack.markdown import table
 from sparsepack.models.windows import rolling_windows
 
 

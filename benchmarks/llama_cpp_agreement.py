@@ -14,9 +14,9 @@ import click
 import numpy as np
 import torch
 
-from sparsepack.cli.tables import table
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
+from sparsepack.markdown import table
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.windows import rolling_windows

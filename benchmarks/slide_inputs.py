@@ -10,9 +10,9 @@ import torch
 from cuda_timing import device_line, interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.cli.tables import table
 from sparsepack.codecs.pattern import Pattern
 from sparsepack.codecs.slide import Slide
+from sparsepack.markdown import table
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.slide import reference
 

@@ -18,10 +18,10 @@ from cuda_timing import device_line
 from torch import Tensor, nn
 
 from sparsepack.bench.linears import contenders
-from sparsepack.cli.tables import table
 from sparsepack.codecs.pattern import Pattern, kept
 from sparsepack.codecs.slid_matrix import encode
 from sparsepack.codecs.slide import Slide
+from sparsepack.markdown import table
 from sparsepack.runtime.slide.linear import SlidLinear
 
 HOW = Slide(Pattern(6, 8))

@@ -16,7 +16,7 @@ from synthetic import DEFAULT_WORK, QWEN_0_5B, TINY, find_thresholds, make_check
 from sparsepack.artifacts.open import read_packed
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.tables import table
+from sparsepack.markdown import table
 from sparsepack.pack import PackRequest, pack
 
 KINDS = ("f16", "q8_0", "auto")

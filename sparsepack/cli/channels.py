@@ -3,15 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sparsepack.cli.tables import calibration_table, table
+from sparsepack.markdown import table
 
 
-def inspected_calibration(result: Mapping[str, Any]) -> str:
-    """What `inspect` found in a calibration: what it was made of, then its channels."""
-    return f"{calibration_table(result)}\n\n{_channels(result)}"
-
-
-def _channels(result: Mapping[str, Any]) -> str:
+def channels_table(result: Mapping[str, Any]) -> str:
+    """What `inspect` found in a calibration about its channels."""
     report = result["attention_channels"]
     if isinstance(report, str):
         return f"attention channels: {report}"

@@ -1,6 +1,8 @@
 """`sparsepack inspect`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,7 +14,16 @@ from sparsepack.cli.options import PATH, emit, json_output
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:
     """Show what an artifact, a thresholds table or a calibration folder holds, and which programs can load it."""
-    from sparsepack.cli.tables import inspection_table
     from sparsepack.inspect import inspect as look_into
 
-    emit(look_into(path), json_path, inspection_table)
+    emit(look_into(path), json_path, _shown)
+
+
+def _shown(result: Mapping[str, Any]) -> str:
+    """Of an artifact unless its kind says otherwise."""
+    from sparsepack.cli.channels import channels_table
+    from sparsepack.cli.tables import artifact_table, calibration_table, thresholds_table
+
+    if result["kind"] == "calibration":
+        return f"{calibration_table(result)}\n\n{channels_table(result)}"
+    return thresholds_table(result) if result["kind"] == "thresholds" else artifact_table(result)

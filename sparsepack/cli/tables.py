@@ -5,28 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.eval.standard_error import with_error
+from sparsepack.markdown import table
 from sparsepack.models.skipped import shown
 
 if TYPE_CHECKING:
     from sparsepack.models.pruned import Pruned, PrunedMatrix
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with columns padded to one width; numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(header))]
-    right = [bool(rows) and all(_is_number(str(row[n])) for row in rows) for n in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join("-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True))
-    return "\n".join([line(cells[0]), f"|{rule}|", *map(line, cells[1:])])
-
-
-def _is_number(text: str) -> bool:
-    return text[:1].isdigit() or text[:1] in "+-" or text == "-"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -170,14 +153,6 @@ def artifact_table(description: Mapping[str, Any]) -> str:
     )
     parts += [f"note: {note}" for note in description["notes"]]
     return "\n\n".join(parts)
-
-
-def inspection_table(result: Mapping[str, Any]) -> str:
-    """What `inspect` found: of an artifact unless its kind says otherwise."""
-    from sparsepack.cli.channels import inspected_calibration
-
-    tables = {"calibration": inspected_calibration, "thresholds": thresholds_table}
-    return tables.get(result["kind"], artifact_table)(result)
 
 
 def verification(report: Mapping[str, Any]) -> str:

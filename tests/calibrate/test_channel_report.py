@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from sparsepack.calibrate import folder
 from sparsepack.calibrate.channel_report import channel_report
 from sparsepack.calibrate.channels import Importance
-from sparsepack.cli.channels import inspected_calibration
+from sparsepack.cli.channels import channels_table
 from sparsepack.cli.inspect import inspect
 
 
@@ -83,7 +83,7 @@ def test_inspect_shows_a_row_for_each_block(small_calibration, tmp_path):
 
 def test_mixed_up_heads_and_missing_products_are_named(small_calibration):
     report = channel_report([_same(_heavy_from(0, 0)), _same(_heavy_from(0, 20)), _same(_heavy_from(7, 7))])
-    told = inspected_calibration({**small_calibration.manifest, "attention_channels": report})
+    told = channels_table({**small_calibration.manifest, "attention_channels": report})
     assert "heads of blocks 0, 2 have nearly the same heavy channels" in told
-    told = inspected_calibration({**small_calibration.manifest, "attention_channels": "there are none"})
+    told = channels_table({**small_calibration.manifest, "attention_channels": "there are none"})
     assert told.splitlines()[-1] == "attention channels: there are none"
