@@ -17,6 +17,7 @@ from sparsepack.models.families import FAMILIES, Family
 from sparsepack.models.packed import PackedModel, PackedSite
 from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skipped import sparse_sites_of
+from sparsepack.models.tokenizer_check import check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def stock_tokenizer(packed: PackedModel) -> Any:
 
     numbers = packed.architecture
     try:
+        check_tokenizer(packed.tokenizer_json)
         backend = Tokenizer.from_str(packed.tokenizer_json)
         special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
         words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}

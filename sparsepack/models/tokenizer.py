@@ -9,6 +9,7 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
+from sparsepack.models.tokenizer_check import check_tokenizer_of
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -34,6 +35,7 @@ def folder_tokenizer(folder: Path) -> Any:
 
     if only_sentencepiece(folder):
         return _wrapped(sentencepiece_json(folder), sentencepiece_config(folder))
+    check_tokenizer_of(folder)
     return AutoTokenizer.from_pretrained(str(folder))
 
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.skipped import Skipped
+from sparsepack.models.tokenizer_check import check_tokenizer
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
@@ -255,6 +256,7 @@ class _Answer:
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
     """A tokenizer from the content of its file; raises `ArtifactError` where it is damaged."""
     try:
+        check_tokenizer(tokenizer_json)
         return Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises bare Exception
         raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({error}); pack the model again") from error

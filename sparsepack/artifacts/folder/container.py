@@ -24,6 +24,7 @@ from sparsepack.files.gguf import TensorInfo
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.tokenizer_check import check_tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class FolderArtifact(Artifact):
         try:
             values = json.loads(self.folder.texts[CONFIG])
             values.pop("quantization_config", None)  # the weights come decoded
+            check_tokenizer_of(self.path)
             tokenizer = AutoTokenizer.from_pretrained(str(self.path))
             return StockModel(AutoConfig.for_model(**values), self.decoded, tokenizer)
         except Exception as error:  # the library raises many kinds for one mistake

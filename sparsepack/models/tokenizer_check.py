@@ -1,0 +1,29 @@
+"""Tokenizers that end the process: refused before the library `tokenizers` reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def check_tokenizer(tokenizer_json: str) -> None:
+    """Raises `ValueError` for a tokenizer.json that would abort the process, or is no JSON.
+
+    Of a merge's second part the library (0.23) cuts off as many bytes as `continuing_subword_prefix` has, without
+    looking what they are. Where that leaves half a character, telling of it ends in an abort that nobody can catch.
+    """
+    try:
+        model: Any = json.loads(tokenizer_json).get("model") or {}
+        prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or ()
+        seconds = (merge.partition(" ")[2] if isinstance(merge, str) else merge[1] for merge in merges if prefix)
+        wrong = next((second for second in seconds if not second.startswith(prefix)), None)
+    except (AttributeError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"it is no tokenizer ({error})") from error
+    if wrong is not None:
+        raise ValueError(f"a merge with {wrong[:60]!r}, which does not begin with its continuing_subword_prefix")
+
+
+def check_tokenizer_of(folder: Path) -> None:
+    """The same of a folder's tokenizer.json, if it has one."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        check_tokenizer(path.read_text(encoding="utf-8"))
