@@ -1,5 +1,6 @@
 """Mutations: of bytes, of JSON values, of text. All that is random comes from the `Random` that is given."""
 
+import copy
 import json
 from random import Random
 from typing import Any
@@ -70,7 +71,7 @@ def json_changed(random: Random, text: str) -> str:
 def _value_changed(random: Random, value: Any) -> Any:
     places = list(_places(value))
     if not places or random.random() < 0.02:
-        return random.choice(_VALUES)
+        return _any_value(random)
     # Deep places are many; choose a depth first, so that those at the top get their share.
     depth = random.choice(sorted({depth for depth, _, _ in places}))
     _, holder, key = random.choice([place for place in places if place[0] == depth])
@@ -91,8 +92,13 @@ def _value_changed(random: Random, value: Any) -> Any:
     elif kind == 4 and isinstance(holder, list):
         holder.insert(key, json.loads(json.dumps(holder[key])))
     else:
-        holder[key] = random.choice(_VALUES)
+        holder[key] = _any_value(random)
     return value
+
+
+def _any_value(random: Random) -> Any:
+    """A copy: a later change of it must not reach other cases, nor put a value into itself."""
+    return copy.deepcopy(random.choice(_VALUES))
 
 
 def _places(value: Any, depth: int = 0) -> Any:
