@@ -57,18 +57,20 @@ def test_a_hundred_clients_at_once_get_each_its_own_text(fresh: Served) -> None:
 
 
 def test_a_full_queue_refuses_with_the_time_to_wait_and_a_client_that_tries_again_is_served(model: Model) -> None:
-    with Served(model, ServeOptions(queue=1)) as served, ThreadPoolExecutor(1) as other:
+    with Served(model, ServeOptions(queue=1)) as served, ThreadPoolExecutor(1) as other, served.http() as http:
+        hasty, patient = served.client(), served.client(max_retries=10)
+        for client in (hasty, patient):
+            client.models.list()  # the first request takes long; what is in the queue, half a second
         with stalled_stream(served, LONG), stalled_stream(served, LONG):
             wait_until(lambda: served.worker.waiting == 1)
-            with served.http() as http:
-                refused = http.post("/v1/completions", json={**ASKED, "prompt": "x"})
+            refused = http.post("/v1/completions", json={**ASKED, "prompt": "x"})
             assert refused.status_code == 503
             assert 1 <= int(refused.headers["retry-after"]) <= 60
             assert refused.json()["error"]["code"] == "queue_full"
             with pytest.raises(openai.InternalServerError, match="the queue is full; try again in"):
-                served.client().completions.create(**ASKED, prompt="x")
-            patient = other.submit(served.client(max_retries=10).completions.create, **ASKED, prompt="x")
-        assert patient.result(60).choices[0].text
+                hasty.completions.create(**ASKED, prompt="x")
+            served_later = other.submit(patient.completions.create, **ASKED, prompt="x")
+        assert served_later.result(60).choices[0].text
 
 
 def test_a_reader_that_stalls_keeps_nobody_waiting_and_gets_all_once_it_reads(fresh: Served) -> None:

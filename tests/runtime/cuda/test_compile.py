@@ -8,6 +8,7 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda import compiler, zigzag
 from sparsepack.runtime.cuda.compiler import cubin, nvrtc_version
+from sparsepack.runtime.cuda.slide.hopper import CLUSTER, TILES
 from sparsepack.runtime.cuda.tile_config import TileConfig
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
 
@@ -42,17 +43,35 @@ VARIANTS = {
     + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
     "dequantise": [("AT_ONCE=4",)],
     "quantise_slide": [
-        (f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}", f"CHUNKS={chunks}", f"WARPS={warps}")
-        for type, of, chunks, warps in ((0, 4, 1, 8), (1, 6, 10, 8), (2, 16, 16, 32))
+        (
+            *(f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}"),
+            *(f"CHUNKS={chunks}", f"WARPS={warps}", f"BLOCKS={blocks}"),
+        )
+        for type, of, chunks, warps, blocks in ((0, 4, 1, 8, 1), (1, 6, 5, 16, 4), (2, 16, 16, 32, 1))
+    ],
+    "scale_outputs": [(f"SUMS={sums}", f"OUTPUT={output}") for sums in range(3) for output in range(3)],
+    "slide_matmul": [
+        (
+            *(f"FP8={fp8}", f"HALF={fp8}", f"CLUSTER={CLUSTER}", f"TOKENS={tile.tokens}", f"GROUPS={tile.groups}"),
+            *(f"STAGES={tile.stages}", f"OUT_BUFFERS={tile.out_buffers}"),
+        )
+        for fp8, tile in [(0, TILES[1]), (0, TILES[4]), *((1, tile) for tile in TILES)]
     ],
     "rows_decode": [(f"TYPE={type}",) for type in range(6)],
     "rows_product": [(f"TYPE={type}", "BATCH=2", "STAGES=3") for type in range(6)],
 }
 """Macros of a file, where not those that it takes by itself."""
+ARCHITECTURES = {"slide_matmul": [90]}
+"""Where not all."""
+CASES = [
+    (name, defines, arch)
+    for name in FILES
+    for defines in VARIANTS.get(name, [()])
+    for arch in ARCHITECTURES.get(name, [80, 90])
+]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(("name", "defines"), [(n, d) for n in FILES for d in VARIANTS.get(n, [()])], ids=str)
+@pytest.mark.parametrize(("name", "defines", "arch"), CASES, ids=str)
 def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -> None:
     assert cubin(name, arch, defines)[:4] == b"\x7fELF"
 
