@@ -90,7 +90,8 @@ def test_a_signal_lets_a_text_come_to_its_end_and_refuses_others(artifact: Path,
 
 
 def test_after_its_time_a_text_is_broken_off_and_its_client_told(artifact: Path) -> None:
-    with process(artifact, "--grace", "0.05", "--dense") as server:
+    # Plain torch takes seconds for so many tokens; the kernels, on some machines, less than the signal.
+    with process(artifact, "--grace", "0.05", "--backend", "reference") as server:
         asked = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
             lines = answer.iter_lines()
