@@ -9,17 +9,13 @@ per byte on a validation slice of the training topics, and only then looks at th
 import itertools
 import json
 import math
-import platform
-import shlex
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
 import torch.nn.functional as F
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bigram import bigram_table, table_nll, unigram_table
 from docstrings import docstrings
+from tiny_model_card import model_card, table_text
+from tiny_model_run import Corpus, Row, Settings, Shape, Trained
 
 from sparsepack.data.topics import heldout_text, training_text
 
@@ -35,80 +33,6 @@ BOS = 0
 BOS_TEXT = "<|endoftext|>"
 LARGEST_FOLDER = 4_000_000
 VALIDATE_EVERY = 1 / 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What of the architecture is tried: decoder blocks, FFN width, vocabulary."""
-
-    layers: int
-    ffn: int
-    vocabulary: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Shape":
-        """`3x512x768` -> Shape(3, 512, 768)."""
-        try:
-            layers, ffn, vocabulary = (int(part) for part in text.split("x"))
-        except ValueError:
-            raise click.BadParameter(f"{text}: expected LAYERSxFFNxVOCABULARY, such as 3x512x768") from None
-        if ffn % 256:
-            raise click.BadParameter(f"{text}: FFN width {ffn} is not a multiple of 256")
-        return cls(layers, ffn, vocabulary)
-
-    def __str__(self) -> str:
-        return f"{self.layers}x{self.ffn}x{self.vocabulary}"
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Documents: topics to train on, topics to select on, topics to report on, docstrings to train on."""
-
-    topics: list[str]
-    validation: list[str]
-    held_out: list[str]
-    docstrings: list[str]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How one model is trained. Sizes in tokens and windows; `topic_share` of the windows come from the topics."""
-
-    shape: Shape
-    dropout: float
-    steps: int
-    context: int
-    batch: int
-    lr: float
-    weight_decay: float
-    topic_share: float
-    seed: int
-    device: str
-
-    def __str__(self) -> str:
-        return f"{self.shape} dropout {self.dropout} steps {self.steps} topic share {self.topic_share}"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The best checkpoint of one run: its weights, its bits per byte on the validation slice, where it was taken."""
-
-    settings: Settings
-    tokenizer: Tokenizer
-    model: LlamaForCausalLM
-    validation_bits: float
-    best_step: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table of results."""
-
-    name: str
-    training_perplexity: float
-    heldout_perplexity: float
-    heldout_bits: float
 
 
 def gather_corpus() -> Corpus:
@@ -297,72 +221,6 @@ def save(trained: Trained, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def table_text(rows: list[Row]) -> str:
-    """The results as a Markdown table."""
-    lines = ["| model | training perplexity | held-out perplexity | held-out bits per byte |", "|---|--:|--:|--:|"]
-    for row in rows:
-        lines.append(
-            f"| {row.name} | {row.training_perplexity:.2f} | {row.heldout_perplexity:.2f} | {row.heldout_bits:.3f} |"
-        )
-    return "\n".join(lines)
-
-
-def model_card(trained: Trained, tried: list[Trained], rows: list[Row], corpus: Corpus, parameters: int) -> str:
-    """README.md of the model: what it is, its data and licence, how good it is, how to make it again."""
-    s = trained.settings
-    sizes = {
-        name: f"{sum(map(len, documents)):,} characters in {len(documents)} documents"
-        for name, documents in vars(corpus).items()
-    }
-    variants = "\n".join(
-        f"| {t.settings.shape} | {t.settings.dropout} | {t.settings.topic_share:.0%} | {t.settings.steps} "
-        f"| {t.best_step} | {t.validation_bits:.4f} | {t.seconds:.0f} |"
-        for t in tried
-    )
-    device = torch.cuda.get_device_name() if s.device == "cuda" else platform.machine()
-    return f"""---
-license: other
-license_name: psf-2.0
-license_link: https://docs.python.org/3/license.html
-language: en
----
-# sparsepack's tiny model
-A Llama of {parameters:,} parameters, small enough to ship, trained well enough to measure on: sparsepack's quickstart
-and tests calibrate, pack and evaluate it. It writes text that looks like the Python manual and knows nothing.
-
-{s.shape.layers} blocks, hidden 256, FFN {s.shape.ffn} (SiLU), 4 heads and 2 KV heads of 64, tied embeddings, context
-{s.context}, byte-level BPE of {s.shape.vocabulary} tokens, bfloat16.
-
-## Figures
-{table_text(rows)}
-
-All rows are over the same tokens: perplexity per token, protocol `dense`, windows of {s.context}. The bigrams were
-trained on the tokens that the model was trained on, or on those of the topics among them.
-
-## Data
-The language reference in `pydoc_data.topics` of Python {platform.python_version()}, split by topic name
-(`sparsepack/data/topics.py`), and the docstrings of its standard library, less every paragraph that shares ten
-consecutive words with a held-out topic. Copyright Python Software Foundation, PSF License Version 2.
-
-- training topics: {sizes["topics"]}
-- validation topics, which chose the checkpoint: {sizes["validation"]}
-- held-out topics: {sizes["held_out"]}
-- docstrings, training only: {sizes["docstrings"]}
-
-## Training
-    {shlex.join(["python3", *sys.argv])}
-
-Seed {s.seed}, batch {s.batch} x {s.context}, AdamW at {s.lr:g}, weight decay {s.weight_decay:g}, cosine schedule,
-{s.topic_share:.0%} of the windows from the topics; torch {torch.__version__}, transformers
-{transformers.__version__}, {device}. The run with the fewest bits per byte on the validation topics was kept
-({s.shape}, dropout {s.dropout}, {s.steps} steps, best at step {trained.best_step}):
-
-| blocks x FFN x vocabulary | dropout | from topics | steps | best step | validation bits per byte | seconds |
-|---|--:|--:|--:|--:|--:|--:|
-{variants}
-"""
 
 
 @click.command()
