@@ -48,6 +48,9 @@ _SEARCH_BYTES = 64 << 20
 """For algorithms that share out the inputs, whose sums are added up afterwards: more than any has asked for."""
 _UNSUPPORTED = (4, 10)
 """CUSPARSE_STATUS_ARCH_MISMATCH, CUSPARSE_STATUS_NOT_SUPPORTED"""
+_READ_BEYOND = 4096
+"""Bytes behind compressed weights: kernels of bfloat16 read the last tile whole, past the size that the library names
+(compute-sanitizer, library 0.8.0 on an H100: 256 bytes)."""
 _CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS = 0, 3, 4, 5
 
 
@@ -115,7 +118,7 @@ def compress(weight: Tensor) -> Tensor:
         handle, matrix = _handle(weight.device.index or 0), _structured(weight.device, rows, lifted, weight.dtype)
         size, buffer_size = ctypes.c_size_t(), ctypes.c_size_t()
         _call("SpMMACompressedSize2", handle, matrix, ctypes.byref(size), ctypes.byref(buffer_size))
-        compressed = torch.empty(size.value, dtype=torch.uint8, device=weight.device)
+        compressed = torch.empty(size.value + _READ_BEYOND, dtype=torch.uint8, device=weight.device)
         buffer = torch.empty(max(1, buffer_size.value), dtype=torch.uint8, device=weight.device)
         weight = weight.contiguous()
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (weight, compressed, buffer)]
