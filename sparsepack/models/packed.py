@@ -9,6 +9,7 @@ import torch
 from sparsepack.codecs.matrices import PackedMatrix
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.rule import Rules, SiteRule
+from sparsepack.models.sparse_attention import SparseAttention
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class PackedLayer:
 class PackedModel:
     """Everything that running a model needs. `output` is the embedding itself where the two are tied.
 
+    attention     -- which tokens decoded positions read; None: all
     chat_template -- how a conversation becomes text (`models.chat.render_chat`); None: the model brings none
     """
 
@@ -48,6 +50,7 @@ class PackedModel:
     tokenizer_json: str
     manifest: Mapping[str, Any]
     chat_template: str | None = None
+    attention: SparseAttention | None = None
 
     @property
     def rules(self) -> Rules:

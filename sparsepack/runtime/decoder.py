@@ -101,7 +101,7 @@ def attention_of(packed: PackedModel, context: int, device: torch.device, sequen
     norms = [[_there(layer.norms.get(name), device) for name in ("q_norm", "k_norm")] for layer in packed.layers]
     inv_freq = torch.tensor(architecture.inv_freq, device=device)
     cos, sin = reference.rotary_table(inv_freq, architecture.rotary_scale, context)
-    return attention_shape(architecture, [(q, k) for q, k in norms], cos, sin, sequences)
+    return attention_shape(architecture, [(q, k) for q, k in norms], cos, sin, sequences, packed.attention)
 
 
 def _there(x: Tensor | None, device: torch.device) -> Tensor | None:

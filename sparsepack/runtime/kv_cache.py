@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class LayerAttention:
 
     window         -- positions that a query sees, its own included; 0: all
     q_norm, k_norm -- float32 [head_dim]: RMSNorm of every head before it is rotated; None: there is none
+    channels       -- int64 [kv_heads, r]: the heavy channels by which decoded positions find what they read; None: they
+                      read all that they see
     """
 
     window: int = 0
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    channels: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class AttentionShape:
     cos, sin                  -- float32 [context, head_dim / 2], as `reference.rotary_table` gives them
     layers                    -- in order of execution
     sequences                 -- texts side by side
+    policy                    -- how many tokens decoded positions read in layers with heavy channels; None: all
     """
 
     heads: int
@@ -51,6 +56,7 @@ class AttentionShape:
     sin: Tensor
     layers: tuple[LayerAttention, ...]
     sequences: int = 1
+    policy: TokenPolicy | None = None
 
     @property
     def context(self) -> int:
@@ -76,11 +82,11 @@ class KvCache(Protocol):
         those that are cached. `qkv` holds q, then k, then v: [S, (heads + 2 kv_heads) * head_dim], float32 or what the
         backend's products give. Returns the queries, as `attend` takes them. Counts nothing: see `advance`."""
 
-    def attend(self, layer: int, queries: Any, sequence: int = 0) -> Tensor:
+    def attend(self, layer: int, queries: Any, sequence: int = 0, sparse: bool = False) -> Tensor:
         """softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees, those just appended included:
-        float32 [S, heads * head_dim]."""
+        float32 [S, heads * head_dim]. `sparse`: these are decoded, and read no more than the shape's policy allows."""
 
-    def step(self, layer: int, qkv: Tensor) -> Tensor:
+    def step(self, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
         """`append` and `attend` of one new position in every sequence, in one operation where the backend has it:
         float32 [sequences, rows] -> float32 [sequences, heads * head_dim]."""
 
@@ -100,14 +106,17 @@ def attention_shape(
     cos: Tensor,
     sin: Tensor,
     sequences: int = 1,
+    sparse: SparseAttention | None = None,
 ) -> AttentionShape:
     """What a model's cache is made for.
 
     norms    -- q_norm and k_norm of every layer, on the device that attends
     cos, sin -- there too
+    sparse   -- which tokens decoded positions read; None: all
     """
-    windows = architecture.sliding_windows
-    layers = tuple(LayerAttention(window, q, k) for window, (q, k) in zip(windows, norms, strict=True))
+    channels = sparse.channels if sparse else (None,) * architecture.layers
+    of_layers = zip(architecture.sliding_windows, norms, channels, strict=True)
+    layers = tuple(LayerAttention(window, q, k, _beside(heavy, cos)) for window, (q, k), heavy in of_layers)
     return AttentionShape(
         architecture.heads,
         architecture.kv_heads,
@@ -117,4 +126,9 @@ def attention_shape(
         sin,
         layers,
         sequences,
+        sparse.policy if sparse else None,
     )
+
+
+def _beside(x: Tensor | None, other: Tensor) -> Tensor | None:
+    return None if x is None else x.to(other.device)

@@ -148,7 +148,8 @@ class OperationsDecoder:
 
     def _attention(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
         queries = self._cache.append(number, self._product(number, "attn_in", x, mode))
-        return self._product(number, "attn_out", self._cache.attend(number, queries), mode)
+        sparse = mode in (_Mode.STEP, _Mode.MASKED)
+        return self._product(number, "attn_out", self._cache.attend(number, queries, sparse=sparse), mode)
 
     def _mlp(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
         gate, up = self._product(number, "mlp_in", x, mode).chunk(2, dim=-1)

@@ -4,7 +4,7 @@ import torch
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
-from sparsepack.runtime import reference as operations
+from sparsepack.runtime import reference_operations as operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 
 __all__ = ["decoder", "describe", "operations", "synchronise", "usable"]

@@ -9,7 +9,7 @@ from backends import device_of, marks_of
 from native_build import instruction_set_params
 from torch import Tensor
 
-from sparsepack.runtime import reference
+from sparsepack.runtime import reference, reference_operations
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
@@ -65,7 +65,7 @@ class Both:
             self.shape.heads, self.shape.kv_heads, self.shape.head_dim, 1e-5, *tables, layers, self.shape.sequences
         )
         self.ours: KvCache = self.backend.operations.new_kv_cache(there, self.backend.device, self.backend.type)
-        self.oracle = reference.new_kv_cache(self.shape, "cpu", self.backend.type)
+        self.oracle = reference_operations.new_kv_cache(self.shape, "cpu", self.backend.type)
 
     def rows(self, count: int) -> Tensor:
         width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
@@ -204,7 +204,7 @@ def test_every_position_of_the_context_can_be_used(backend: Backend) -> None:
 def test_the_reference_s_cache_is_softmax_over_what_was_appended() -> None:
     """In float64, from rows that are rotated by position 0 alone: not at all."""
     cos, sin = torch.ones(CONTEXT, 4), torch.zeros(CONTEXT, 4)
-    cache = reference.new_kv_cache(AttentionShape(4, 2, 8, 1e-5, cos, sin, (LayerAttention(3),)))
+    cache = reference_operations.new_kv_cache(AttentionShape(4, 2, 8, 1e-5, cos, sin, (LayerAttention(3),)))
     qkv = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     found = cache.attend(0, cache.append(0, qkv))
     q, k, v = (x.view(6, -1, 8).double() for x in qkv.split([32, 16, 16], dim=1))

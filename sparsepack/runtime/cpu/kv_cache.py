@@ -47,14 +47,14 @@ class NativeKvCache:
         operations().append(self.native[sequence], layer, rows)
         return rows
 
-    def attend(self, layer: int, queries: Tensor, sequence: int = 0) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
         y = torch.empty(len(queries), self._heads)
         operations().attend(self.native[sequence], layer, queries, y)
         return y
 
-    def step(self, layer: int, qkv: Tensor) -> Tensor:
+    def step(self, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
         rows = enumerate(torch.split(qkv, 1))
-        return torch.cat([self.attend(layer, self.append(layer, row, n), n) for n, row in rows])
+        return torch.cat([self.attend(layer, self.append(layer, row, n), n, sparse) for n, row in rows])
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self.native[sequence].advance(positions)

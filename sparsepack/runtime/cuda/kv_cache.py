@@ -32,7 +32,9 @@ class CudaKvCache(KvCache, Protocol):
     @property
     def early(self) -> bool: ...
 
-    def step(self, layer: int, qkv: Tensor, out: Tensor | None = None, early_read: bool = False) -> Tensor:
+    def step(
+        self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
+    ) -> Tensor:
         """As in `KvCache`.
 
         out        -- where to leave the result, `positions` being written already: nothing but kernels is put on the
@@ -77,12 +79,14 @@ class DenseKvCache:
             qkv = Product(qkv, torch.ones(len(qkv), device=qkv.device), 1.0, None)
         return self._kernels.split_heads(self._layers[layer], qkv, self.lengths[sequence], sequence)
 
-    def attend(self, layer: int, queries: Tensor, sequence: int = 0) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
         of, first = self._layers[layer], self.lengths[sequence]
         keys, values = of.keys[sequence], of.values[sequence]
         return self._kernels.prefill_attention(queries, keys, values, first, of.layer.window)
 
-    def step(self, layer: int, qkv: Tensor, out: Tensor | None = None, early_read: bool = False) -> Tensor:
+    def step(
+        self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
+    ) -> Tensor:
         of = self._layers[layer]
         if out is None:
             self.positions.write(self.lengths)

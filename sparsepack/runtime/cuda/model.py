@@ -98,7 +98,7 @@ def load_attention(packed: PackedModel, device: torch.device, context: int, sequ
         for layer in packed.layers
     ]
     pairs = [(of.get("q_norm"), of.get("k_norm")) for of in norms]
-    return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences)
+    return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences, packed.attention)
 
 
 def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> Layer:

@@ -60,7 +60,7 @@ def matmul(weight: RowsMatrix, x: Tensor) -> Tensor:
 
 
 def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cuda", type: str | None = None) -> KvCache:
-    """An empty cache; see `reference.new_kv_cache`. Raises `UserError` for a type that it does not have."""
+    """An empty cache; see `reference_operations.new_kv_cache`. Raises `UserError` for a type that it does not have."""
     from sparsepack.runtime.cuda.kv_cache import DenseKvCache
 
     device = usable(device)

@@ -72,9 +72,10 @@ class Step:
         x = Input(of.x, layer.attn_norm, eps, of.squares, early_read=of.early and number > 0)
         yield product("attn_in", x, of.qkv)
         early = of.early and cache.early
-        yield partial(cache.step, number, of.qkv.view(sequences, -1), of.attn_output.view(sequences, -1), early)
-        attn_output = Input(of.attn_output, eps=eps, early_read=early)
-        yield product("attn_out", attn_output, of.between, residual=of.x, squares=of.between_squares)
+        attn_output = of.attn_output.view(sequences, -1)
+        yield partial(cache.step, number, of.qkv.view(sequences, -1), sparse, attn_output, early)
+        attended = Input(of.attn_output, eps=eps, early_read=early)
+        yield product("attn_out", attended, of.between, residual=of.x, squares=of.between_squares)
         between = Input(of.between, layer.mlp_norm, eps, of.between_squares, early_read=of.early)
         fused = layer.sites["mlp_in"].matrix.gate_bands > 0
         if fused:

@@ -125,10 +125,10 @@ class WaitingCache(DenseKvCache):
         super().__init__(*arguments)
         self.asked = []
 
-    def step(self, layer: int, qkv: Tensor, out: Tensor | None = None, early_read: bool = False) -> Tensor:
+    def step(self, layer: int, qkv: Tensor, sparse: bool = False, out=None, early_read: bool = False) -> Tensor:
         assert not early_read
         self.asked.append(layer)
-        return super().step(layer, qkv, out)
+        return super().step(layer, qkv, sparse, out)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

@@ -1,0 +1,49 @@
+"""Double Sparsity: which tokens of the KV cache a decoded token reads, and by which channels they are found.
+
+The same record goes from `pack` to the artifact and the engines. A decoded position sees n tokens, its own included.
+It ranks them by a few heavy channels of their keys (`codecs/labels.py`), and attends to the best of them alone:
+
+    | sinks, always |      the best by their labels      | recent, always |
+    |<----------------- n tokens that it sees ------------------------->|   budget = n * tokens of them are read
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenPolicy:
+    """How many tokens a decoded position reads.
+
+    tokens      -- share of those that it sees, above 0 and at most 1
+    sinks       -- first positions of the text that are always read where they are seen
+    recent      -- last positions that are always read, its own included; at least 1
+    min_context -- a position that sees fewer tokens reads all of them
+    """
+
+    tokens: Fraction
+    sinks: int = 4
+    recent: int = 64
+    min_context: int = 1024
+
+    def budget(self, seen: int) -> int:
+        """How many of the `seen` tokens are read: the share, rounded up, and no fewer than sinks and recent ones."""
+        if seen < self.min_context:
+            return seen
+        share = -(-seen * self.tokens.numerator // self.tokens.denominator)
+        return min(seen, max(share, self.sinks + self.recent))
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Sparse attention of a model.
+
+    policy   -- of every layer that is not dense
+    channels -- of each layer, int64 [kv_heads, r], ascending: the heavy channels of each KV head after its norm and
+                rotary embedding, in the model's own order of channels; None: the layer reads every token
+    """
+
+    policy: TokenPolicy
+    channels: tuple[Tensor | None, ...]

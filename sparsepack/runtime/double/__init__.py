@@ -1,0 +1,1 @@
+"""Double Sparsity: attention of decoded positions to the tokens that their labels rank best."""
