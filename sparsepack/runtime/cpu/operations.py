@@ -73,8 +73,8 @@ def matmul(weight: Any, x: Tensor) -> Tensor:
 
 
 def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None) -> NativeKvCache:
-    """An empty cache of float16 keys and values; see `reference_operations.new_kv_cache`. Raises `UserError` for another
-    type."""
+    """An empty cache of float16 keys and values; see `reference_operations.new_kv_cache`. Raises `UserError` for
+    another type."""
     row = backend_named("cpu")
     row.check_device(device)
     row.checked_cache_type(type)
