@@ -15,6 +15,7 @@ from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.tensors import header
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.source_files import texts_of
+from sparsepack.models.source_hash import SourceHash
 from sparsepack.progress import progress
 
 
@@ -22,27 +23,34 @@ from sparsepack.progress import progress
 class FolderPlan(Plan):
     """A folder to write. Tensors are F32, F16, BF16, U8 or I8.
 
-    texts  -- name -> content of the files beside the tensors: see `model_texts`
-    beside -- (finished folder, before it gets its name) -> files that are not sealed: people may change them
+    source   -- of the model's weights, hashed while they are packed
+    manifest -- (hash of the source) -> the manifest
+    texts    -- name -> content of the files beside the tensors: see `model_texts`
+    beside   -- (finished folder, before it gets its name) -> files that are not sealed: people may change them
     """
 
-    manifest: Mapping[str, Any]
+    source: SourceHash
+    manifest: Callable[[str], Mapping[str, Any]]
     texts: Mapping[str, str]
     beside: Callable[[Path], Mapping[str, str]] = lambda folder: {}
 
     @property
     def total_bytes(self) -> int:
         files = [len(text.encode()) for text in self.texts.values()]
-        return sum(files) + self._weights_bytes + len(self._sealed([NO_HASH] * len(self.tensors)))
+        return sum(files) + self._weights_bytes + len(self._sealed([NO_HASH] * len(self.tensors), NO_HASH))
 
     def write(self, path: Path, overwrite: bool = False) -> None:
         check_output(path, overwrite, folder=True, marker=MANIFEST)
-        with atomic_folder(path, overwrite) as folder, progress("packing", len(self.groups)) as advance:
+        with (
+            atomic_folder(path, overwrite) as folder,
+            self.source.meanwhile() as source_sha256,
+            progress("packing", len(self.groups)) as advance,
+        ):
             for name, text in self.texts.items():
                 (folder / name).write_bytes(text.encode())
             starts = places(len(self._header), self.tensors)
             hashes = write_groups(folder / WEIGHTS, self._header, self.groups, starts, self.at_once, advance)
-            (folder / MANIFEST).write_bytes(self._sealed(hashes))
+            (folder / MANIFEST).write_bytes(self._sealed(hashes, source_sha256()))
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
 
@@ -54,11 +62,11 @@ class FolderPlan(Plan):
     def _weights_bytes(self) -> int:
         return len(self._header) + sum(tensor.nbytes for tensor in self.tensors)
 
-    def _sealed(self, hashes: Sequence[str]) -> bytes:
+    def _sealed(self, hashes: Sequence[str], source_sha256: str) -> bytes:
         files = {name: text.encode() for name, text in self.texts.items()}
         listed = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in files.items()}
         inside = {
-            "manifest": self.manifest,
+            "manifest": self.manifest(source_sha256),
             "files": {**listed, WEIGHTS: {"bytes": self._weights_bytes}},
             "header_sha256": sha256_bytes(self._header),
             "tensors": {tensor.name: digest for tensor, digest in zip(self.tensors, hashes, strict=True)},
