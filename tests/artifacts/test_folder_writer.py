@@ -104,7 +104,7 @@ def test_tensors_of_a_group_stand_in_their_places_with_their_hashes(tmp_path: Pa
     for name, digest in inside["tensors"].items():
         first, last = header[name]["data_offsets"]
         assert sha256_bytes(raw[start + first : start + last]) == digest
-    assert inside["files"][WEIGHTS] == {"bytes": len(raw)}
+    assert inside["files"][WEIGHTS] == {"bytes": len(raw), "header_sha256": sha256_bytes(raw[:start])}
     assert made.total_bytes == sum(len(data) for data in content(tmp_path / "m").values())
     plan(groups(30), 1).write(tmp_path / "one")
     assert content(tmp_path / "m") == content(tmp_path / "one")
@@ -160,13 +160,15 @@ def test_threads_name_the_first_matrix_without_its_pattern(
     assert said == said[:1] * len(AT_ONCE)
 
 
-def test_folders_with_a_hash_of_the_whole_file_are_still_read(pruned: Path, tmp_path: Path) -> None:
+def test_folders_of_an_earlier_sparsepack_are_still_read(pruned: Path, tmp_path: Path) -> None:
     pack(PackRequest(str(pruned), tmp_path / "m", format="slide-int8"))
     inside = unsealed(tmp_path / "m" / MANIFEST)
     del inside["sha256"]
-    inside["files"][WEIGHTS]["sha256"] = sha256_bytes((tmp_path / "m" / WEIGHTS).read_bytes())
-    (tmp_path / "m" / MANIFEST).write_bytes(sealed(inside))
-    assert verify(tmp_path / "m", str(pruned)).passed
+    inside["header_sha256"] = inside["files"][WEIGHTS].pop("header_sha256")
+    for of_file in ({}, {"sha256": sha256_bytes((tmp_path / "m" / WEIGHTS).read_bytes())}):
+        inside["files"][WEIGHTS] |= of_file
+        (tmp_path / "m" / MANIFEST).write_bytes(sealed(inside))
+        assert verify(tmp_path / "m", str(pruned)).passed
 
 
 def test_the_source_is_hashed_while_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
