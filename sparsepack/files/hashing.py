@@ -45,7 +45,7 @@ def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
     read. Whoever leaves without it, an interrupted user for one, need not wait for the rest of a shard.
     """
     abandoned = Event()
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         try:
             jobs = [pool.submit(_sha256_file, path, abandoned) for path in paths]
             yield lambda: [job.result() for job in jobs]
