@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+from artifacts_for_tests import write_plain
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.hashing import combined
+from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.source_hash import SourceHash
 
 
@@ -28,6 +30,11 @@ def test_it_is_over_the_files_digests_in_their_order(files: list[Path]) -> None:
     assert SourceHash(files, combined).sha256() == expected
     with SourceHash(files, combined).meanwhile() as sha256:
         assert sha256() == expected
+
+
+def test_that_of_a_gguf_is_the_files_own(tmp_path: Path) -> None:
+    write_plain(open_checkpoint("shipped:tiny"), tmp_path / "m.gguf", "f16")
+    assert open_checkpoint(tmp_path / "m.gguf").sha256 == digest((tmp_path / "m.gguf").read_bytes())
 
 
 def test_what_is_known_is_not_taken_again(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
