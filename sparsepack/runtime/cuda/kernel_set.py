@@ -17,6 +17,7 @@ from sparsepack.runtime.cuda import (
     sampling,
     zigzag,
 )
+from sparsepack.runtime.cuda.double import attention as double_attention
 
 
 class Kernels:
@@ -52,6 +53,8 @@ class Kernels:
     gemv = staticmethod(zigzag.gemv)
     batch = staticmethod(zigzag.batch)
     attend = staticmethod(attention.attend)
+    attend_double = staticmethod(double_attention.attend)
+    label_append = staticmethod(double_attention.label_append)
     gate = staticmethod(elementwise.gate)
     product = staticmethod(rows.product)
     pick_likeliest = staticmethod(sampling.pick_likeliest)
