@@ -44,6 +44,8 @@ class Kernels:
     load_zigzag = staticmethod(zigzag.load_zigzag)
     load_rows = staticmethod(rows.load_rows)
 
+    double_parameters = staticmethod(double_attention.double_parameters)
+
     # Steps.
     handoff_buffers = staticmethod(handoff.handoff_buffers)
     blocks = staticmethod(zigzag.blocks)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsepack.errors import UserError
 from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.double import attention as double_attention
 from sparsepack.runtime.cuda.double.attention import CLUSTERS, attend
@@ -220,11 +221,16 @@ def test_dense_steps_label_their_keys() -> None:
     assert both.labels_agree()
 
 
-def test_a_context_beyond_shared_memory_takes_more_blocks_or_is_refused() -> None:
-    large = shape_of(1, 1, 16, 4, 1_000_000)
-    of = DoubleKvCache(there(large), "bf16", torch.device("cuda"))._double[0]
-    if clusters() == [1]:
-        with pytest.raises(ValueError, match="no room"):
-            double_attention.cluster_for(of)
-    else:
-        assert double_attention.cluster_for(of) == CLUSTERS[-1]
+def test_long_contexts_take_more_blocks_and_longer_ones_are_refused() -> None:
+    few = TokenPolicy(Fraction(1, 64))
+
+    def longest(context: int) -> double_attention.DoubleParameters:
+        cache = DoubleKvCache(there(shape_of(1, 1, 16, 4, context, policy=few)), "bf16", torch.device("cuda"))
+        (of,) = cache._double
+        assert of is not None
+        return of
+
+    most = 65_000 * clusters()[-1]
+    assert double_attention.cluster_for(longest(most)) == clusters()[-1]
+    with pytest.raises(UserError, match="no room"):
+        longest(most + 9000)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.codecs.labels import padded_channels
+from sparsepack.errors import UserError
 from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import KV_MACROS, AttentionParameters
 from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
@@ -21,6 +22,10 @@ ALIGNMENT = 8
 LABEL_WARPS = 8
 """Of a block that labels."""
 MOST_CHANNELS = 256
+MOST_TOKENS = 1 << 16
+"""Of a segment, whose numbers have 16 bits."""
+FEWEST_TOKENS = 2048
+"""Of a segment that several blocks share a key head for."""
 STATIC_BYTES = 4 << 10
 """Of shared memory that the kernel declares itself, and the system keeps, at most."""
 
@@ -51,18 +56,23 @@ class DoubleParameters:
 class Room:
     """Shared memory of a block, in bytes and tokens.
 
-    first -- bytes of scores, and later of rings
-    list  -- tokens that a block may list of its segment
-    total -- bytes
+    segment -- tokens that a block may score
+    first   -- bytes of scores, and later of rings
+    list    -- tokens that a block may list of its segment
+    total   -- bytes
     """
 
+    segment: int
     first: int
     list: int
     total: int
 
 
 def double_parameters(dense: AttentionParameters, channels: Tensor, policy: TokenPolicy) -> DoubleParameters:
-    """Those of a layer with these heavy channels, int64 [kv_heads, r], its label cache empty."""
+    """Those of a layer with these heavy channels, int64 [kv_heads, r], its label cache empty.
+
+    Raises `UserError` as `cluster_for` does.
+    """
     kv_heads, count = channels.shape
     if not 1 <= count <= min(MOST_CHANNELS, dense.shape.head_dim):
         raise ValueError(f"channels: {count} a head, expected 1 to {min(MOST_CHANNELS, dense.shape.head_dim)}")
@@ -71,7 +81,9 @@ def double_parameters(dense: AttentionParameters, channels: Tensor, policy: Toke
     batch, _, context, _ = dense.keys.shape
     codes = torch.zeros(batch, kv_heads, context, there.shape[1] // 2, dtype=torch.uint8, device=dense.keys.device)
     scales = torch.zeros(batch, kv_heads, context, dtype=torch.float16, device=dense.keys.device)
-    return DoubleParameters(dense, there, codes, scales, policy)
+    of = DoubleParameters(dense, there, codes, scales, policy)
+    cluster_for(of)
+    return of
 
 
 def label_append(
@@ -137,21 +149,32 @@ def room_for(of: DoubleParameters, cluster: int) -> Room:
     most = max(of.policy.budget(seen), min(seen, of.policy.min_context - 1))  # below that, all are read
     rings = variant.warps * variant.ring_bytes
     first = max(rings, -(-2 * segment // 16) * 16)
-    listed = -(-min(segment, most) // 4) * 4
+    listed = -(-min(segment, most) // 8) * 8
     parts = 0 if cluster == 1 else cluster * variant.slice(cluster) * 16
     share = 0 if cluster == 1 else 4 * (most // cluster + 2)
-    total = first + variant.shared_bytes - rings + 16 + parts + 4 * listed + share
-    return Room(first, listed, total)
+    total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
+    return Room(segment, first, listed, total)
 
 
 def cluster_for(of: DoubleParameters) -> int:
-    """How many blocks share a key head: as many as leave no multiprocessor idle, and more where shared memory has no
-    room for a segment's scores. Raises `ValueError` where no number of them has."""
+    """How many blocks share a key head: more where multiprocessors would be idle and segments stay long enough for what
+    they cost to wait for each other, and where shared memory has no room for longer ones.
+
+    Raises `UserError` for a context that no number of blocks has room for.
+    """
     device = of.dense.keys.device
-    batch, kv_heads, *_ = of.dense.keys.shape
+    batch, kv_heads, context, _ = of.dense.keys.shape
     clusters = CLUSTERS if architecture(device.index or 0) >= HOPPER else CLUSTERS[:1]
-    fitting = [n for n in clusters if room_for(of, n).total <= shared_limit(device) - STATIC_BYTES]
+    rooms = {n: room_for(of, n) for n in clusters}
+    limit = shared_limit(device) - STATIC_BYTES
+    fitting = [n for n, room in rooms.items() if room.total <= limit and room.segment <= MOST_TOKENS]
     if not fitting:
-        raise ValueError(f"a context of {of.dense.keys.shape[2]} tokens: shared memory has no room for their scores")
-    enough = [n for n in fitting if batch * kv_heads * n >= multiprocessors(device)]
-    return enough[0] if enough else fitting[-1]
+        raise UserError(
+            f"a context of {context} tokens: sparse attention finds no room for their scores in this GPU's shared "
+            "memory; give a smaller context, or pack the model without --attention"
+        )
+    chosen = fitting[0]
+    for n in fitting[1:]:
+        if batch * kv_heads * n <= multiprocessors(device) and rooms[n].segment >= FEWEST_TOKENS:
+            chosen = n
+    return chosen

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.dense import Product
-from sparsepack.runtime.cuda.double.attention import DoubleParameters, double_parameters
+from sparsepack.runtime.cuda.double.attention import DoubleParameters
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.kv_cache import DenseKvCache
 from sparsepack.runtime.double import reference
@@ -60,7 +60,7 @@ class DoubleKvCache(DenseKvCache):
         dense = self._layers[layer]
         if dense.layer.channels is None or self._policy is None:
             return None
-        return double_parameters(dense, dense.layer.channels, self._policy)
+        return self._kernels.double_parameters(dense, dense.layer.channels, self._policy)
 
     def _attend_decoded(self, of: DoubleParameters, queries: Tensor, sequence: int) -> Tensor:
         """Of several decoded positions at once, by torch: for comparisons; engines decode one by one."""

@@ -52,9 +52,9 @@ __device__ __forceinline__ void store_there(u32 address, float4 x) {
                  "f"(x.w)
                  : "memory");
 }
-__device__ __forceinline__ int load_there(u32 address) {
-    int x;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+__device__ __forceinline__ u16 load_there(u32 address) {
+    u16 x;
+    asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
     return x;
 }
 #endif

@@ -34,6 +34,24 @@ __device__ __forceinline__ int budget_of(
     return min(seen, max(share, sinks + recent));
 }
 
+static constexpr int AHEAD_TOKENS = 64 * THREADS;  // whose labels are brought near before the kernel may begin
+
+// A block's share of the tokens that a position sees, from the first on; segments begin at multiples of ABREAST_TOKENS,
+// so that the first block's may begin before the oldest that is seen.
+struct Segment {
+    int oldest, first, count;
+    __device__ __forceinline__ Segment(int position, int window, int rank) {
+        oldest = window ? max(0, position + 1 - window) : 0;
+        const int base = oldest / ABREAST_TOKENS * ABREAST_TOKENS, all = position + 1 - base;
+        const int each = (all + CLUSTER * ABREAST_TOKENS - 1) / (CLUSTER * ABREAST_TOKENS) * ABREAST_TOKENS;
+        first = base + rank * each;
+        count = min(max(position + 1 - first, 0), each);
+    }
+    __device__ __forceinline__ int padded() const {
+        return (count + ABREAST_TOKENS - 1) / ABREAST_TOKENS * ABREAST_TOKENS;
+    }
+};
+
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     double_attention(const float* qkv, CacheType* keys, CacheType* values, u8* codes, u16* scales, const int* channels,
                      const int* positions, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
@@ -43,6 +61,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
                      int first_bytes, int list_room) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ float new_key[HEAD_DIM];
+    __shared__ int heavy[LABEL_CHANNELS];
     __shared__ LabelQuery shared_query;
     __shared__ TokenSelection selection;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -54,8 +73,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     float* scratch = query + QUERY_FLOATS;                                          // of each warp
     SoftmaxState* warp_states = (SoftmaxState*)(scratch + WARPS * SCRATCH_FLOATS);  // [WARPS][GQA_RATIO]
     float4* parts = (float4*)(((u64)(warp_states + WARPS * GQA_RATIO) + 15) / 16 * 16);  // [CLUSTER][SLICE]
-    int* list = (int*)(parts + (CLUSTER > 1 ? CLUSTER * SLICE : 0));                // of this segment
-    int* share = CLUSTER > 1 ? list + list_room : list;                             // this block's part of all lists
+    u16* list = (u16*)(parts + (CLUSTER > 1 ? CLUSTER * SLICE : 0));                // of this segment
+    int* share = (int*)(list + list_room);                                          // this block's part of all lists
 
     keys += sequence * context * HEAD_DIM;
     values += sequence * context * HEAD_DIM;
@@ -64,8 +83,30 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     channels += kv_head * LABEL_CHANNELS;
 
     launch_dependents();
+    {
+        // A guess, which may be one step old.
+        const Segment guess(min(max(load_l2(positions + b), 0), context - 1), window, rank);
+        const u32 bytes = (u32)min(guess.count, AHEAD_TOKENS) * LABEL_BYTES / 16 * 16;
+#if __CUDA_ARCH__ >= 900
+        if (LABEL_BYTES % 16 == 0 && bytes && threadIdx.x == 0)
+            prefetch_l2_bulk(codes + (long long)guess.first * LABEL_BYTES, bytes);
+        if ((int)threadIdx.x * 64 < min(guess.count, AHEAD_TOKENS)) prefetch_l2(scales + guess.first + threadIdx.x * 64);
+#endif
+        if (threadIdx.x < LABEL_CHANNELS) heavy[threadIdx.x] = channels[threadIdx.x];
+    }
     wait_for_previous();
     const int position = min(max(load_l2(positions + b), 0), context - 1);
+    const Segment segment(position, window, rank);
+    const auto always = [&](int token) { return token < sinks || token > position - recent; };
+    Label labels[LABELS_AT_ONCE];
+    const auto load_labels = [&](int start) {
+#pragma unroll
+        for (int n = 0; n < LABELS_AT_ONCE; ++n) {
+            const int i = start + n * THREADS;
+            if (i < segment.count && !always(segment.first + i)) labels[n].load(codes, scales, segment.first + i);
+        }
+    };
+    load_labels(threadIdx.x);
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, in the first block, key GQA_RATIO and
     // value GQA_RATIO + 1. A lane has channels c and c + HALF, which rotary embedding rotates together.
@@ -102,51 +143,40 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     __syncthreads();
     if (warp == 0) {
         shared_query.write([&](int c) {
-            const int channel = channels[c];
+            const int channel = heavy[c];
             if (channel < 0) return 0.f;
             float sum = query[channel];
             for (int g = 1; g < GQA_RATIO; ++g) sum += query[g * WIDTH + channel];
             return sum;
         });
     } else if (warp == 1 && rank == 0) {
-        write_label([&](int c) { return channels[c] < 0 ? 0 : new_key[channels[c]]; },
+        write_label([&](int c) { return heavy[c] < 0 ? 0 : new_key[heavy[c]]; },
                     codes + (long long)position * LABEL_BYTES, scales + position);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < QUERY_FLOATS; i += THREADS) query[i] *= LOG2_E / sqrtf(HEAD_DIM);
 
-    // Scores. Segments begin at multiples of ABREAST_TOKENS.
-    const int seen = window ? min(position + 1, window) : position + 1, oldest = position + 1 - seen;
-    const int base = oldest / ABREAST_TOKENS * ABREAST_TOKENS, all = position + 1 - base;
-    const int segment = (all + CLUSTER * ABREAST_TOKENS - 1) / (CLUSTER * ABREAST_TOKENS) * ABREAST_TOKENS;
-    const int first = base + rank * segment, count = min(max(position + 1 - first, 0), segment);
-    const int padded = (count + ABREAST_TOKENS - 1) / ABREAST_TOKENS * ABREAST_TOKENS;
     {
-        LabelQuery label_query = shared_query;
-        const auto always = [&](int token) { return token < sinks || token > position - recent; };
-        for (int start = threadIdx.x; start < padded; start += THREADS * LABELS_AT_ONCE) {
-            Label labels[LABELS_AT_ONCE];
+        const LabelQuery label_query = shared_query;
+        for (int start = threadIdx.x; start < segment.padded(); start += THREADS * LABELS_AT_ONCE) {
 #pragma unroll
             for (int n = 0; n < LABELS_AT_ONCE; ++n) {
-                const int i = start + n * THREADS;
-                if (i < count && !always(first + i)) labels[n].load(codes, scales, first + i);
+                const int i = start + n * THREADS, token = segment.first + i;
+                if (i >= segment.padded()) break;
+                scores[i] = i >= segment.count || token < segment.oldest ? NOT_SEEN
+                    : always(token)                                      ? ALWAYS
+                                                                         : labels[n].score(label_query);
             }
-#pragma unroll
-            for (int n = 0; n < LABELS_AT_ONCE; ++n) {
-                const int i = start + n * THREADS, token = first + i;
-                if (i >= padded) break;
-                scores[i] = i >= count || token < oldest ? NOT_SEEN
-                    : always(token)                      ? ALWAYS
-                                                         : labels[n].score(label_query);
-            }
+            load_labels(start + THREADS * LABELS_AT_ONCE);
         }
     }
     __syncthreads();
 
-    const int budget = budget_of(seen, numerator, denominator, sinks, recent, min_context);
+    const int padded = segment.padded();
+    const int budget = budget_of(position + 1 - segment.oldest, numerator, denominator, sinks, recent, min_context);
     const u32 found = selection.lowest(scores, padded, budget);
     int starts[CLUSTER + 1];
-    selection.list_tokens(scores, padded, found, budget, first, list, starts);
+    selection.list_tokens(scores, padded, found, budget, list, starts);
     sync_cluster();
     int rows = starts[CLUSTER];
 #if CLUSTER > 1
@@ -158,7 +188,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         for (int r = 1; r < CLUSTER; ++r) {
             if (entry >= starts[r]) of = r, start = starts[r];
         }
-        share[entry - from] = load_there(address_of_block(list + entry - start, of));
+        const int token = load_there(address_of_block(list + entry - start, of));
+        share[entry - from] = Segment(position, window, of).first + token;
     }
     rows = to - from;
     __syncthreads();
@@ -167,12 +198,13 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     const int lane_row = warp * BATCH + lane / LANES;
     u8* const lane_ring = memory + warp * RING_BYTES + lane * 16;
     int next = lane_row;  // in the list
+    const auto token_at = [&](int entry) { return CLUSTER > 1 ? share[entry] : segment.first + list[entry]; };
     const auto fetch_next = [&](int stage, bool real) {
         if (real) {
 #pragma unroll
             for (int d = 0; d < DEEP; ++d) {
                 const int entry = next + d * ABREAST;
-                const long long at = entry < rows ? (long long)share[entry] * HEAD_DIM + lane % LANES * CHUNK : 0;
+                const long long at = entry < rows ? (long long)token_at(entry) * HEAD_DIM + lane % LANES * CHUNK : 0;
                 fetch_row(lane_ring + stage * STAGE_BYTES + d * ABREAST * ROW_BYTES, keys + at, values + at,
                           entry < rows);
             }

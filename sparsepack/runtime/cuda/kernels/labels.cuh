@@ -109,6 +109,7 @@ struct Label {
             sum = __dp4a((int)(words[i] & 0x0f0f0f0f), query.words[i], sum);
             sum = __dp4a((int)(words[i] >> 4 & 0x0f0f0f0f), query.words[LABEL_WORDS + i], sum);
         }
-        return float_to_bfloat(__fmul_rn((float)sum, half_to_float(scale)));
+        // Of a scale that is zero no score is -0, which would rank below 0.
+        return float_to_bfloat(__fadd_rn(__fmul_rn((float)sum, half_to_float(scale)), 0));
     }
 };

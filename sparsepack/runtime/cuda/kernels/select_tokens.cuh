@@ -99,11 +99,11 @@ struct TokenSelection {
         return found;
     }
 
-    // The tokens to read, in ascending order: this block's in `list`, numbered from `first` on.
+    // The tokens to read, in ascending order: this block's in `list`, numbered within its segment.
     //
     // starts -- where each block's begin among all of them, and behind the last how many there are
-    __device__ __forceinline__ void list_tokens(const u16* scores, int padded, u32 found, int budget, int first,
-                                                int* list, int (&starts)[CLUSTER + 1]) {
+    __device__ __forceinline__ void list_tokens(
+        const u16* scores, int padded, u32 found, int budget, u16* list, int (&starts)[CLUSTER + 1]) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = block_in_cluster();
         constexpr int STEP_TOKENS = 32 * ABREAST_TOKENS;
         const int each = (padded + WARPS * STEP_TOKENS - 1) / (WARPS * STEP_TOKENS) * STEP_TOKENS;
@@ -158,7 +158,7 @@ struct TokenSelection {
             if (r == rank) prefix_a += a, prefix_e += e;
             if (r < CLUSTER) a += block_above[r], e += block_equal[r];
         }
-        int* to = list;
+        u16* to = list;
 #pragma unroll
         for (int r = 0; r < CLUSTER; ++r) {
             if (r == rank) to -= starts[r];
@@ -178,7 +178,7 @@ struct TokenSelection {
             for (u32 either = above | equal; either; either &= either - 1) {
                 const int n = __ffs(either) - 1;
                 const bool is_above = above >> n & 1;
-                if (is_above || at_e < left) to[at_a + min(at_e, left)] = first + i + lane * ABREAST_TOKENS + n;
+                if (is_above || at_e < left) to[at_a + min(at_e, left)] = u16(i + lane * ABREAST_TOKENS + n);
                 at_a += is_above, at_e += !is_above;
             }
             prefix_a += all & 0xffff, prefix_e += all >> 16;
