@@ -29,7 +29,7 @@ MOST_TOKENS = 1 << 16
 """Of a segment, whose numbers have 16 bits."""
 FEWEST_TOKENS = 2048
 """Of a segment, where several blocks share a key head."""
-BREAK_EVEN = 1 << 16
+BREAK_EVEN = 3 << 15
 """Key heads of all texts times tokens, from which on a step is no slower than one that reads everything: measured on an
 H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads (`benchmarks/attention_decode.py`)."""
 STATIC_BYTES = 4 << 10
