@@ -22,6 +22,9 @@ ALIGNMENT = 8
 LABEL_WARPS = 8
 """Of a block that labels."""
 MOST_CHANNELS = 256
+"""Of a label."""
+CHANNELS_OF_WORD = 8
+"""Of a label's, in 32 bits."""
 MANY_WARPS = 16
 WIDEST_OF_MANY = 256
 """Bytes of a row of keys; the rings of so many warps would leave no room for wider ones."""
@@ -32,7 +35,7 @@ FEWEST_TOKENS = 2048
 BREAK_EVEN = 3 << 15
 """Key heads of all texts times tokens, from which on a step is no slower than one that reads everything: measured on an
 H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads (`benchmarks/attention_decode.py`)."""
-STATIC_BYTES = 4 << 10
+STATIC_BYTES = 6 << 10
 """Of shared memory that the kernel declares itself, and the system keeps, at most."""
 
 
@@ -55,7 +58,7 @@ class DoubleParameters:
     @property
     def label_words(self) -> int:
         """Words of 32 bits in a label."""
-        return self.channels.shape[1] // ALIGNMENT
+        return self.channels.shape[1] // CHANNELS_OF_WORD
 
 
 @dataclass(frozen=True)

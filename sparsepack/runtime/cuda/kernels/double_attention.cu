@@ -92,7 +92,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
             prefetch_l2_bulk(codes + (long long)guess.first * LABEL_BYTES, bytes);
         if ((int)threadIdx.x * 64 < min(guess.count, AHEAD_TOKENS)) prefetch_l2(scales + guess.first + threadIdx.x * 64);
 #endif
-        if (threadIdx.x < LABEL_CHANNELS) heavy[threadIdx.x] = channels[threadIdx.x];
+        for (int c = threadIdx.x; c < LABEL_CHANNELS; c += THREADS) heavy[c] = channels[c];
     }
     wait_for_previous();
     const int position = min(max(load_l2(positions + b), 0), context - 1);
