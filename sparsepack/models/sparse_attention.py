@@ -12,6 +12,9 @@ from fractions import Fraction
 
 from torch import Tensor
 
+LARGEST_DENOMINATOR = 1 << 20
+"""Of a share of tokens: then its product with any number of them fits 64 bits."""
+
 
 @dataclass(frozen=True)
 class TokenPolicy:
