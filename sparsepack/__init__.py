@@ -7,7 +7,7 @@ asked for, so that `import sparsepack` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.runtime.slide.registration import register as _register_with_transformers
+from sparsepack.runtime.registration import register as _register_with_transformers
 
 __version__ = "0.1.0"
 
