@@ -88,6 +88,6 @@ def _dense_notes(checkpoint: Checkpoint, dense: list[int], lost: list[float], to
         return ()
     named, shares = ", ".join(map(str, dense)), ", ".join(f"{lost[layer]:.0%}" for layer in dense)
     return (
-        f"attention: {'layers' if len(dense) > 1 else 'layer'} {named} read every token: the best {tokens} of them "
-        f"would miss {shares} of the attention weight there",
+        f"attention: {f'layers {named} read' if len(dense) > 1 else f'layer {named} reads'} every token: the best "
+        f"{tokens} of them would miss {shares} of the attention weight there",
     )
