@@ -2,21 +2,19 @@
 
     python benchmarks/retrieval_probe.py MODEL --calibration CAL --text A [--device cuda]
 
-A trial takes a window of held-out text and a sentence from elsewhere in it, plants the sentence at some depth, and asks
-for it at the end by its first tokens. The right continuation competes with those of other sentences, as many tokens
-long. The context is dense, as a prompt is; the asked tokens and the continuation read their share (protocol `decode`).
+A trial takes a window of held-out text, puts a sentence from elsewhere in it at some depth, and asks for it at the end
+by its first tokens. The right continuation competes with those of other sentences, as many tokens long. The context is
+dense, as a prompt is; the asked tokens and the continuation read their share (protocol `decode`).
 
-    hit       the right continuation is the likeliest of the candidates; chance is one of their number
-    greedy    every token of it is the likeliest of the vocabulary: greedy decoding would have said it
-    nats      its mean log-likelihood by token, with its standard error over trials; below dense: what is lost, paired
-
-The row `absent` is of contexts without the sentence: what the beginning alone tells of its continuation.
+    gain  how much likelier the right continuation is than after the same context without the sentence: nats by token,
+          with their standard error over trials; what sparse attention loses of the dense one's, paired
+    hit   the right one gains most of the candidates: by chance, one of their number. Small models copy little, so that
+          what sounds likely anyway would hide it; the gain does not count that
 """
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,15 +35,6 @@ from sparsepack.runtime.double.attention import attach, sparse_rows
 _SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.!?\n]{60,300}[.!?]")
 
 
-@dataclass(frozen=True)
-class Found:
-    """What became of one trial."""
-
-    hit: bool
-    greedy: bool
-    nats: float
-
-
 @click.command()
 @click.argument("model")
 @click.option("--calibration", required=True, type=click.Path(path_type=Path))
@@ -57,7 +46,7 @@ class Found:
 @click.option("--recent", default=TokenPolicy.recent)
 @click.option("--depth", "depths", multiple=True, type=float, default=(0.05, 0.25, 0.5, 0.75, 0.95))
 @click.option("--context", default=8192, help="Tokens of a trial.")
-@click.option("--asked", default=8, help="Tokens of the sentence that are given.")
+@click.option("--asked", default=16, help="Tokens of the sentence that are given.")
 @click.option("--said", default=8, help="Tokens of its continuation.")
 @click.option("--candidates", default=16)
 @click.option("--trials", default=64, help="Windows, each with a sentence of its own.")
@@ -95,21 +84,22 @@ def main(
     inputs, _ = windows_of(subject, text, trials, context=context)
     random = torch.Generator().manual_seed(seed)
     sentences = _sentences(subject.tokenizer, inputs, asked + said)
-    found: dict[tuple[str, str], list[Found]] = {}
+    gains: dict[tuple[float, str], list[Tensor]] = {}
     for number, window in enumerate(inputs):
         others = [sentence for at, sentence in sentences if at != number]
         picked = torch.randperm(len(others), generator=random)[:candidates].tolist()
         rows = torch.stack([others[n] for n in picked])  # the first is planted; all go on from its beginning
         rows[:, :asked] = rows[0, :asked]
-        room = context - 2 * (asked + said)
-        for depth in (None, *depths):
-            at = int((depth or 0) * room)
-            planted = [rows[0]] if depth is not None else []
-            prompt = torch.cat([window[:at], *planted, window[at:room]])
-            place = "absent" if depth is None else f"{depth:.0%}"
-            for name, result in _tried(subject.model, prompt.to(device), rows.to(device), asked, policies):
-                found.setdefault((place, name), []).append(result)
-    _print(found, [place for place, name in found if name == "dense"], shares, candidates)
+        prompt = window[: context - asked - said]
+        without = _likelihoods(subject.model, prompt.to(device), rows.to(device), asked, policies)
+        for depth in depths:
+            at = int(depth * (len(prompt) - asked - said))
+            planted = torch.cat([prompt[:at], rows[0], prompt[at + asked + said :]])
+            within = _likelihoods(subject.model, planted.to(device), rows.to(device), asked, policies)
+            for name, likelihood in within.items():
+                gains.setdefault((depth, name), []).append(likelihood - without[name])
+    joined = {key: torch.stack(of) for key, of in gains.items()}  # [trials, candidates]
+    _print(joined, depths, list(without))
     print(
         f"\n{len(inputs)} trials of {context} tokens of {Path(text).name}, {candidates} candidates (chance "
         f"{1 / candidates:.1%}), {asked} tokens asked and {said} said; {channels} channels in 4 bits, layers that read "
@@ -117,10 +107,7 @@ def main(
         f"{subject.precision['dtype']} on {device}."
     )
     if json_path:
-        results = [
-            {"depth": place, "tokens": name, "trials": [vars(each) for each in of]}
-            for (place, name), of in found.items()
-        ]
+        results = [{"depth": key[0], "tokens": key[1], "gains": of.tolist()} for key, of in joined.items()]
         json_path.write_text(json.dumps(results, indent=1))
 
 
@@ -135,48 +122,37 @@ def _sentences(tokenizer: Any, inputs: Tensor, length: int) -> list[tuple[int, T
     return list(found.values())
 
 
-def _tried(
+def _likelihoods(
     model: Any, prompt: Tensor, rows: Tensor, asked: int, policies: Sequence[SparseAttention]
-) -> list[tuple[str, Found]]:
-    """What the model makes of the rows [candidates, asked + said] after a prompt, densely and by each policy."""
+) -> dict[str, Tensor]:
+    """Mean log-likelihood by token of each continuation after a prompt, dense and by each policy: float64 [rows]."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    with sparse_rows(torch.tensor([len(prompt)])):
-        model.model(prompt[None], past_key_values=cache, use_cache=True)
+    model.set_attn_implementation("sdpa")
+    model.model(prompt[None], past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(len(rows))
-    results = []
+    found = {}
     for name, attention in [("dense", None), *((str(each.policy.tokens), each) for each in policies)]:
         if attention is not None:
             attach(model, attention)
-        starts = torch.full((len(rows),), rows.shape[1] if attention is None else 0)
-        with sparse_rows(starts):
+        with sparse_rows(torch.zeros(len(rows), dtype=torch.int64)):
             logits = model(rows, past_key_values=cache, use_cache=True).logits[:, asked - 1 : -1].float()
         cache.crop(-rows.shape[1])
-        log_probs = logits.log_softmax(-1)
-        of = log_probs.gather(-1, rows[:, asked:, None])[..., 0]  # [candidates, said]
-        greedy = bool((log_probs[0].argmax(-1) == rows[0, asked:]).all())
-        results.append((name, Found(int(of.sum(-1).argmax()) == 0, greedy, float(of[0].mean()))))
-    model.set_attn_implementation("sdpa")
-    return results
+        of = logits.log_softmax(-1).gather(-1, rows[:, asked:, None])[..., 0]  # [rows, said]
+        found[name] = of.double().mean(-1).cpu()
+    return found
 
 
-def _print(
-    found: dict[tuple[str, str], list[Found]], places: list[str], shares: Sequence[Fraction], candidates: int
-) -> None:
-    names = ["dense", *map(str, shares)]
-    print("| depth | " + " | ".join(f"{what}, {name}" for what in ("hit", "greedy", "nats") for name in names) + " |")
-    print("|---" * (3 * len(names) + 1) + "|")
-    for place in places:
-        of = {name: found[place, name] for name in names}
-        cells = [f"{sum(each.hit for each in of[name]) / len(of[name]):.0%}" for name in names]
-        cells += [f"{sum(each.greedy for each in of[name]) / len(of[name]):.0%}" for name in names]
-        before = torch.tensor([each.nats for each in of["dense"]], dtype=torch.float64)
-        cells.append(with_error(mean(before), 2))
-        for name in names[1:]:
-            lost = torch.tensor([each.nats for each in of[name]], dtype=torch.float64) - before
-            cells.append(with_error(mean(lost), 3))
-        print(f"| {place} | " + " | ".join(cells) + " |")
+def _print(gains: Mapping[tuple[float, str], Tensor], depths: Sequence[float], names: Sequence[str]) -> None:
+    print("| depth | " + " | ".join(f"{what}, {name}" for what in ("hit", "gain") for name in names) + " |")
+    print("|---" * (2 * len(names) + 1) + "|")
+    for depth in depths:
+        cells = [f"{(gains[depth, name].argmax(-1) == 0).double().mean():.0%}" for name in names]
+        dense = gains[depth, "dense"][:, 0]
+        cells.append(with_error(mean(dense), 3))
+        cells += [with_error(mean(gains[depth, name][:, 0] - dense), 3) for name in names[1:]]
+        print(f"| {depth:.0%} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
