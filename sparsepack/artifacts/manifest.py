@@ -92,6 +92,7 @@ def make_manifest(
     provenance: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, Any]],
     notes: Iterable[str],
+    sha256: str,
     attention: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The manifest of an artifact of `kind` made from `checkpoint`.
@@ -99,6 +100,7 @@ def make_manifest(
     provenance -- named parts that the caller knows, each JSON-able: calibration, recipe, thresholds, ...
     tensors    -- logical shape and padding of each matrix: {"shape": [rows, columns], "padding_rows": n}
     notes      -- where the artifact differs from what was asked, a sentence each
+    sha256     -- the checkpoint's, which a container may come to know only once it is written
     attention  -- the section of sparse attention: `artifacts.attention`
     """
     if taken := set(provenance) & set(_OWN):
@@ -109,7 +111,7 @@ def make_manifest(
         "sparsepack": __version__,
         "model": {
             "name": checkpoint.name,
-            "sha256": checkpoint.sha256,
+            "sha256": sha256,
             "model_type": checkpoint.family.model_type,
         },
         **provenance,

@@ -80,7 +80,9 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     groups = tuple(_groups(checkpoint, architecture, request.rules, embedding, request.device))
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
     notes += request.notes
-    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, request.attention)
+    manifest = make_manifest(
+        format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256, request.attention
+    )
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
         OWN_TOKENIZER: string(checkpoint.tokenizer_json()),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.attention import MOST_GQA_RATIO, MOST_HEAD_DIM, attention_parameters
+from sparsepack.runtime.cuda.attention import MOST_GQA_RATIO, MOST_HEAD_DIM, AttentionParameters, attention_parameters
 from sparsepack.runtime.cuda.dense import Product
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.mirror import Mirror
@@ -21,9 +21,10 @@ class CudaKvCache(KvCache, Protocol):
     """A cache whose `step` can be captured in a CUDA graph: it reads positions on the GPU, waits for nothing, and
     computes from the same memory every time.
 
-    positions -- [sequences]: what `lengths` are; the last kernel of a decoder's step adds one to each
-    early     -- `step` can read early and be read early, in the order of `kernels/handoff.cuh`. False: it is given
-                 plain memory that kernels before have written, and who reads its result waits until it has ended
+    positions   -- [sequences]: what `lengths` are; the last kernel of a decoder's step adds one to each
+    early       -- `step` can read early and be read early, in the order of `kernels/handoff.cuh`. False: it is given
+                   plain memory that kernels before have written, and who reads its result waits until it has ended
+    from_tokens -- of the longest text, from which on decoded tokens read a part of the cache only; None: never
     """
 
     @property
@@ -31,6 +32,12 @@ class CudaKvCache(KvCache, Protocol):
 
     @property
     def early(self) -> bool: ...
+
+    @property
+    def from_tokens(self) -> int | None: ...
+
+    def selects(self, sparse: bool) -> bool:
+        """Whether the next step reads a part of the cache only: by other kernels, so that it is another graph."""
 
     def step(
         self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
@@ -58,6 +65,7 @@ class DenseKvCache:
     """
 
     early = True
+    from_tokens: int | None = None
 
     def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
         _check_heads(shape)
@@ -88,11 +96,12 @@ class DenseKvCache:
         self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
     ) -> Tensor:
         of = self._layers[layer]
-        if out is None:
-            self.positions.write(self.lengths)
-            out = torch.empty(len(qkv), of.shape.heads * of.shape.head_dim, device=qkv.device)
+        out = self._ready(of, qkv, out)
         self._kernels.attend(of, qkv, self.positions.there, out, early_read=early_read)
         return out
+
+    def selects(self, sparse: bool) -> bool:
+        return sparse and self.from_tokens is not None and max(self.lengths) + 1 >= self.from_tokens
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self.lengths[sequence] += positions
@@ -102,6 +111,13 @@ class DenseKvCache:
 
     def reset(self) -> None:
         self.lengths = [0] * len(self.lengths)
+
+    def _ready(self, of: AttentionParameters, qkv: Tensor, out: Tensor | None) -> Tensor:
+        """Where a step leaves its result; memory of its own where the positions are to be written, too."""
+        if out is None:
+            self.positions.write(self.lengths)
+            out = torch.empty(len(qkv), of.shape.heads * of.shape.head_dim, device=qkv.device)
+        return out
 
 
 def _check_heads(shape: AttentionShape) -> None:
