@@ -225,7 +225,7 @@ def _tokens_read(attention: Mapping[str, Any] | None, read: list[Mapping[str, An
     dense = ", ".join(map(str, attention["dense_layers"])) or "none"
     found = {(each["of_sparse_layers"], each["overall"]) for each in read if each is not None}
     shares = [f"read: {100 * some:.1f} % of the tokens seen, {100 * all:.1f} % over all layers" for some, all in found]
-    return ["\n".join([f"attention: {policy}; layers that read every token: {dense}", *sorted(shares)])]
+    return ["\n".join([f"attention: {policy}", f"layers that read every token: {dense}", *sorted(shares)])]
 
 
 def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
