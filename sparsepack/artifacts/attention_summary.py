@@ -1,4 +1,4 @@
-"""What an artifact's sparse attention is, in a few numbers and as a sentence: for `inspect` and the model card."""
+"""What an artifact's sparse attention is, in a few numbers and in words: for `inspect` and the model card."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +18,7 @@ def attention_summary(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     dense_layers     -- those that read all tokens
     label_bytes      -- for each token, of all layers that have labels
     key_value_bytes  -- for each token, of all layers, with a cache of 16 bits
+    in_words         -- all of it, for people
     """
     if manifest.get(ATTENTION) is None:
         return None
@@ -25,7 +26,7 @@ def attention_summary(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     sparse = [heads for heads in section.channels if heads is not None]
     channels = len(sparse[0][0])
     label = padded_channels(channels) * LABEL_BITS // 8 + _SCALE_BYTES
-    return {
+    summary = {
         **section.model_dump(exclude={"channels"}),
         "channels": channels,
         "layers": len(section.channels),
@@ -33,10 +34,10 @@ def attention_summary(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
         "label_bytes": len(sparse) * section.kv_heads * label,
         "key_value_bytes": len(section.channels) * section.kv_heads * section.head_dim * 2 * _KEY_BYTES,
     }
+    return {**summary, "in_words": _in_words(summary)}
 
 
-def attention_sentence(summary: Mapping[str, Any]) -> str:
-    """A summary for people."""
+def _in_words(summary: Mapping[str, Any]) -> str:
     dense = summary["dense_layers"]
     named = (
         f"layer{'s' * (len(dense) > 1)} {', '.join(map(str, dense))} of {summary['layers']}" if dense else "no layer"

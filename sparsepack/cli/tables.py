@@ -131,8 +131,6 @@ def _bits(value: float | None) -> str:
 
 def artifact_table(description: Mapping[str, Any]) -> str:
     """Everything `inspect` finds in an artifact."""
-    from sparsepack.artifacts.attention_summary import attention_sentence
-
     model = description["provenance"]["model"]
     parts = [
         artifact_line(description),
@@ -146,7 +144,7 @@ def artifact_table(description: Mapping[str, Any]) -> str:
     if description["thresholds"]:
         parts.append(thresholds_table(description["thresholds"]))
     if description["attention"]:
-        parts.append(f"attention, Double Sparsity: {attention_sentence(description['attention'])}")
+        parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
     if description["padding_rows"]:
         parts.append(f"padding rows: {sum(description['padding_rows'].values()):,} in all")
     parts.append(

@@ -9,7 +9,6 @@ import yaml
 from markupsafe import Markup
 
 from sparsepack import __version__
-from sparsepack.artifacts.attention_summary import attention_sentence
 from sparsepack.artifacts.inspect import describe
 from sparsepack.errors import UserError
 from sparsepack.eval.standard_error import with_error
@@ -48,7 +47,6 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         heading=name or f"{Path(description['provenance']['model']['name']).name}, {description['kind']}",
         artifact=description,
         file=file or Path(path).name,
-        attention=attention_sentence(description["attention"]) if description["attention"] else None,
         version=__version__,
         compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
         **measured,

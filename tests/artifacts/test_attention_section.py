@@ -15,7 +15,7 @@ from small_rules import rules
 
 from sparsepack.artifacts import manifest as manifests
 from sparsepack.artifacts.attention import attention_section, sparse_attention_of
-from sparsepack.artifacts.attention_summary import attention_sentence, attention_summary
+from sparsepack.artifacts.attention_summary import attention_summary
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.manifest import read_manifest
@@ -177,8 +177,11 @@ def test_the_summary_counts_bytes_and_names_dense_layers(section: dict[str, Any]
     assert (summary["channels"], summary["dense_layers"], summary["layers"]) == (3, [0], 2)
     assert summary["label_bytes"] == 2 * (8 // 2 + 2), "three channels have the room of eight, and a scale"
     assert summary["key_value_bytes"] == 2 * 2 * 64 * 2 * 2
-    told = attention_sentence(summary)
+    told = summary["in_words"]
     assert "reads 1/8 of them: the first 2, the last 5, and those that 3 of 64 channels rank best" in told
     assert "; layer 0 of 2 reads all; labels take 12 bytes a token, keys and values in 16 bits 1,024" in told
-    assert "layers 0, 1 of 2 read all" in attention_sentence({**summary, "dense_layers": [0, 1]})
-    assert "no layer reads all" in attention_sentence({**summary, "dense_layers": []})
+    for dense, said in (([], "no layer reads all"), ([0, 2], "layers 0, 2 of 3 read all")):
+        layers = [None if layer in dense else CHANNELS.tolist() for layer in range(3)]
+        other = attention_summary({"attention": {**section, "channels": layers}})
+        assert other is not None
+        assert said in other["in_words"]
