@@ -171,7 +171,7 @@ def _forward(
     output, _ = sdpa_attention_forward(module, query, key, value, *mask, **options)
     channels = attention.channels[module.layer_idx]
     if channels is not None:
-        first = (query.shape[2] + 1) // 2
+        first = query.shape[2] // 2
         for row, of_row in enumerate(zip(query[:, :, first:].float(), key.float(), value.float(), strict=True)):
             found = _attend(column, attention.policy, channels.to(query.device), first, *of_row)
             output[row, first:] = found.view(len(found), *output.shape[2:])
