@@ -8,7 +8,7 @@ error over windows, paired: the windows' difficulty cancels. Columns, by what ra
 
     r=16      16 channels of the mean query of a group, and of the keys as they are
     r=16, 4b  the same in labels of 4 bits and queries of 8: what artifacts and engines do, by the code that `eval` runs
-    exact     all channels as they are: the exact best tokens of the mean query
+    exact     all channels as they are: the exact best tokens of the mean query; "all, 4b" in labels
     ... head  a list for each query head, in place of one for a group: reads up to a group's size times as much
 
 Of the calibration only the statistics of attention are read. The weights are the checkpoint's own.
@@ -61,7 +61,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        ranked = f"r={self.channels}" if self.channels else "exact"
+        ranked = f"r={self.channels}" if self.channels else "all" if self.bits else "exact"
         return ranked + (f", {self.bits}b" if self.bits else "") + (", head" if self.per_head else "")
 
 
