@@ -1,4 +1,4 @@
-"""The windows on which the accuracy benchmarks score a model: of 2048 tokens, evenly spread over a text."""
+"""The windows on which the accuracy benchmarks score a model, evenly spread over a text."""
 
 import torch
 
@@ -7,11 +7,11 @@ from sparsepack.files.text import read_text
 from sparsepack.models.windows import rolling_windows
 
 Windows = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets: int64 [windows, 2048] each."""
+"""Inputs and targets: int64 [windows, context] each."""
 
 
-def windows_of(subject: Subject, text: str, count: int, first: bool = False) -> Windows:
+def windows_of(subject: Subject, text: str, count: int, first: bool = False, context: int = 2048) -> Windows:
     """So many windows of a text, in the subject's tokens; the first ones, or else evenly spread."""
-    inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
+    inputs, targets = rolling_windows(subject.tokenizer, read_text(text), context)
     chosen = torch.arange(count) if first else torch.linspace(0, len(inputs) - 1, min(count, len(inputs))).long()
     return inputs[chosen], targets[chosen]

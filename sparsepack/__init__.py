@@ -7,12 +7,13 @@ asked for, so that `import sparsepack` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.runtime.slide.registration import register as _register_with_transformers
+from sparsepack.runtime.registration import register as _register_with_transformers
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllocationOptions",
+    "AttentionOptions",
     "CalibrateOptions",
     "EvalRequest",
     "GenerateOptions",
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
     from sparsepack.prune.run import prune
     from sparsepack.runtime.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
+    from sparsepack.sparsity.attention_options import AttentionOptions
     from sparsepack.sparsity.options import AllocationOptions
 
 _PLACES = {
     "AllocationOptions": "sparsepack.sparsity.options",
+    "AttentionOptions": "sparsepack.sparsity.attention_options",
     "CalibrateOptions": "sparsepack.calibrate.options",
     "EvalRequest": "sparsepack.eval.options",
     "GenerateOptions": "sparsepack.runtime.options",

@@ -1,5 +1,6 @@
 """`inspect`: what anything that sparsepack makes holds."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from sparsepack.errors import CalibrationError
 def inspect(path: Path) -> dict[str, Any]:
     """What a calibration folder, a thresholds table or an artifact holds, JSON-able.
 
-    `kind` says which it is: "calibration" (its manifest, and `attention_channels`: `calibrate.channel_report`, or why
-    there is none), "thresholds" (the table without its vectors), or the format of an artifact
-    (`artifacts.inspect.describe`). Raises `UserError` subclasses for what is damaged or not ours.
+    `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibrate.channel_report`, and
+    `attention_tokens`: `calibrate.tokens.token_report`, or why there is none), "thresholds" (the table without its
+    vectors), or the format of an artifact (`artifacts.inspect.describe`).
+
+    Raises `UserError` subclasses for what is damaged or not ours.
     """
     from sparsepack.artifacts.open import is_artifact
 
@@ -30,10 +33,18 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     from sparsepack.calibrate import folder
     from sparsepack.calibrate.channel_report import channel_report
     from sparsepack.calibrate.channels import importance
+    from sparsepack.calibrate.tokens import token_report
 
     calibration = folder.load(path)
+    return {
+        **calibration.manifest,
+        "attention_channels": _or_why_not(lambda: channel_report(importance(calibration))),
+        "attention_tokens": _or_why_not(lambda: token_report(calibration)),
+    }
+
+
+def _or_why_not(report: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
     try:
-        channels: dict[str, Any] | str = channel_report(importance(calibration))
+        return report()
     except CalibrationError as error:
-        channels = str(error)
-    return {**calibration.manifest, "attention_channels": channels}
+        return str(error)

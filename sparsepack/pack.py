@@ -14,6 +14,7 @@ from sparsepack.artifacts.formats import DEFAULT_FORMAT, FORMATS, format_of, sum
 from sparsepack.codecs.types import LARGEST_GROUP, TYPES
 from sparsepack.errors import PackingError
 from sparsepack.option import option
+from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.verb_module import callable_as
 
@@ -21,12 +22,14 @@ if TYPE_CHECKING:
     from sparsepack.artifacts.plan import Plan
     from sparsepack.models.checkpoint import Checkpoint
     from sparsepack.models.pruned import PruningRecord
+    from sparsepack.sparsity.attention import FoundAttention
     from sparsepack.sparsity.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
 class PackRequest:
-    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none."""
+    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none;
+    `sparse_attention` is from `calibration`, too."""
 
     model: str
     output: Path
@@ -34,6 +37,7 @@ class PackRequest:
     calibration: Path | None = None
     allocation: AllocationOptions | None = None
     thresholds: Path | None = None
+    sparse_attention: AttentionOptions | None = None
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     keep: int | None = option(
@@ -69,8 +73,20 @@ class PackRequest:
             raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")
         if self.thresholds is None and sparse and self.calibration is None:
             raise PackingError("--sparsity needs --calibration, a folder made by `sparsepack calibrate`")
-        if self.thresholds is None and self.allocation is None and self.calibration is not None:
-            raise PackingError("--calibration alone changes nothing; say how much --sparsity to take from it")
+        attention = self.sparse_attention or AttentionOptions()
+        attention.check()
+        if attention.sparse and not format.attention:
+            raise PackingError(
+                f"format {format.name}: it has no place for sparse attention; "
+                f"leave --attention out or use {those_with('attention')}"
+            )
+        if attention.sparse and self.calibration is None:
+            raise PackingError("--attention needs --calibration, a folder made by `sparsepack calibrate`")
+        asked = self.thresholds is not None or self.allocation is not None or attention.sparse
+        if self.calibration is not None and not asked:
+            raise PackingError(
+                "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
+            )
 
 
 CARD = "README.md"
@@ -104,9 +120,10 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     folder = format_of(request.format).folder
     check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
+    attention = attention_for(checkpoint, request)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
-        plan = plan_of(checkpoint, request, table)
+        plan = plan_of(checkpoint, request, table, attention=attention)
         if isinstance(plan, FolderPlan):
             plan = replace(plan, beside=lambda made: {CARD: model_card(made, file=request.output.name)})
         plan.write(request.output, request.overwrite)
@@ -114,19 +131,29 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
 
 
 def plan_of(
-    checkpoint: Checkpoint, request: PackRequest, table: Thresholds | None, pruning: PruningRecord | None = None
+    checkpoint: Checkpoint,
+    request: PackRequest,
+    table: Thresholds | None,
+    pruning: PruningRecord | None = None,
+    attention: FoundAttention | None = None,
 ) -> Plan:
-    """The artifact that a request makes with these thresholds.
+    """The artifact that a request makes with these thresholds and this attention.
 
     pruning -- what a model that is still to be pruned will say of itself; None: what it says
 
     Raises `PackingError` for what does not fit.
     """
+    from sparsepack.artifacts.attention import attention_section
     from sparsepack.artifacts.manifest import PRUNING
     from sparsepack.artifacts.plan import PlanRequest
     from sparsepack.codecs.pattern import Pattern
+    from sparsepack.models.heads import heads_of_config
     from sparsepack.models.pruned import pruning_record
 
+    section = None
+    if attention is not None:
+        heads = heads_of_config(checkpoint.config)
+        section = attention_section(attention.sparse, heads, attention.calibration_sha256)
     record = pruning or pruning_record(checkpoint.path)
     provenance = {
         "calibration": {"sha256": table.calibration_sha256} if table else None,
@@ -141,6 +168,8 @@ def plan_of(
         embedding_type=request.embedding_type,
         patterns=record.patterns if record else {},
         pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
+        attention=section,
+        notes=attention.notes if attention else (),
         device=request.device,
     )
     return format_of(request.format).plan(checkpoint, inside)
@@ -159,6 +188,17 @@ def thresholds_for(checkpoint: Checkpoint, request: PackRequest, state: Path | N
     if request.allocation is None or request.calibration is None:
         return None
     return find_thresholds(checkpoint, load(request.calibration), request.allocation, state)
+
+
+def attention_for(checkpoint: Checkpoint, request: PackRequest) -> FoundAttention | None:
+    """The sparse attention that the request asks to be found."""
+    from sparsepack.calibrate.folder import load
+    from sparsepack.sparsity.attention import find_attention
+
+    options = request.sparse_attention
+    if options is None or not options.sparse or request.calibration is None:
+        return None
+    return find_attention(checkpoint, load(request.calibration), options)
 
 
 callable_as(__name__, "sparsepack.pack:pack")

@@ -8,6 +8,8 @@ import torch
 from models_for_tests import TEXT, make_model
 
 from sparsepack.artifacts.open import read_packed
+from sparsepack.calibrate.channels import importance
+from sparsepack.calibrate.folder import load
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import OutputError, PackingError, ThresholdsError, UserError
@@ -15,6 +17,8 @@ from sparsepack.files.gguf import read_gguf
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import PackRequest, pack
+from sparsepack.sparsity.attention import find_attention, heaviest
+from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import read_thresholds
@@ -135,3 +139,42 @@ def test_thresholds_of_another_model_are_refused(source, request_, tmp_path):
     assert "of another model" in refused(
         replace(request_, model=str(other), thresholds=source / "t.json"), ThresholdsError
     )
+
+
+DOUBLE = AttentionOptions("double", channels=4, tokens="1/4", sinks=1, recent=2, min_context=8, dense_layers="1")
+
+
+def test_sparse_attention_goes_into_the_artifact_with_thresholds_or_without(source, request_):
+    asked = replace(request_, calibration=source / "c", sparse_attention=DOUBLE)
+    pack(asked)
+    alone = read_packed(request_.output)
+    assert alone.manifest["thresholds"] is None
+    assert alone.manifest["attention"]["calibration"] == load(source / "c").sha256
+    pack(replace(asked, allocation=AllocationOptions(0.4), overwrite=True))
+    both = read_packed(request_.output)
+    assert both.manifest["thresholds"]["sparsity"] == 0.4
+    assert both.layers[0].sites["mlp_in"].rule is not None
+    pack(replace(asked, thresholds=source / "t.json", overwrite=True))
+    for packed in (alone, both, read_packed(request_.output)):
+        assert packed.attention.policy == DOUBLE.policy
+        (channels, dense) = packed.attention.channels
+        assert dense is None
+        assert channels.tolist() == heaviest(importance(load(source / "c"))[0].product, 4).tolist()
+
+
+def test_what_is_found_of_attention_is_told_and_kept(source, request_):
+    options = replace(DOUBLE, dense_layers="auto", tokens="1/1")
+    calibration = load(source / "c")
+    found = find_attention(open_checkpoint(source / "m"), calibration, options)
+    assert pack(replace(request_, calibration=source / "c", sparse_attention=options)).notes == found.notes
+    assert read_packed(request_.output).manifest["notes"] == list(found.notes)
+
+
+def test_attention_that_does_not_go_together_is_refused(source, request_):
+    asked = replace(request_, calibration=source / "c", sparse_attention=DOUBLE)
+    assert "--attention needs --calibration" in refused(replace(asked, calibration=None))
+    assert "place for sparse attention; leave --attention out or use zigzag" in refused(replace(asked, format="q4_k"))
+    assert "channels 65: expected at most 64" in refused(replace(asked, sparse_attention=replace(DOUBLE, channels=65)))
+    assert "expected at least sinks" in refused(replace(asked, sparse_attention=replace(DOUBLE, min_context=2)))
+    none = replace(asked, sparse_attention=AttentionOptions())
+    assert "say what to take from it, --sparsity or --attention" in refused(none)

@@ -14,6 +14,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import TensorInfo
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.sparse_attention import SparseAttention
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ class Artifact(ABC):
             f"{self.path}: {self.format.name}, which no engine of sparsepack runs; "
             f"pack the model again as {those_with('runs')}"
         )
+
+    def attention(self) -> SparseAttention | None:
+        """Which tokens decoded positions read; None: all. Raises `ArtifactError` where it cannot be of this model."""
+        return None
 
     def pruning(self) -> dict[str, Any] | None:
         """What of its weights was pruned and how, JSON-able; None where it leaves out no zeros."""

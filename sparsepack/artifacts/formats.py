@@ -68,18 +68,20 @@ _PLAIN = "sparsepack.artifacts.gguf.plain"
 _SLID = "sparsepack.artifacts.folder.slid"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
 _FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
+_RUN: Mapping[str, bool] = {"thresholds": True, "attention": True, "runs": True}
+_PRUNED: Mapping[str, bool] = {"folder": True, "attention": True, "weight_sparsity": True}
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", thresholds=True, runs=True, file_type=14),
+        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", file_type=14, **_RUN),
         Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", file_type=14),
         Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", file_type=1),
         Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", file_type=32),
         Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", file_type=0),
-        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", folder=True, weight_sparsity=True),
-        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", folder=True, weight_sparsity=True),
-        Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", folder=True, weight_sparsity=True),
+        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", **_PRUNED),
+        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", **_PRUNED),
+        Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", **_PRUNED),
     )
 }
 DEFAULT_FORMAT = next(iter(FORMATS))

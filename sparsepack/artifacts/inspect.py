@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.attention_summary import attention_summary
 from sparsepack.artifacts.manifest import PRUNING
 from sparsepack.artifacts.open import open_artifact
 
@@ -15,7 +16,7 @@ _SHOWN = ("schema", "sparsepack", "model", PRUNING, "calibration", "recipe", "ve
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What an artifact holds, JSON-able: kind, types, bits per weight, thresholds, provenance, who can load it.
+    """What an artifact holds, JSON-able: kind, types, bits per weight, thresholds, attention, provenance, programs.
 
     Weights are logical ones: padding adds bytes, not weights. Raises `ArtifactError` where the header is damaged or
     it is not ours; the tensors' hashes are `verify`'s business.
@@ -45,6 +46,7 @@ def describe(path: Path) -> dict[str, Any]:
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
+        "attention": attention_summary(artifact.manifest),
         "runs": artifact.format.runs,
         "provenance": {name: artifact.manifest.get(name) for name in _SHOWN},
         "notes": list(artifact.manifest["notes"]),

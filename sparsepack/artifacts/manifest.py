@@ -8,16 +8,20 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparsepack import __version__
+from sparsepack.artifacts.attention import ATTENTION, AttentionSection
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.models.checkpoint import Checkpoint
 
-SCHEMA = 2
-"""Since 2 there is room for what changes how a model runs: `ATTENTION` and `NEURONS`."""
+SCHEMA = 3
+"""The newest. Since 2 there is room for `NEURONS`; only what has `ATTENTION` is written as 3, so that a sparsepack that
+would run it with dense attention refuses it, and reads everything else."""
 
-ATTENTION, NEURONS = "attention", "neurons"
-"""Reserved keys: a policy for sparse attention, and an order of the MLP's neurons. Absent so far."""
+_WITHOUT_ATTENTION = 2
+
+NEURONS = "neurons"
+"""A reserved key: an order of the MLP's neurons. Absent so far."""
 
 PRUNING = "pruning"
 """The key of what was pruned before: `models.pruned.PruningRecord.summary`."""
@@ -76,6 +80,7 @@ class _Manifest(Stored):
     calibration: dict[str, Any] | None = None
     thresholds: _Thresholds | None = None
     pruning: _Pruning | None = None
+    attention: AttentionSection | None = None
 
 
 _LIBRARIES = ("torch", "transformers", "gguf", "numpy")
@@ -88,6 +93,7 @@ def make_manifest(
     tensors: Mapping[str, Mapping[str, Any]],
     notes: Iterable[str],
     sha256: str,
+    attention: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The manifest of an artifact of `kind` made from `checkpoint`.
 
@@ -95,11 +101,12 @@ def make_manifest(
     tensors    -- logical shape and padding of each matrix: {"shape": [rows, columns], "padding_rows": n}
     notes      -- where the artifact differs from what was asked, a sentence each
     sha256     -- the checkpoint's, which a container may come to know only once it is written
+    attention  -- the section of sparse attention: `artifacts.attention`
     """
     if taken := set(provenance) & set(_OWN):
         raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
     return {
-        "schema": SCHEMA,
+        "schema": SCHEMA if attention else _WITHOUT_ATTENTION,
         "kind": kind,
         "sparsepack": __version__,
         "model": {
@@ -108,6 +115,7 @@ def make_manifest(
             "model_type": checkpoint.family.model_type,
         },
         **provenance,
+        **({ATTENTION: dict(attention)} if attention else {}),
         "tensors": {name: dict(shape) for name, shape in tensors.items()},
         "notes": list(notes),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
@@ -137,6 +145,8 @@ def read_manifest(stored: Any, where: str) -> dict[str, Any]:
         if not isinstance(kind, str) or kind not in FORMATS:
             raise ArtifactError(f"{where}: unknown kind {str(kind)[:60]!r}; expected one of {', '.join(FORMATS)}")
         checked(_Manifest, manifest)
+        if manifest.get(ATTENTION) is not None and not FORMATS[kind].attention:
+            raise ValueError(f"{kind} has no place for {ATTENTION}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{where} is missing or not understood ({shown(error)}); pack it again") from error
     return dict(manifest)

@@ -25,6 +25,8 @@ class PlanRequest:
     embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
     patterns       -- of the nonzero weights of each matrix that `prune` pruned, by its name without `.weight`
     pattern        -- of all matrices of the blocks instead, of a model that was pruned elsewhere
+    attention      -- the manifest's section of sparse attention (`artifacts.attention`); None: every token is read
+    notes          -- what the user is told beside the format's own
     device         -- where the encoders run
     """
 
@@ -34,6 +36,8 @@ class PlanRequest:
     embedding_type: str = "auto"
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     pattern: Pattern | None = None
+    attention: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
     device: str = "cpu"
 
 

@@ -17,6 +17,7 @@ from sparsepack.models.families import FAMILIES, Family
 from sparsepack.models.packed import PackedModel, PackedSite
 from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skipped import sparse_sites_of
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.models.tokenizer_check import check_tokenizer
 
 
@@ -28,6 +29,7 @@ class StockModel:
     tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for
     rules  -- of the sites; target_sparsity -- what they were made for; sparse_sites -- those that may be sparse
     inputs -- what the inputs of sites are quantised to, token by token, before they are multiplied
+    attention -- which tokens decoded positions read; None: all
     """
 
     config: Any
@@ -37,6 +39,7 @@ class StockModel:
     target_sparsity: float = 0.0
     sparse_sites: Collection[Any] = ()
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
+    attention: SparseAttention | None = None
 
     @property
     def layers(self) -> int:
@@ -53,7 +56,15 @@ def stock_of(packed: PackedModel) -> StockModel:
     """The stock model of what an engine runs. Raises `ArtifactError` where its configuration is not understood."""
     config = stock_config(packed)
     sites, rules = sparse_sites_of(packed.manifest, packed.rules), packed.rules
-    return StockModel(config, dequantised(packed), stock_tokenizer(packed), rules, target_sparsity(packed), sites)
+    return StockModel(
+        config,
+        dequantised(packed),
+        stock_tokenizer(packed),
+        rules,
+        target_sparsity(packed),
+        sites,
+        attention=packed.attention,
+    )
 
 
 def target_sparsity(packed: PackedModel) -> float:

@@ -68,7 +68,7 @@ class Report:
 
 
 def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> Report:
-    """Check an artifact by itself: every byte's hash, shapes, zeros in padding.
+    """Check an artifact by itself: every byte's hash, shapes, zeros in padding, sparse attention that fits the model.
 
     against -- also compare every tensor with this checkpoint: see `verify_against`
 
@@ -80,15 +80,17 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")
     kind = None
+    checked: tuple[str, ...] = ("header", "SHA-256 of every tensor", "shapes", "padding")
     try:
         artifact = open_artifact(path)
         kind = artifact.manifest["kind"]
         artifact.check_bytes()
         artifact.check_shapes()
+        if artifact.attention() is not None:
+            checked += ("sparse attention",)
         problems = tuple(artifact.padding_problems())
     except ArtifactError as error:
         problems = (str(error),)
-    checked = ("header", "SHA-256 of every tensor", "shapes", "padding")
     return Report(str(path), kind, problems, checked)
 
 

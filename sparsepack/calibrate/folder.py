@@ -16,6 +16,7 @@ from sparsepack.files.hashing import fingerprint, sha256_file
 from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.progress import say
 
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
@@ -172,7 +173,11 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     parts = _parts(first) + _parts(second)
     if len(set(parts)) < len(parts):
         raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")
-    layers = [added(ours, theirs) for ours, theirs in zip(first.layers, second.layers, strict=True)]
+    pairs = list(zip(first.layers, second.layers, strict=True))
+    layers = [added(ours, theirs) for ours, theirs in pairs]
+    # Of the products `merged_heads` has told.
+    if left_out := {name for ours, theirs in pairs for name in ours.keys() ^ theirs.keys()} - {"attention.product_abs"}:
+        say(f"note: one of the two was made before {min(left_out)} was measured; the merged calibration has none")
     one, other = first.manifest["tokens"], second.manifest["tokens"]
     counts = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
     tokens = {**one, **{name: one[name] + other[name] for name in counts}}

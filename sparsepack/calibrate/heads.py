@@ -15,9 +15,9 @@ from sparsepack.calibrate.collectors import Statistics
 from sparsepack.calibrate.collectors.products import GROUPS
 from sparsepack.errors import CalibrationError
 from sparsepack.files.stored import Count, Size, Stored
-from sparsepack.models.architecture import head_dim, rotary_dims
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.families import Rotary
+from sparsepack.models.heads import heads_of_config
 from sparsepack.progress import say
 
 
@@ -38,14 +38,7 @@ class Heads(Stored):
 
 def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The section for a model, JSON-able."""
-    config = checkpoint.config
-    return {
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim(config),
-        "groups": GROUPS,
-        "rotary": {"convention": checkpoint.family.rotary, "dims": rotary_dims(config)},
-    }
+    return {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
 
 
 def check_heads(section: Mapping[str, Any] | None, layers: Sequence[Statistics]) -> None:

@@ -134,14 +134,20 @@ def _run(
             norms = {site: column_norms(stream.block, names) for site, names in checkpoint.family.projections.items()}
 
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
-                collectors.count(into, site, x[:, options.sinks :], norms[site])
+                collectors.count(into, "site", site, x[:, options.sinks :], norms[site])
 
             def watch(query: torch.Tensor, key: torch.Tensor, window: int, into: Any = statistics) -> None:
-                collectors.count(into, "attention", query[:, :, options.sinks :], key[:, :, options.sinks :], window)
+                without = query[:, :, options.sinks :], key[:, :, options.sinks :]
+                collectors.count(into, "attention", "attention", *without, window)
+                collectors.count(into, "window", "attention", query, key, window)
 
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
                 for batch in torch.split(hidden, options.batch):
-                    batch.copy_(stream(batch))  # in place: the states of all windows are there once
+                    after = stream(batch)
+                    collectors.count(
+                        statistics, "block", "attention", batch[:, options.sinks :], after[:, options.sinks :]
+                    )
+                    batch.copy_(after)  # in place: the states of all windows are there once
                     advance()
             layers.append(statistics)
             resume.save(layer, statistics, hidden)

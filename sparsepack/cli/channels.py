@@ -1,4 +1,4 @@
-"""The channels of a calibration's attention heads as text for people."""
+"""What a calibration knows of attention, its channels and its tokens, as text for people."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from sparsepack.markdown import table
 
 
 def channels_table(result: Mapping[str, Any]) -> str:
-    """What `inspect` found in a calibration about its channels."""
-    report = result["attention_channels"]
+    """What `inspect` found in a calibration about the channels of attention, and about the tokens that it needs."""
+    report, tokens = result["attention_channels"], result["attention_tokens"]
     if isinstance(report, str):
         return f"attention channels: {report}"
     head_dim, compared = report["head_dim"], report["compared"]
@@ -18,6 +18,7 @@ def channels_table(result: Mapping[str, Any]) -> str:
             *map(_percent, row["share"]),
             *(_percent(row["heads_agree"][name]) for name in ("query", "key", "product")),
             _percent(row["key_agrees"]),
+            *_tokens_row(tokens, layer),
         ]
         for layer, row in enumerate(report["layers"])
     ]
@@ -29,13 +30,35 @@ def channels_table(result: Mapping[str, Any]) -> str:
         f"  heads, by q, by k, by q*k: share of the {compared} heaviest channels that two heads have in common; "
         f"{100 * report['chance']:.3g}% by chance",
         "  k and q*k: the same of one head's channels, once by k and once by q*k",
+        *_tokens_lines(tokens),
         "",
-        table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k"], rows),
+        table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *_tokens_head(tokens)], rows),
     ]
     if report["alike"]:
         blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
         lines += ["", f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up"]
     return "\n".join(lines)
+
+
+def _tokens_head(tokens: Mapping[str, Any] | str) -> list[str]:
+    return [] if isinstance(tokens, str) else [*(f"{share} misses" for share in tokens["shares"]), "next"]
+
+
+def _tokens_row(tokens: Mapping[str, Any] | str, layer: int) -> list[str]:
+    if isinstance(tokens, str):
+        return []
+    row = tokens["layers"][layer]
+    return [*map(_percent, row["missed"]), f"{row['next_similarity']:.2f}"]
+
+
+def _tokens_lines(tokens: Mapping[str, Any] | str) -> list[str]:
+    if isinstance(tokens, str):
+        return [f"  tokens: {tokens}"]
+    return [
+        f"  {tokens['shares'][0]} misses: share of the attention weight that is not on the best {tokens['shares'][0]} "
+        "of the tokens; a block that misses most of it should read all",
+        "  next: cosine of what enters the block and what enters the next one",
+    ]
 
 
 def _percent(share: float | None) -> str:

@@ -18,6 +18,7 @@ from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.cli.streams import json_text, printable
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
+from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -141,6 +142,19 @@ def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
     names = [field.name for field in fields(AllocationOptions)]
     values = {name: asked[name] if name in ("device", "dtype") else asked.pop(name) for name in names}
     return None if values["sparsity"] is None else AllocationOptions(**values)
+
+
+attention = _options(
+    *(
+        from_options(AttentionOptions, flag)
+        for flag in ("--attention", "--channels", "--tokens", "--sinks", "--recent", "--min-context", "--dense-layers")
+    )
+)
+
+
+def attention_options(asked: dict[str, Any]) -> AttentionOptions:
+    """The flags of sparse attention, taken out of `asked`."""
+    return AttentionOptions(**{field.name: asked.pop(field.name) for field in fields(AttentionOptions)})
 
 
 def print_json(value: Any) -> None:

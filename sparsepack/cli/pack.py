@@ -5,16 +5,28 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, allocation, allocation_options, compute, from_options, overwrite_flag
+from sparsepack.cli.options import (
+    PATH,
+    allocation,
+    allocation_options,
+    attention,
+    attention_options,
+    compute,
+    from_options,
+    overwrite_flag,
+)
 from sparsepack.pack import PackRequest
 
 
 @click.command()
 @click.argument("model")
 @from_options(PackRequest, "--format")
-@click.option("--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity.")
+@click.option(
+    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity and --attention."
+)
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation
+@attention
 @from_options(PackRequest, "--output-type")
 @from_options(PackRequest, "--embedding-type")
 @from_options(PackRequest, "--keep")
@@ -23,14 +35,15 @@ from sparsepack.pack import PackRequest
 @compute
 @overwrite_flag
 def pack(output: Path, **asked: Any) -> None:
-    """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given."""
+    """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, and its heavy
+    channels of attention if --attention is."""
     from sparsepack.artifacts.inspect import describe
     from sparsepack.cli.tables import artifact_line
     from sparsepack.pack import pack as make
     from sparsepack.progress import say
 
-    options = allocation_options(asked)
+    options, attention = allocation_options(asked), attention_options(asked)
     del asked["dtype"]  # that thresholds are searched with
-    made = make(PackRequest(output=output, allocation=options, **asked))
+    made = make(PackRequest(output=output, allocation=options, sparse_attention=attention, **asked))
     say(*(f"note: {note}" for note in made.notes))
     click.echo(artifact_line(describe(output)))

@@ -143,6 +143,8 @@ def artifact_table(description: Mapping[str, Any]) -> str:
     ]
     if description["thresholds"]:
         parts.append(thresholds_table(description["thresholds"]))
+    if description["attention"]:
+        parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
     if description["padding_rows"]:
         parts.append(f"padding rows: {sum(description['padding_rows'].values()):,} in all")
     parts.append(
@@ -192,6 +194,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         parts.append(
             f"scored: {scored} of each window; skipped, target: share of all block weights that a decoded token skips"
         )
+        parts += _tokens_read(result["subject"]["attention"], [row["tokens_read"] for row in result["perplexity"]])
     if result["tasks"]:
         rows = [
             [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
@@ -205,7 +208,22 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         parts.append(
             f"skipped in tasks: {shown(realised['overall'], realised['of_sparse_sites'])} of the block weights"
         )
+        parts += _tokens_read(result["subject"]["attention"], [result["tasks"]["tokens_read"]])
     return "\n\n".join(parts)
+
+
+def _tokens_read(attention: Mapping[str, Any] | None, read: list[Mapping[str, Any] | None]) -> list[str]:
+    """A line for each share that was read: it depends on the length of the rows, not on their text."""
+    if attention is None:
+        return []
+    policy = (
+        f"{attention['tokens']} of the tokens, {attention['sinks']} first and {attention['recent']} last ones among "
+        f"them, by {attention['channels']} channels, where {attention['min_context']:,} or more are seen"
+    )
+    dense = ", ".join(map(str, attention["dense_layers"])) or "none"
+    found = {(each["of_sparse_layers"], each["overall"]) for each in read if each is not None}
+    shares = [f"read: {100 * some:.1f} % of the tokens seen, {100 * all:.1f} % over all layers" for some, all in found]
+    return ["\n".join([f"attention: {policy}", f"layers that read every token: {dense}", *sorted(shares)])]
 
 
 def _perplexity_row(row: Mapping[str, Any]) -> list[str]:

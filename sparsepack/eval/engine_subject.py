@@ -13,9 +13,11 @@ from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
 from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Done, Logits, ignored
+from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.rule import SiteKey
 from sparsepack.models.skipped import sparse_sites_of
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 
@@ -30,6 +32,7 @@ class EngineScorer:
         self.device = torch.device(device)
         self._packed, self._backend = packed, backend
         self._engine: Engine | None = None
+        self.tokens_read = TokensRead(packed.attention, packed.architecture.sliding_windows)
         self.reset()
 
     def rows_at_once(self, width: int, batch: int) -> int:
@@ -46,6 +49,7 @@ class EngineScorer:
     ) -> torch.Tensor:
         """The logits themselves, [B, S, V]: an engine does not show what enters its output matrix."""
         width = input_ids.shape[1]
+        self.tokens_read.count(width, lengths, sparse_from)
         real = torch.full((len(input_ids),), width) if lengths is None else lengths
         logits = torch.zeros(*input_ids.shape, self.vocabulary, device=self.device)
         for row, (ids, length, start) in enumerate(zip(input_ids, real.tolist(), sparse_from.tolist(), strict=True)):
@@ -84,6 +88,7 @@ class EngineScorer:
 
     def reset(self) -> None:
         """Forget the counts."""
+        self.tokens_read.reset()
         self._decoded = 0
         self._inactive: dict[SiteKey, float] = {}
 
@@ -131,8 +136,13 @@ class EngineSubject:
 
     @property
     def sparse(self) -> bool:
-        """Whether any site skips anything."""
-        return bool(self.packed.rules)
+        """Whether any site or any attention skips anything."""
+        return bool(self.packed.rules) or self.attention is not None
+
+    @property
+    def attention(self) -> SparseAttention | None:
+        """Which tokens decoded positions read; None: all."""
+        return self.packed.attention
 
     def scorer(self) -> EngineScorer:
         """A scorer over the engine, counts at zero."""

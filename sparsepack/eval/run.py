@@ -16,6 +16,7 @@ from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.eval.tokens_read import described
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.skipped import skipped
 from sparsepack.models.windows import rolling_windows, window_length
@@ -60,6 +61,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
                 "windows_of": len(inputs) if request.windows is None or len(inputs) < request.windows else None,
                 **summarise(scores, _bytes_of(subject.tokenizer, scored)),
                 "realised_sparsity": realised_sparsity(scorer, subject),
+                "tokens_read": scorer.tokens_read.result(),
             }
         )
     del scorer, reference  # tasks may need the memory
@@ -71,6 +73,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
             "source_sha256": subject.source_sha256,
             "thresholds": str(request.thresholds) if request.thresholds else None,
             "target_sparsity": subject.target_sparsity,
+            "attention": described(subject.attention),
         },
         "protocol": protocol,
         "against": request.against,
@@ -139,7 +142,12 @@ def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str
         trust_tasks=request.trust_tasks,
         apply_chat_template=request.apply_chat_template,
     )
-    return {**result, "batch": request.requests_at_once, "realised_sparsity": realised_sparsity(scorer, subject)}
+    return {
+        **result,
+        "batch": request.requests_at_once,
+        "realised_sparsity": realised_sparsity(scorer, subject),
+        "tokens_read": scorer.tokens_read.result(),
+    }
 
 
 def realised_sparsity(

@@ -10,9 +10,13 @@ from torch.nn import functional
 
 from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.quantised_inputs import quantised_inputs
+from sparsepack.eval.tokens_read import TokensRead
+from sparsepack.models.architecture import sliding_windows
 from sparsepack.models.families import Family
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.rule import Rules, SiteKey, active_channels, sparsify
+from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.runtime.double import attention as double
 
 
 class SparsePositions:
@@ -70,7 +74,8 @@ class SparsePositions:
 class SparseScorer:
     """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse.
 
-    inputs -- what the inputs of sites are quantised to; see `quantised_inputs`
+    inputs    -- what the inputs of sites are quantised to; see `quantised_inputs`
+    attention -- which tokens those positions read, given to the model here; None: all
     """
 
     steps = 1
@@ -82,12 +87,21 @@ class SparseScorer:
         rules: Rules,
         context: int,
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
+        attention: SparseAttention | None = None,
     ) -> None:
         self.model, self.context, self._family, self._inputs = model, context, family, inputs or {}
+        if attention is not None:
+            double.attach(model, attention)
+        self.tokens_read = TokensRead(attention, sliding_windows(model.config))
         self.device: torch.device = model.lm_head.weight.device
         self.vocabulary = int(model.config.vocab_size)
         self._positions = SparsePositions(family, rules, self.device)
-        self.reset, self.realised = self._positions.reset, self._positions.realised
+        self.realised = self._positions.realised
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self._positions.reset()
+        self.tokens_read.reset()
 
     def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
         """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
@@ -109,7 +123,9 @@ class SparseScorer:
         """What enters the output matrix, [B, S, H]; all rows together, whatever `batch` is."""
         ids = input_ids.to(self.device)
         blocks = list(enumerate(self.model.model.layers))
+        self.tokens_read.count(ids.shape[1], lengths, sparse_from)
         with (
+            double.sparse_rows(sparse_from),
             self._positions.within(blocks, ids.shape[1], lengths, sparse_from),
             quantised_inputs(blocks, self._family, self._inputs),
         ):

@@ -12,8 +12,12 @@ import torch
 from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.scorer import SparsePositions, linear
+from sparsepack.eval.tokens_read import TokensRead
+from sparsepack.models.architecture import sliding_windows
 from sparsepack.models.blocks import BlockSource, BlockStream
 from sparsepack.models.rule import Rules, SiteKey
+from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.runtime.double import attention as double
 
 HIDDEN_BYTES = 128 << 20
 """Hidden states of the rows that wait together. Each such group reads the model once: with 128 MiB, a model 2048 wide
@@ -23,7 +27,8 @@ reads it for 16,384 tokens, whose products take far longer than reading."""
 class StreamedScorer:
     """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse.
 
-    inputs -- what the inputs of sites are quantised to; see `quantised_inputs`
+    inputs    -- what the inputs of sites are quantised to; see `quantised_inputs`
+    attention -- which tokens those positions read; None: all
     """
 
     def __init__(
@@ -33,14 +38,22 @@ class StreamedScorer:
         context: int,
         dtype: torch.dtype = torch.float32,
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
+        attention: SparseAttention | None = None,
     ) -> None:
         self.source, self.context, self._inputs = source, context, inputs or {}
         self.device = torch.device("cpu")
         self.vocabulary, self.steps = int(source.config.vocab_size), source.layers
-        self._stream = BlockStream(source, "cpu", dtype)
+        self._attention = attention
+        self._stream = BlockStream(source, "cpu", dtype, "sdpa" if attention is None else double.NAME)
+        self.tokens_read = TokensRead(attention, sliding_windows(source.config))
         self._positions = SparsePositions(source.family, rules)
         self._output: torch.Tensor | None = None
-        self.reset, self.realised = self._positions.reset, self._positions.realised
+        self.realised = self._positions.realised
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self._positions.reset()
+        self.tokens_read.reset()
 
     def rows_at_once(self, width: int, batch: int) -> int:
         """As many rows as may wait together, a batch at least; see `eval.protocols.WindowScorer`."""
@@ -61,12 +74,16 @@ class StreamedScorer:
         stream, width = self._stream, input_ids.shape[1]
         parts = [slice(at, at + (batch or len(input_ids))) for at in range(0, len(input_ids), batch or len(input_ids))]
         hidden = stream.embed(input_ids)
+        self.tokens_read.count(width, lengths, sparse_from)
         for layer in range(self.source.layers):
             stream.load(layer)
+            if self._attention is not None:
+                double.attach_layer(stream.block, self._attention, layer)
             for part in parts:
                 real = None if lengths is None else lengths[part]
                 blocks = [(layer, stream.block)]
                 with (
+                    double.sparse_rows(sparse_from[part]),
                     self._positions.within(blocks, width, real, sparse_from[part]),
                     quantised_inputs(blocks, self.source.family, self._inputs),
                 ):

@@ -26,6 +26,7 @@ from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.pruned import pruning_record
 from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skeleton import parameter_shapes
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.models.whole import build_model
 from sparsepack.sparsity.thresholds import Thresholds
 
@@ -41,6 +42,7 @@ class Subject:
     weights       -- the type in which its matrices are stored
     dtype         -- the type in which it is computed, on `device`
     inputs        -- what the inputs of sites are quantised to, token by token
+    attention     -- which tokens decoded positions read; None: all
     """
 
     name: str
@@ -56,6 +58,7 @@ class Subject:
     sparse_sites: Collection[Any] = ()  # (layer, site) of those that may be sparse
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     pruned_from: str | None = None
+    attention: SparseAttention | None = None
 
     @property
     def context(self) -> int:
@@ -80,18 +83,18 @@ class Subject:
 
     @cached_property
     def sparse(self) -> bool:
-        """Whether any site skips anything."""
-        return any(not rule.dense for rule in self.rules.values())
+        """Whether any site or any attention skips anything."""
+        return self.attention is not None or any(not rule.dense for rule in self.rules.values())
 
     def scorer(self) -> StreamedScorer | SparseScorer:
         """What scores windows of text with its rules, counts at zero: block by block on a CPU."""
         if self.device == "cpu":
-            return StreamedScorer(self.source, self.rules, self.context, self.dtype, self.inputs)
+            return StreamedScorer(self.source, self.rules, self.context, self.dtype, self.inputs, self.attention)
         return self.task_scorer()
 
     def task_scorer(self) -> SparseScorer:
         """What scores the many short rows of tasks, counts at zero: the whole model in memory."""
-        return SparseScorer(self.model, self.family, self.rules, self.context, self.inputs)
+        return SparseScorer(self.model, self.family, self.rules, self.context, self.inputs, self.attention)
 
     def parameter_shares(self) -> dict[tuple[int, str], float]:
         """Each site's share of the parameters of all sites."""
@@ -163,4 +166,5 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,
         inputs=stock.inputs,
         pruned_from=pruned_from(artifact.manifest),
+        attention=stock.attention,
     )

@@ -85,7 +85,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         activation=config.hidden_act,
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
-        sliding_windows=_sliding_windows(config),
+        sliding_windows=sliding_windows(config),
         qk_norm=config.model_type == "qwen3",
         tied=bool(config.tie_word_embeddings),
         context=config.max_position_embeddings,
@@ -119,7 +119,8 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
-def _sliding_windows(config: Any) -> tuple[int, ...]:
+def sliding_windows(config: Any) -> tuple[int, ...]:
+    """Per layer, tokens that a query sees at most; 0: all."""
     window: int = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:

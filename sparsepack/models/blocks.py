@@ -42,10 +42,18 @@ class BlockStream:
     `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
     hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
     `final_norm` and `head`.
+
+    attention -- transformers' name of the implementation that the blocks use
     """
 
-    def __init__(self, source: BlockSource, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        self.source = source
+    def __init__(
+        self,
+        source: BlockSource,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+    ) -> None:
+        self.source, self._attention = source, attention
         self.device, self.dtype = torch.device(device), dtype
         self._backbones: dict[str, Any] = {}
         self._backbone: Any = None
@@ -115,7 +123,7 @@ class BlockStream:
         config = single_layer(self.source.config, layer)
         config.dtype = self.dtype
         with torch.device("meta"):
-            backbone = AutoModel.from_config(config, attn_implementation="sdpa")
+            backbone = AutoModel.from_config(config, attn_implementation=self._attention)
         backbone.embed_tokens = nn.Identity()
         self._norm = self._norm or backbone.norm.eval().requires_grad_(False)
         backbone.norm = nn.Identity()

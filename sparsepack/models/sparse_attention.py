@@ -5,12 +5,19 @@ It ranks them by a few heavy channels of their keys (`codecs/labels.py`), and at
 
     | sinks, always |      the best by their labels      | recent, always |
     |<----------------- n tokens that it sees ------------------------->|   budget = n * tokens of them are read
+
+Cheap to import: the options of `pack` take their defaults from here.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_DENOMINATOR = 1 << 20
+"""Of a share of tokens: then its product with any number of them fits 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -46,4 +53,4 @@ class SparseAttention:
     """
 
     policy: TokenPolicy
-    channels: tuple[Tensor | None, ...]
+    channels: "tuple[Tensor | None, ...]"

@@ -57,6 +57,7 @@ def _head(description: Mapping[str, Any]) -> dict[str, Any]:
     model = description["provenance"]["model"]
     tags = ["sparsepack", description["kind"], *(["activation-sparsity"] if description["sparse_sites"] else [])]
     tags += ["pruned"] if description["pruning"] else []
+    tags += ["sparse-attention"] if description["attention"] else []
     if Path(description["path"]).suffix == ".gguf":
         tags.append("gguf")
     head: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": tags}

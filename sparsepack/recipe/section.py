@@ -21,26 +21,36 @@ def listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def written(value: Any) -> Any:
+    """A number, or a list of them, as text: what YAML takes for a number is one of the things that the text may be."""
+    if type(value) in (int, float):
+        return str(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+Text = Annotated[str, BeforeValidator(written)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(listed)]
 
 
 class Section(BaseModel):
     """What all sections share.
 
-    A section may name the option dataclass that it becomes, `options`. Its fields of the same names are declared
-    there; here they only have their types.
+    A section may name the option dataclass that it becomes, `options`, and others that it has fields of, `also`. Its
+    fields of the same names are declared there; here they only have their types.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     key: ClassVar[str]
     options: ClassVar[type]
+    also: ClassVar[tuple[type, ...]] = ()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         super().__pydantic_init_subclass__(**settings)
-        if (options := cls.__dict__.get("options")) is not None:
-            for name in cls.model_fields.keys() & options_of(options).keys():
-                _declare(cls.model_fields[name], options, name)
+        if "options" in cls.__dict__:
+            for options in (cls.options, *cls.also):
+                for name in cls.model_fields.keys() & options_of(options).keys():
+                    _declare(cls.model_fields[name], options, name)
             cls.model_rebuild(force=True)
 
     @classmethod

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,25 @@ import torch
 from models_for_tests import TEXT, make_model
 
 import sparsepack
+from sparsepack.artifacts.attention import attention_section
+from sparsepack.artifacts.folder.layout import sealed, unsealed
 from sparsepack.artifacts.formats import format_of
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import open_artifact
 from sparsepack.artifacts.verify import verify
 from sparsepack.bench.run import bench
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibrate.run import calibrate
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
+from sparsepack.files.text import Text
 from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.heads import Heads, RotaryChannels
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.pack import PackRequest, pack, plan_of
 from sparsepack.prune.options import PruneOptions
+from sparsepack.sparsity.attention_options import AttentionOptions
 
 FORMATS = ("slide-int8", "slide-fp8", "slide-bf16")
 ERRORS = {"slide-int8": 0.015, "slide-fp8": 0.04, "slide-bf16": 0}
@@ -289,3 +298,35 @@ def test_it_is_no_model_to_pack_again(slid: dict[str, Path]) -> None:
     with pytest.raises(CheckpointError, match="a packed sparsepack artifact"):
         open_checkpoint(slid["slide-int8"])
     assert json.loads((slid["slide-int8"] / "config.json").read_text())["quantization_config"]["format"] == "slide-int8"
+
+
+def test_sparse_attention_goes_through_a_slid_folder(pruned: Path, tmp_path: Path) -> None:
+    text = Text("t", (TEXT[:4000],), "")
+    calibrate(str(pruned), text, tmp_path / "c", CalibrateOptions(context=64, samples=4))
+    asked = AttentionOptions("double", channels=8, tokens="1/8", dense_layers="0")
+    path = tmp_path / "slid"
+    pack(PackRequest(str(pruned), path, "slide-int8", calibration=tmp_path / "c", sparse_attention=asked))
+    artifact = open_artifact(path)
+    assert artifact.manifest["schema"] == 3
+    for found in (artifact.attention(), artifact.stock().attention):
+        assert found.policy == asked.policy
+        assert [None if channels is None else channels.shape for channels in found.channels] == [None, (2, 8)]
+    report = verify(path, open_checkpoint(pruned))
+    assert report.passed, report.problems
+    assert "sparse attention" in report.checked
+    assert "those that 8 of 64 channels rank best" in (path / "README.md").read_text()
+    assert torch.isfinite(loaded(path)(IDS).logits).all()
+
+
+def test_attention_of_other_heads_than_the_folders_is_found(slid: dict[str, Path], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(slid["slide-int8"], tmp_path / "s"))
+    inside = unsealed(path / "sparsepack.json")
+    sparse = SparseAttention(TokenPolicy(Fraction(1, 8)), (None, torch.tensor([[1, 2]])))
+    heads = Heads(4, 1, 64, RotaryChannels("half-split", 64))
+    inside["manifest"] |= {"schema": 3, "attention": attention_section(sparse, heads, "0" * 64)}
+    del inside["sha256"]
+    (path / "sparsepack.json").write_bytes(sealed(inside))
+    (problem,) = verify(path).problems
+    assert "attention: kv_heads 1, the model has 2; pack the model again" in problem
+    with pytest.raises(ArtifactError, match="kv_heads 1, the model has 2"):
+        open_artifact(path).stock()

@@ -83,7 +83,8 @@ def test_inspect_shows_a_row_for_each_block(small_calibration, tmp_path):
 
 def test_mixed_up_heads_and_missing_products_are_named(small_calibration):
     report = channel_report([_same(_heavy_from(0, 0)), _same(_heavy_from(0, 20)), _same(_heavy_from(7, 7))])
-    told = channels_table({**small_calibration.manifest, "attention_channels": report})
+    told = channels_table({**small_calibration.manifest, "attention_channels": report, "attention_tokens": "none"})
     assert "heads of blocks 0, 2 have nearly the same heavy channels" in told
-    told = channels_table({**small_calibration.manifest, "attention_channels": "there are none"})
+    missing = {"attention_channels": "there are none", "attention_tokens": "none"}
+    told = channels_table({**small_calibration.manifest, **missing})
     assert told.splitlines()[-1] == "attention channels: there are none"

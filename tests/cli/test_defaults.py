@@ -21,6 +21,7 @@ from sparsepack.recipe.stages import STAGES
 FIRST = {stage.key: stage for stage in reversed(STAGES)}.values()
 """Of stages that are asked for by one key, the one that has the name of a verb."""
 SECTIONS = {stage.name: found for stage in FIRST if (found := section_in(stage.type)) is not None}
+DATACLASSES = [(stage, options) for stage, section in SECTIONS.items() for options in (section.options, *section.also)]
 HEAD = Recipe.model_fields.keys()
 
 
@@ -64,27 +65,27 @@ def test_an_option_of_a_verb_has_the_default_and_the_limits_of_its_dataclass(ver
         )
 
 
-@pytest.mark.parametrize("stage", SECTIONS)
-def test_a_section_has_the_defaults_and_the_help_of_its_dataclass(stage: str) -> None:
+@pytest.mark.parametrize(("stage", "options"), DATACLASSES)
+def test_a_section_has_the_defaults_and_the_help_of_its_dataclass(stage: str, options: type) -> None:
     section = SECTIONS[stage]
-    shared = section.model_fields.keys() & {field.name for field in fields(section.options)}
+    shared = section.model_fields.keys() & {field.name for field in fields(options)}
     assert shared, "a section without options of its own has nothing that the command line could have too"
     for name in shared:
         field = section.model_fields[name]
-        assert (None if field.is_required() else field.default) == default_of(section.options, name), name
-        assert field.description == options_of(section.options)[name].help, name
+        assert (None if field.is_required() else field.default) == default_of(options, name), name
+        assert field.description == options_of(options)[name].help, name
 
 
-@pytest.mark.parametrize("stage", SECTIONS)
-def test_a_stage_and_the_verb_of_its_name_have_the_same_options(stage: str) -> None:
+@pytest.mark.parametrize(("stage", "options"), DATACLASSES)
+def test_a_stage_and_the_verb_of_its_name_have_the_same_options(stage: str, options: type) -> None:
     section = SECTIONS[stage]
     keys = section.model_fields.keys() | HEAD
-    verb = on_the_command_line(stage, section.options)
+    verb = on_the_command_line(stage, options)
     # A list in a recipe, given once for each run on the command line, has the plural of its name.
     assert {name for name in verb if not {name, f"{name}s"} & keys} == set(), "not in recipes"
-    shared = section.model_fields.keys() & {field.name for field in fields(section.options)}
-    also = {name for each in declared(stage) for name in [each.name] if each.options is not section.options}
-    assert (shared | options_of(section.options).keys()) - verb - also == set(), "not on the command line"
+    shared = section.model_fields.keys() & {field.name for field in fields(options)}
+    also = {name for each in declared(stage) for name in [each.name] if each.options is not options}
+    assert (shared | options_of(options).keys()) - verb - also == set(), "not on the command line"
 
 
 def test_a_stage_that_does_a_verb_again_has_the_section_of_the_first() -> None:

@@ -6,12 +6,15 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import yaml
 
+from sparsepack.artifacts.attention import attention_section
 from sparsepack.artifacts.open import open_artifact, read_packed
 from sparsepack.artifacts.verify import verify
 from sparsepack.calibrate import folder as calibration_folder
@@ -21,9 +24,11 @@ from sparsepack.errors import UserError
 from sparsepack.files.hashing import sha256_file
 from sparsepack.files.text import Text
 from sparsepack.load import load
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.heads import heads_of_config
 from sparsepack.models.rule import SiteRule
 from sparsepack.models.source_files import config_json, tokenizer_config
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER
 from sparsepack.runtime.options import GenerateOptions
@@ -69,9 +74,18 @@ def _files(model: Path, folder: Path) -> list[Path]:
     provenance = {"thresholds": None, "calibration": {"sha256": "0" * 64}, "recipe": None}
     table = _table(model, folder)
     write_zigzag(checkpoint, rules, folder / "zigzag.gguf", provenance={**provenance, "thresholds": table.summary()})
+    write_zigzag(checkpoint, {}, folder / "attention.gguf", attention=_attention(checkpoint))
     write_plain(checkpoint, folder / "plain.gguf")
     write_plain(checkpoint, folder / "f16.gguf", "f16")
-    return [folder / name for name in ("zigzag.gguf", "zigzag.gguf", "plain.gguf", "f16.gguf")]
+    return [folder / name for name in ("zigzag.gguf", "zigzag.gguf", "attention.gguf", "plain.gguf", "f16.gguf")]
+
+
+def _attention(checkpoint: Checkpoint) -> dict[str, Any]:
+    """So that a few tokens are enough for it."""
+    heads = heads_of_config(checkpoint.config)
+    channels = torch.arange(4).expand(heads.kv_heads, -1)
+    policy = TokenPolicy(Fraction(1, 2), sinks=1, recent=1, min_context=2)
+    return attention_section(SparseAttention(policy, (channels,) * checkpoint.layers), heads, "0" * 64)
 
 
 def _artifact(model: Path, folder: Path) -> Target:

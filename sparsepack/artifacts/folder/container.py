@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.artifacts.artifact import Artifact
+from sparsepack.artifacts.attention import ATTENTION, sparse_attention_of
 from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, unsealed
 from sparsepack.artifacts.manifest import read_manifest
 from sparsepack.artifacts.stock import StockModel
@@ -25,6 +26,7 @@ from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.shards import INDEX, WEIGHTS, check_index
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.models.tokenizer_check import check_tokenizer_of
 
 
@@ -174,13 +176,32 @@ class FolderArtifact(Artifact):
         return checkpoint.tensor(name) if name in checkpoint.source.shapes else None
 
     def stock(self) -> StockModel:
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoTokenizer
 
         try:
-            values = json.loads(self.folder.texts[CONFIG])
-            values.pop("quantization_config", None)  # the weights come decoded
+            config = self._config()
             check_tokenizer_of(self.path)
             tokenizer = AutoTokenizer.from_pretrained(str(self.path))
-            return StockModel(AutoConfig.for_model(**values), self.decoded, tokenizer)
         except Exception as error:  # the library raises many kinds for one mistake
             raise ArtifactError(f"{self.path}: its texts are not understood ({shown(error)}); pack it again") from error
+        return StockModel(config, self.decoded, tokenizer, attention=self._attention_of(config))
+
+    def attention(self) -> SparseAttention | None:
+        if ATTENTION not in self.manifest:
+            return None
+        try:
+            config = self._config()
+        except Exception as error:  # as above
+            raise ArtifactError(f"{self.path / CONFIG}: not understood ({shown(error)}); pack it again") from error
+        return self._attention_of(config)
+
+    def _config(self) -> Any:
+        """The stock configuration, as of a model whose weights come decoded."""
+        from transformers import AutoConfig
+
+        values = json.loads(self.folder.texts[CONFIG])
+        values.pop("quantization_config", None)
+        return AutoConfig.for_model(**values)
+
+    def _attention_of(self, config: Any) -> SparseAttention | None:
+        return sparse_attention_of(self.manifest, config, self.path)

@@ -70,6 +70,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     }
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
+    notes += request.notes
     said = {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}
     return FolderPlan(
         format=format.name,
@@ -77,7 +78,15 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
         notes=tuple(notes),
         at_once=tensors_at_once(request.device, SLID_AT_ONCE),
         source=checkpoint.source.hash,
-        manifest=partial(make_manifest, format.name, checkpoint, request.provenance, listed, notes),
+        manifest=partial(
+            make_manifest,
+            format.name,
+            checkpoint,
+            request.provenance,
+            listed,
+            notes,
+            attention=request.attention,
+        ),
         texts=model_texts(checkpoint, format.name, patterns=said),
     )
 

@@ -11,12 +11,13 @@
 
 Since schema 2 of the manifest two more are reserved, which nothing writes yet and no engine here runs:
 
-    blk.I.attention.*                                      vectors of a policy for sparse attention
+    blk.I.attention.*                                      vectors of attention
     blk.I.mlp.order                                        the order in which the MLP's neurons are stored
 
 `general.architecture` is "sparsepack", which no other program runs by mistake; every tensor is a valid one of its type,
 which any of them can show. The model's config.json and tokenizer.json, the numbers an engine needs and the manifest
-stand in `sparsepack.*` strings, the chat template of a model that has one in `tokenizer.chat_template`.
+stand in `sparsepack.*` strings, the chat template of a model that has one in `tokenizer.chat_template`. Sparse
+attention is a section of the manifest (`artifacts.attention`).
 """
 
 import json
@@ -78,7 +79,10 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
     groups = tuple(_groups(checkpoint, architecture, request.rules, embedding, request.device))
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
-    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
+    notes += request.notes
+    manifest = make_manifest(
+        format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256, request.attention
+    )
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
         OWN_TOKENIZER: string(checkpoint.tokenizer_json()),

@@ -17,6 +17,7 @@ from sparsepack.codecs.q4_k_fit import SUB
 from sparsepack.errors import ArtifactError
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.sparse_attention import SparseAttention
 
 _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 
@@ -36,6 +37,9 @@ class ZigzagArtifact(GgufArtifact):
 
     def stock(self) -> StockModel:
         return stock_of(self.packed())
+
+    def attention(self) -> SparseAttention | None:
+        return read_model(self.file, self.manifest).attention
 
     def check_shapes(self) -> None:
         read_model(self.file, self.manifest)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sparsepack.artifacts.manifest import ATTENTION, NEURONS
+from sparsepack.artifacts.manifest import NEURONS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import FAMILIES
 
@@ -20,7 +20,7 @@ _RESERVED_SINCE = 2
 def reserved(name: str, manifest: Mapping[str, Any]) -> bool:
     """Whether a tensor's name is one that the file's schema keeps for what no engine here runs yet.
 
-    blk.I.attention.*  -- vectors of a policy for sparse attention
+    blk.I.attention.*  -- vectors of attention
     blk.I.mlp.order    -- the order in which the MLP's neurons are stored
     """
     return manifest["schema"] >= _RESERVED_SINCE and _RESERVED.fullmatch(name) is not None
@@ -28,7 +28,7 @@ def reserved(name: str, manifest: Mapping[str, Any]) -> bool:
 
 def not_yet_run(manifest: Mapping[str, Any], names: Mapping[str, Any]) -> str | None:
     """What a file has that changes how it must be run, and that no engine here knows."""
-    keys = [f"{key} in its manifest" for key in (ATTENTION, NEURONS) if manifest.get(key) is not None]
+    keys = [f"{NEURONS} in its manifest"] if manifest.get(NEURONS) is not None else []
     return next(iter(keys + [f"the tensor {name}" for name in names if reserved(name, manifest)]), None)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.artifacts.attention import sparse_attention_of
 from sparsepack.artifacts.gguf.container import ARCHITECTURE
 from sparsepack.artifacts.gguf.zigzag_layout import NUMBERS, norm_widths, reserved, site_shapes
 from sparsepack.codecs import zigzag
@@ -63,6 +64,7 @@ class _Reader:
             tokenizer_json=self.text(OWN_TOKENIZER),
             manifest=self.manifest,
             chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
+            attention=sparse_attention_of(self.manifest, architecture, self.file.path),
         )
 
     def layer(self, layer: int) -> PackedLayer:

@@ -6,23 +6,26 @@ from typing import Any
 from torch import Tensor
 
 from sparsepack.calibrate.collectors.attention import ATTENTION
+from sparsepack.calibrate.collectors.missed import MISSED
 from sparsepack.calibrate.collectors.moments import MOMENTS
 from sparsepack.calibrate.collectors.products import PRODUCTS
 from sparsepack.calibrate.collectors.scores import SCORES
+from sparsepack.calibrate.collectors.similarity import SIMILARITY
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, SIMILARITY)
 
 Statistics = dict[str, Tensor]
 """What was collected in one decoder block, by PLACE.NAME: `mlp_in.second_moment`."""
 
-_PLACES = {"site": SITES, "attention": ("attention",)}
+_OF_ATTENTION = ("attention",)
+_PLACES = {"site": SITES, "attention": _OF_ATTENTION, "window": _OF_ATTENTION, "block": _OF_ATTENTION}
 
 
-def count(into: Statistics, place: str, *seen: Any) -> None:
-    """Count what has come to a place: a site's input and column norms, or the attention's query, key and window."""
+def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
+    """Count what has come to a place of the kind `at`: see `Collector`."""
     for collector in COLLECTORS:
-        if place in _PLACES[collector.at]:
+        if collector.at == at:
             found = zip(collector.names, collector.count(*seen), strict=True)
             _add_to(into, {f"{place}.{name}": value for name, value in found})
 
@@ -62,7 +65,8 @@ def check(name: str, value: Tensor) -> None:
     rank = len(row.shape)
     fits = value.dtype == row.dtype and value.ndim == rank
     fits = fits and all(size == wanted for size, wanted in zip(value.shape, row.shape, strict=True) if wanted)
-    if not fits or not value.numel() or not bool(((value >= 0) & (value < float("inf"))).all()):
+    size = value.abs() if row.signed else value
+    if not fits or not value.numel() or not bool(((size >= 0) & (size < float("inf"))).all()):
         raise ValueError(f"{name} is {value.dtype} {list(value.shape)} or holds what is no count")
 
 

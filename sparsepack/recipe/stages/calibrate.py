@@ -16,8 +16,9 @@ AGAIN = "calibrate_pruned"
 
 
 class Calibrate(Section):
-    """Every statistic that thresholds are taken from, over a text, which is also what pruning looks at. Where a recipe
-    both prunes and skips, the pruned model is calibrated again: thresholds are about its own activations."""
+    """Every statistic that thresholds and heavy channels are taken from, over a text, which is also what pruning looks
+    at. Where a recipe both prunes and skips, or prunes and reads few tokens, the pruned model is calibrated again: both
+    are about its own activations."""
 
     key: ClassVar[str] = "calibrate"
     options: ClassVar[type] = CalibrateOptions

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import RenderableType
 from rich.markup import escape
@@ -15,26 +16,56 @@ from sparsepack.pack import PackRequest
 from sparsepack.progress import say
 from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
-from sparsepack.recipe.section import Recipe, Section, limit
+from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
 from sparsepack.recipe.stages.prune import pruned, record_to_come
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
+from sparsepack.sparsity.attention_options import AttentionOptions
+
+if TYPE_CHECKING:
+    from sparsepack.sparsity.attention import FoundAttention
 
 DESCRIPTION = "pack.json"
 _MADE_FROM = ("name", "model", "dtype", "calibrate", "prune", "activation_sparsity", "pack")
 
 
 class Pack(Section):
-    """The artifact."""
+    """The artifact. Sparse attention takes its channels from the calibration, which is made again of a pruned model."""
 
     key: ClassVar[str] = "pack"
     options: ClassVar[type] = PackRequest
+    also: ClassVar[tuple[type, ...]] = (AttentionOptions,)
 
     format: str
     output_type: str
     embedding_type: str
     keep: int | None
     of: int | None
+    attention: str
+    channels: int | None
+    tokens: Text
+    sinks: int
+    recent: int
+    min_context: int
+    dense_layers: Text
+
+    @property
+    def sparse_attention(self) -> AttentionOptions:
+        """What it asks for of attention."""
+        return AttentionOptions(**{field.name: getattr(self, field.name) for field in fields(AttentionOptions)})
+
+    @property
+    def for_request(self) -> dict[str, Any]:
+        """The fields of a `PackRequest` that are given here."""
+        others = self.model_dump(exclude={field.name for field in fields(AttentionOptions)})
+        return {**others, "sparse_attention": self.sparse_attention}
+
+
+def sparse_attention(recipe: Recipe) -> bool:
+    """Whether the artifact will have attention that reads some of the tokens alone."""
+    asked = Pack.asked_in(recipe)
+    return asked is not None and asked.sparse_attention.sparse
 
 
 def artifact_name(asked: Pack) -> str:
@@ -71,17 +102,29 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
         )
     if asked.keep is not None and pruned(recipe):
         yield "pack.keep: it is for a model that was pruned elsewhere; leave it out, prune says what stays"
+    calibration = None
+    if sparse_attention(recipe):
+        if Calibrate.asked_in(recipe) is None:
+            yield "pack.attention: its channels are chosen on calibration text; add a calibrate section"
+        calibration = Path(FOLDER)
     try:
-        PackRequest(recipe.model, Path(artifact_name(asked)), **asked.model_dump()).check()
+        PackRequest(recipe.model, Path(artifact_name(asked)), calibration=calibration, **asked.for_request).check()
     except PackingError as error:
         yield f"pack: {error}"
 
 
 def _misfits(job: Job, asked: Pack) -> Iterator[str]:
-    """Of a format that leaves out zeros: whether there will be any, in a pattern that it can hold."""
+    """What of attention the model does not have; of a format that leaves out zeros: whether there will be any, in a
+    pattern that it can hold."""
     from sparsepack.models.pruned import pruning_record
     from sparsepack.pack import plan_of
+    from sparsepack.sparsity.attention import channels_asked
 
+    if asked.sparse_attention.sparse:
+        try:
+            channels_asked(job.checkpoint, asked.sparse_attention)
+        except PackingError as error:
+            yield f"pack: {error}"
     format, record = FORMATS[asked.format], record_to_come(job)
     if not format.weight_sparsity:
         return
@@ -102,12 +145,32 @@ def request_of(job: Job, asked: Pack) -> PackRequest:
     return PackRequest(
         model=job.model,
         output=artifact_of(job),
+        calibration=folder_of(job) if sparse_attention(recipe) else None,
         thresholds=job.folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
         overwrite=True,
         recipe=provenance(recipe),
-        **asked.model_dump(),
+        **asked.for_request,
     )
+
+
+def _attention_to_come(job: Job, asked: Pack) -> "FoundAttention | None":
+    """Sparse attention of about as many channels as there will be: which layers are dense is not known yet."""
+    import torch
+
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.heads import heads_of_config
+    from sparsepack.models.sparse_attention import SparseAttention
+    from sparsepack.sparsity.attention import FoundAttention, channels_asked
+
+    options = asked.sparse_attention
+    if not options.sparse:
+        return None
+    heads, count = heads_of_config(job.checkpoint.config), channels_asked(job.checkpoint, options)
+    channels = torch.arange(heads.head_dim - count, heads.head_dim).expand(heads.kv_heads, -1)
+    dense = options.dense or ()
+    layers = tuple(None if layer in dense else channels for layer in range(job.checkpoint.layers))
+    return FoundAttention(SparseAttention(options.policy, layers), NO_HASH)
 
 
 def _run(job: Job, asked: Pack) -> None:
@@ -126,7 +189,13 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
 
     if asked is None:
         return {"artifact": None}
-    planned = plan_of(job.checkpoint, request_of(job, asked), thresholds_to_come(job), record_to_come(job))
+    planned = plan_of(
+        job.checkpoint,
+        request_of(job, asked),
+        thresholds_to_come(job),
+        record_to_come(job),
+        _attention_to_come(job, asked),
+    )
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1
@@ -188,7 +257,7 @@ PACK = Stage(
     name="pack",
     key=Pack.key,
     type=Pack | None,
-    needs=(THRESHOLDS.name,),
+    needs=(CALIBRATE.name, AGAIN, THRESHOLDS.name),
     outputs=lambda asked: (artifact_name(asked), DESCRIPTION),
     settings=lambda job, asked: provenance(job.recipe),
     run=_run,

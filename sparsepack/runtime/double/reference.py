@@ -54,20 +54,21 @@ def label_scores(queries: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return (sums * scales.float()[:, None]).bfloat16()
 
 
-def select_tokens(scores: Tensor, first: int, policy: TokenPolicy, window: int = 0) -> Tensor:
+def select_tokens(scores: Tensor, first: int, policy: TokenPolicy, window: int = 0, oldest: int = 0) -> Tensor:
     """Which tokens each position reads: the policy's sinks and recent ones, and those that score best, the earlier ones
     of equal score first; exactly `policy.budget` of those that it sees.
 
-    scores -- bfloat16 [kv_heads, S, T] of positions first .. first + S - 1 and tokens 0 .. T - 1 = first + S - 1
+    scores -- bfloat16 [kv_heads, S, T] of positions first .. first + S - 1 and tokens oldest .. first + S - 1
     window -- tokens that a position sees at most, its own included; 0: all
+    oldest -- the first token that is there: 0, or where a cache forgets what no window reaches, a later one
 
     Returns bool [kv_heads, S, T].
     """
-    length, tokens = scores.shape[1:]
-    seen = reference.visible(first, length, 0, window, scores.device)
+    length = scores.shape[1]
+    seen = reference.visible(first, length, oldest, window, scores.device)
     counts = seen.sum(-1)
     budgets = torch.tensor([policy.budget(n) for n in counts.tolist()], device=scores.device)
-    token = torch.arange(tokens, device=scores.device)
+    token = torch.arange(oldest, first + length, device=scores.device)
     position = torch.arange(first, first + length, device=scores.device)[:, None]
     always = seen & ((token < policy.sinks) | (token > position - policy.recent))
     ranks = scores.float().masked_fill(~seen, -torch.inf).masked_fill(always, torch.inf)
@@ -97,6 +98,39 @@ def attend_selected(queries: Tensor, keys: Tensor, values: Tensor, selected: Ten
     return attn_output.transpose(0, 1).reshape(length, -1)
 
 
+def attend_sparse(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    labels: tuple[Tensor, Tensor],
+    channels: Tensor,
+    policy: TokenPolicy,
+    first: int,
+    window: int = 0,
+    oldest: int = 0,
+) -> Tensor:
+    """What decoded positions make of the tokens that their labels rank best: the three operations, for some queries at
+    a time.
+
+    queries       -- float32 [heads, S, D], of positions first .. first + S - 1
+    keys, values  -- [kv_heads, T, D], any floating type, of tokens oldest .. first + S - 1
+    labels        -- codes and scales of these keys' heavy channels, as `encode_labels` gives them
+    channels      -- int64 [kv_heads, r]
+    window        -- as for `select_tokens`
+
+    Returns float32 [S, heads * D].
+    """
+    outputs = []
+    for part in torch.split(queries, _QUERIES_AT_ONCE, dim=1):
+        last = first + part.shape[1]
+        codes, scales, seen_keys, seen_values = (of[:, : last - oldest] for of in (*labels, keys, values))
+        scores = label_scores(label_queries(part, channels), codes, scales)
+        selected = select_tokens(scores, first, policy, window, oldest)
+        outputs.append(attend_selected(part, seen_keys.float(), seen_values.float(), selected))
+        first = last
+    return torch.cat(outputs)
+
+
 class DoubleKvCache(DenseKvCache):
     """See `runtime.kv_cache.KvCache`. Decoded positions read the tokens that the shape's policy allows, prefilled ones
     every token; both label their keys.
@@ -124,16 +158,11 @@ class DoubleKvCache(DenseKvCache):
         labels, channels, policy = self._labels[layer], self._shape.layers[layer].channels, self._shape.policy
         if not sparse or labels is None or channels is None or policy is None:
             return super().attend(layer, queries, sequence)
-        outputs, first = [], self._lengths[sequence]
-        for part in torch.split(queries, _QUERIES_AT_ONCE, dim=1):
-            last = first + part.shape[1]
-            codes, scales = (of[sequence, :, :last] for of in labels)
-            scores = label_scores(label_queries(part, channels), codes, scales)
-            selected = select_tokens(scores, first, policy, self._shape.layers[layer].window)
-            keys, values = (of[layer, sequence, :, :last].float() for of in (self._keys, self._values))
-            outputs.append(attend_selected(part, keys, values, selected))
-            first = last
-        return torch.cat(outputs)
+        first, window = self._lengths[sequence], self._shape.layers[layer].window
+        here = slice(first + queries.shape[1])
+        keys, values = (of[layer, sequence, :, here] for of in (self._keys, self._values))
+        codes, scales = (of[sequence, :, here] for of in labels)
+        return attend_sparse(queries, keys, values, (codes, scales), channels, policy, first, window)
 
     def _empty(self, layer: LayerAttention, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
         if layer.channels is None:

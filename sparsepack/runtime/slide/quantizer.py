@@ -1,13 +1,17 @@
 """What transformers calls to load a slid folder: `from_pretrained` finds it by `quant_method: sparsepack`."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sparsepack.artifacts.folder.layout import METHOD
+from sparsepack.artifacts.attention import sparse_attention_of
+from sparsepack.artifacts.folder.layout import MANIFEST, METHOD, unsealed
+from sparsepack.artifacts.manifest import read_manifest
 from sparsepack.codecs.pattern import Pattern
 from sparsepack.codecs.slide import Slide
 from sparsepack.errors import ArtifactError, PackingError
@@ -58,6 +62,22 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
             if not isinstance(linear, torch.nn.Linear):
                 raise ArtifactError(f"{name}: a {type(linear).__name__}, expected a Linear; pack the model again")
             model.set_submodule(name, SlidLinear.in_place_of(linear, how, dtype))
+
+    def _process_model_after_weight_loading(self, model: Any, **settings: Any) -> None:
+        """Attaches what the folder says of sparse attention, unless an implementation other than sdpa was asked for."""
+        revision = getattr(model.config, "_commit_hash", None)
+        place = cached_file(
+            model.name_or_path, MANIFEST, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if place is None:  # saved by transformers, which keeps the tensors alone
+            return
+        manifest = read_manifest(unsealed(Path(place)).get("manifest"), f"{place}: the manifest")
+        attention = sparse_attention_of(manifest, model.config, place)
+        if attention is not None and model.config._attn_implementation == "sdpa":
+            # Not above: transformers is still being imported when this file is.
+            from sparsepack.runtime.double.attention import attach
+
+            attach(model, attention)
 
     def param_needs_quantization(self, model: Any, param_name: str, **settings: Any) -> bool:
         """None does: what is read is quantised already."""

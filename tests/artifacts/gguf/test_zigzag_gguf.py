@@ -281,7 +281,11 @@ def named(group: PlannedGroup, name: str) -> PlannedGroup:
 
 NUMBERS = "sparsepack.architecture"
 FORGED = {
-    "newer schema": (lambda v, t: (edited(v, KEY, schema=3), t), "schema 3 .* update sparsepack"),
+    "newer schema": (lambda v, t: (edited(v, KEY, schema=4), t), "schema 4 .* update sparsepack"),
+    "attention of another kind": (
+        lambda v, t: (edited(v, KEY, attention={"kept": 0.1}), t),
+        "attention.kind: Field req",
+    ),
     "unknown kind": (lambda v, t: (edited(v, KEY, kind="zigzag-q9"), t), "unknown kind 'zigzag-q9'"),
     "other kind": (lambda v, t: (edited(v, KEY, kind="q4_k"), t), "plain Q4_K GGUF"),
     "no manifest": (lambda v, t: ({k: x for k, x in v.items() if k != KEY}, t), "manifest is missing"),
@@ -324,7 +328,6 @@ def test_files_of_schema_1_are_still_read(checkpoints: Checkpoints, zigzag_files
 RESERVED = {
     "blk.0.attention.heavy_channels": lambda v, t: (v, [*t, policy(t, "blk.0.attention.heavy_channels")]),
     "blk.1.mlp.order": lambda v, t: (v, [*t, policy(t, "blk.1.mlp.order")]),
-    "attention in its manifest": lambda v, t: (edited(v, KEY, attention={"kept": 0.1}), t),
     "neurons in its manifest": lambda v, t: (edited(v, KEY, neurons={"order": "activity"}), t),
 }
 

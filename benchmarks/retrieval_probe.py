@@ -1,0 +1,159 @@
+"""Whether a model still finds a sentence far back in its context when it reads a share of the tokens: by depth.
+
+    python benchmarks/retrieval_probe.py MODEL --calibration CAL --text A [--device cuda]
+
+A trial takes a window of held-out text, puts a sentence from elsewhere in it at some depth, and asks for it at the end
+by its first tokens. The right continuation competes with those of other sentences, as many tokens long. The context is
+dense, as a prompt is; the asked tokens and the continuation read their share (protocol `decode`).
+
+    gain  how much likelier the right continuation is than after the same context without the sentence: nats by token,
+          with their standard error over trials; what sparse attention loses of the dense one's, paired
+    hit   the right one gains most of the candidates: by chance, one of their number. Small models copy little, so that
+          what sounds likely anyway would hide it; the gain does not count that
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from accuracy_windows import windows_of
+from torch import Tensor
+
+from sparsepack.calibrate.channels import importance
+from sparsepack.calibrate.folder import load
+from sparsepack.eval.standard_error import mean, with_error
+from sparsepack.eval.subject import open_subject
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.runtime.double.attention import attach, sparse_rows
+
+_SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.!?\n]{60,300}[.!?]")
+
+
+@click.command()
+@click.argument("model")
+@click.option("--calibration", required=True, type=click.Path(path_type=Path))
+@click.option("--text", required=True)
+@click.option("--tokens", "shares", multiple=True, type=Fraction, default=("1/8", "1/16", "1/32"))
+@click.option("--channels", default=16)
+@click.option("--dense", default="0,1", help="Layers that read every token, by commas.")
+@click.option("--sinks", default=TokenPolicy.sinks)
+@click.option("--recent", default=TokenPolicy.recent)
+@click.option("--depth", "depths", multiple=True, type=float, default=(0.05, 0.25, 0.5, 0.75, 0.95))
+@click.option("--context", default=8192, help="Tokens of a trial.")
+@click.option("--asked", default=16, help="Tokens of the sentence that are given.")
+@click.option("--said", default=8, help="Tokens of its continuation.")
+@click.option("--candidates", default=16)
+@click.option("--trials", default=64, help="Windows, each with a sentence of its own.")
+@click.option("--seed", default=0)
+@click.option("--device", default="cpu")
+@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@torch.inference_mode()
+def main(
+    model: str,
+    calibration: Path,
+    text: str,
+    shares: tuple[Fraction, ...],
+    channels: int,
+    dense: str,
+    sinks: int,
+    recent: int,
+    depths: tuple[float, ...],
+    context: int,
+    asked: int,
+    said: int,
+    candidates: int,
+    trials: int,
+    seed: int,
+    device: str,
+    json_path: Path | None,
+) -> None:
+    """Print the table for one model."""
+    subject = open_subject(model, None, device)
+    statistics = load(calibration)
+    statistics.check_model(open_checkpoint(model))
+    left = {int(layer) for layer in dense.split(",") if layer}
+    ranked = [each.product.topk(channels).indices.sort().values for each in importance(statistics)]
+    chosen = tuple(None if layer in left else best for layer, best in enumerate(ranked))
+    policies = [SparseAttention(TokenPolicy(share, sinks, recent), chosen) for share in shares]
+    inputs, _ = windows_of(subject, text, trials, context=context)
+    random = torch.Generator().manual_seed(seed)
+    sentences = _sentences(subject.tokenizer, inputs, asked + said)
+    gains: dict[tuple[float, str], list[Tensor]] = {}
+    for number, window in enumerate(inputs):
+        others = [sentence for at, sentence in sentences if at != number]
+        picked = torch.randperm(len(others), generator=random)[:candidates].tolist()
+        rows = torch.stack([others[n] for n in picked])  # the first is planted; all go on from its beginning
+        rows[:, :asked] = rows[0, :asked]
+        prompt = window[: context - asked - said]
+        without = _likelihoods(subject.model, prompt.to(device), rows.to(device), asked, policies)
+        for depth in depths:
+            at = int(depth * (len(prompt) - asked - said))
+            planted = torch.cat([prompt[:at], rows[0], prompt[at + asked + said :]])
+            within = _likelihoods(subject.model, planted.to(device), rows.to(device), asked, policies)
+            for name, likelihood in within.items():
+                gains.setdefault((depth, name), []).append(likelihood - without[name])
+    joined = {key: torch.stack(of) for key, of in gains.items()}  # [trials, candidates]
+    _print(joined, depths, list(without))
+    print(
+        f"\n{len(inputs)} trials of {context} tokens of {Path(text).name}, {candidates} candidates (chance "
+        f"{1 / candidates:.1%}), {asked} tokens asked and {said} said; {channels} channels in 4 bits, layers that read "
+        f"every token: {dense or 'none'}; {sinks} first and {recent} last tokens within the share. Computed in "
+        f"{subject.precision['dtype']} on {device}."
+    )
+    if json_path:
+        results = [{"depth": key[0], "tokens": key[1], "gains": of.tolist()} for key, of in joined.items()]
+        json_path.write_text(json.dumps(results, indent=1))
+
+
+def _sentences(tokenizer: Any, inputs: Tensor, length: int) -> list[tuple[int, Tensor]]:
+    """The first tokens of long sentences, and the window that each is from; those that begin alike are left out."""
+    found: dict[tuple[int, ...], tuple[int, Tensor]] = {}
+    for number, window in enumerate(inputs):
+        for match in _SENTENCE.finditer(tokenizer.decode(window, skip_special_tokens=True)):
+            ids = tokenizer(" " + match[0], add_special_tokens=False)["input_ids"][:length]
+            if len(ids) == length:
+                found.setdefault(tuple(ids[:4]), (number, torch.tensor(ids)))
+    return list(found.values())
+
+
+def _likelihoods(
+    model: Any, prompt: Tensor, rows: Tensor, asked: int, policies: Sequence[SparseAttention]
+) -> dict[str, Tensor]:
+    """Mean log-likelihood by token of each continuation after a prompt, dense and by each policy: float64 [rows]."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    model.model(prompt[None], past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(len(rows))
+    found = {}
+    for name, attention in [("dense", None), *((str(each.policy.tokens), each) for each in policies)]:
+        if attention is not None:
+            attach(model, attention)
+        with sparse_rows(torch.zeros(len(rows), dtype=torch.int64)):
+            logits = model(rows, past_key_values=cache, use_cache=True).logits[:, asked - 1 : -1].float()
+        cache.crop(-rows.shape[1])
+        of = logits.log_softmax(-1).gather(-1, rows[:, asked:, None])[..., 0]  # [rows, said]
+        found[name] = of.double().mean(-1).cpu()
+    return found
+
+
+def _print(gains: Mapping[tuple[float, str], Tensor], depths: Sequence[float], names: Sequence[str]) -> None:
+    print("| depth | " + " | ".join(f"{what}, {name}" for what in ("hit", "gain") for name in names) + " |")
+    print("|---" * (2 * len(names) + 1) + "|")
+    for depth in depths:
+        cells = [f"{(gains[depth, name].argmax(-1) == 0).double().mean():.0%}" for name in names]
+        dense = gains[depth, "dense"][:, 0]
+        cells.append(with_error(mean(dense), 3))
+        cells += [with_error(mean(gains[depth, name][:, 0] - dense), 3) for name in names[1:]]
+        print(f"| {depth:.0%} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

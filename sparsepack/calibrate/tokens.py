@@ -1,0 +1,51 @@
+"""What a calibration knows of reading few tokens: what attention would miss, and whose tokens can be guessed early."""
+
+from fractions import Fraction
+from typing import Any
+
+from sparsepack.calibrate.collectors.missed import SHARES
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.errors import CalibrationError
+
+MEASURED = tuple(Fraction(1, share) for share in SHARES)
+"""The shares of the tokens for which `missed` has a figure."""
+
+
+def missed(calibration: Calibration) -> tuple[tuple[float, ...], ...]:
+    """Of every layer, for each share in `MEASURED`: the share of attention weight that the other tokens have, where the
+    best ones are read (`collectors.missed`). Raises `CalibrationError` where the calibration is too old to say."""
+    return tuple(_means(calibration, "missed", layer) for layer in range(len(calibration.layers)))
+
+
+def next_similarity(calibration: Calibration) -> tuple[float, ...]:
+    """Of every layer, the cosine of what enters it and what leaves it, which enters the next one, mean over positions.
+
+    Raises `CalibrationError` where the calibration is too old to say.
+    """
+    return tuple(_means(calibration, "next_similarity", layer)[0] for layer in range(len(calibration.layers)))
+
+
+def token_report(calibration: Calibration) -> dict[str, Any]:
+    """Both in a few numbers, JSON-able: `shares` as text, and of each of `layers` its `missed` and `next_similarity`.
+
+    Raises `CalibrationError` where the calibration is too old to say.
+    """
+    layers = zip(missed(calibration), next_similarity(calibration), strict=True)
+    return {
+        "shares": [str(share) for share in MEASURED],
+        "layers": [{"missed": list(lost), "next_similarity": similar} for lost, similar in layers],
+    }
+
+
+def _means(calibration: Calibration, name: str, layer: int) -> tuple[float, ...]:
+    statistics, model = calibration.layers[layer], calibration.manifest["model"]["name"]
+    if f"attention.{name}" not in statistics:
+        raise CalibrationError(
+            f"the calibration of {model} has no attention.{name}: it was made before that was measured; calibrate again"
+        )
+    sums, positions = statistics[f"attention.{name}"], statistics[f"attention.{name}_positions"]
+    if not bool((positions > 0).all()) or not bool((sums.abs() <= positions * (1 + 1e-6)).all()):
+        raise CalibrationError(
+            f"the calibration of {model}: attention.{name} of block {layer} is no mean of shares; calibrate again"
+        )
+    return tuple((sums / positions).tolist())

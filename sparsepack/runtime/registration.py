@@ -1,0 +1,44 @@
+"""Tell transformers of what we add to it when both are there: `import sparsepack` does not import transformers."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_ADDED: Mapping[str, str] = {
+    "transformers.quantizers.auto": "sparsepack.runtime.slide.quantizer",
+    "transformers.modeling_utils": "sparsepack.runtime.double.attention",
+}
+"""Where transformers keeps a table, and which module of ours registers in it when it is imported."""
+
+
+def register() -> None:
+    """Register now what transformers has imported the table of, and the rest when it does."""
+    for table, ours in _ADDED.items():
+        if table in sys.modules:
+            importlib.import_module(ours)
+    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher({table: ours for table, ours in _ADDED.items() if table not in sys.modules}))
+
+
+class _Watcher(MetaPathFinder):
+    """Lets the watched modules be found by others, and registers behind the last line of each."""
+
+    def __init__(self, watched: dict[str, str]) -> None:
+        self._watched = watched
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        ours = self._watched.pop(name, None)
+        spec = None if ours is None else importlib.util.find_spec(name)
+        if ours is None or spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            importlib.import_module(ours)
+
+        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,93 @@
+"""From a calibration to sparse attention: heavy channels, and which layers stay dense (Double Sparsity, 4.1)."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import Tensor
+
+from sparsepack.calibrate.channels import importance
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.tokens import MEASURED, missed
+from sparsepack.errors import CalibrationError, PackingError
+from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.heads import heads_of_config
+from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.sparsity.attention_options import AttentionOptions
+
+MOST_MISSED = 0.5
+"""A layer that misses more than this share of its attention weight at best stays dense, unless the user says which."""
+
+
+@dataclass(frozen=True)
+class FoundAttention:
+    """Sparse attention, the hash of the calibration that it is from, and what the user should be told, a sentence
+    each."""
+
+    sparse: SparseAttention
+    calibration_sha256: str
+    notes: tuple[str, ...] = ()
+
+
+def find_attention(checkpoint: Checkpoint, calibration: Calibration, options: AttentionOptions) -> FoundAttention:
+    """The sparse attention that `options` ask for.
+
+    Raises `PackingError` for channels or layers that the model does not have, or where every layer is dense,
+    `CalibrationError` for a calibration of another model, or one too old to say.
+    """
+    count = channels_asked(checkpoint, options)
+    calibration.check_model(checkpoint)
+    layers = importance(calibration)
+    heads = heads_of_config(checkpoint.config).to_json()
+    if (found := {name: calibration.manifest["attention"][name] for name in heads}) != heads:
+        raise CalibrationError(
+            f"{checkpoint.name}: the calibration's heads are {found}, its own {heads}; calibrate again"
+        )
+    notes: tuple[str, ...] = ()
+    if (dense := options.dense) is None:
+        lost = lost_at(options.policy.tokens, missed(calibration))
+        dense = frozenset(layer for layer, share in enumerate(lost) if share > MOST_MISSED)
+        notes = _dense_notes(checkpoint, sorted(dense), lost, options.tokens)
+    channels = tuple(None if layer in dense else heaviest(of.product, count) for layer, of in enumerate(layers))
+    return FoundAttention(SparseAttention(options.policy, channels), calibration.sha256, notes)
+
+
+def channels_asked(checkpoint: Checkpoint, options: AttentionOptions) -> int:
+    """How many heavy channels each KV head gets. Raises `PackingError` for what does not go with the model."""
+    options.check()
+    head_dim = heads_of_config(checkpoint.config).head_dim
+    count = max(1, head_dim // 4) if options.channels is None else options.channels
+    if count > head_dim:
+        raise PackingError(f"channels {count}: expected at most {head_dim}, what a head of {checkpoint.name} has")
+    dense = options.dense or frozenset()
+    if beyond := sorted(layer for layer in dense if layer >= checkpoint.layers):
+        raise PackingError(f"dense layers {beyond[0]}: {checkpoint.name} has layers 0 to {checkpoint.layers - 1}")
+    if len(dense) == checkpoint.layers:
+        raise PackingError("dense layers: all of them, so no token would be left out; leave --attention out")
+    return count
+
+
+def heaviest(product: Tensor, count: int) -> Tensor:
+    """The channels with the largest importance, float64 [kv_heads, D]: int64 [kv_heads, count], ascending; the first
+    of equal ones."""
+    return product.argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
+
+
+def lost_at(tokens: Fraction, layers: tuple[tuple[float, ...], ...]) -> list[float]:
+    """What each layer misses at a share of tokens: at the next larger one that was measured, or the largest."""
+    at = max((n for n, share in enumerate(MEASURED) if share >= tokens), default=0)
+    return [layer[at] for layer in layers]
+
+
+def _dense_notes(checkpoint: Checkpoint, dense: list[int], lost: list[float], tokens: str) -> tuple[str, ...]:
+    if len(dense) == checkpoint.layers:
+        raise PackingError(
+            f"tokens {tokens}: the best of them miss more than half of the attention weight in every layer of "
+            f"{checkpoint.name}; give a larger share, or --dense-layers"
+        )
+    if not dense:
+        return ()
+    named, shares = ", ".join(map(str, dense)), ", ".join(f"{lost[layer]:.0%}" for layer in dense)
+    return (
+        f"attention: {f'layers {named} read' if len(dense) > 1 else f'layer {named} reads'} every token: the best "
+        f"{tokens} of them would miss {shares} of the attention weight there",
+    )
