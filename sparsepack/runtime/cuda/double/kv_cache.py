@@ -7,7 +7,7 @@ from sparsepack.runtime.cuda.dense import Product
 from sparsepack.runtime.cuda.double.attention import DoubleParameters
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.kv_cache import DenseKvCache
-from sparsepack.runtime.double import reference
+from sparsepack.runtime.double.reference import attend_sparse
 from sparsepack.runtime.kv_cache import AttentionShape
 
 
@@ -74,12 +74,11 @@ class DoubleKvCache(DenseKvCache):
 
     def _attend_decoded(self, of: DoubleParameters, queries: Tensor, sequence: int) -> Tensor:
         """Of several decoded positions at once, by torch: for comparisons; engines decode one by one."""
-        first = self.lengths[sequence]
-        last, heavy = first + len(queries), of.dense.layer.channels
-        assert heavy is not None
+        first, channels = self.lengths[sequence], of.dense.layer.channels
+        assert channels is not None
+        here = slice(first + len(queries))
+        keys, values, codes, scales = (
+            x[sequence, :, here] for x in (of.dense.keys, of.dense.values, of.codes, of.scales)
+        )
         q = queries.float().transpose(0, 1)
-        codes, scales = of.codes[sequence, :, :last], of.scales[sequence, :, :last]
-        scores = reference.label_scores(reference.label_queries(q, heavy), codes, scales)
-        selected = reference.select_tokens(scores, first, of.policy, of.dense.layer.window)
-        keys, values = (cached[sequence, :, :last].float() for cached in (of.dense.keys, of.dense.values))
-        return reference.attend_selected(q, keys, values, selected)
+        return attend_sparse(q, keys, values, (codes, scales), channels, of.policy, first, of.dense.layer.window)
