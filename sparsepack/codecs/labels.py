@@ -36,8 +36,9 @@ def encode_labels(keys: Tensor) -> tuple[Tensor, Tensor]:
     finite has codes of no meaning.
     """
     values = keys.float()
-    scale = (values.abs().amax(-1) / LABEL_STEPS).clamp(max=torch.finfo(torch.float16).max).half()
-    # A tensor divided by a tensor: nothing is made of it but one division.
+    largest = values.abs().amax(-1)
+    # Tensors divided by tensors: of a Python number torch makes a product with a reciprocal, which rounds twice.
+    scale = (largest / largest.new_tensor(LABEL_STEPS)).clamp(max=torch.finfo(torch.float16).max).half()
     numbers = (values / scale.float()[..., None]).nan_to_num(0, 7, -8).round_().clamp_(-8, 7)
     room = (*keys.shape[:-1], padded_channels(keys.shape[-1]))
     codes = torch.full(room, _ZERO, dtype=torch.uint8, device=keys.device)
