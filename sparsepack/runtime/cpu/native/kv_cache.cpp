@@ -45,7 +45,8 @@ void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
     }
 }
 
-void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch) const {
+void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
+                         bool sparse) const {
     int32_t blocks = (count + BLOCK - 1) / BLOCK;
     pool.share(blocks * shape_.kv_heads, [&](int unit, int) {
         int32_t block = blocks - 1 - unit / shape_.kv_heads;  // the last see most: first
@@ -53,7 +54,8 @@ void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count
         int64_t head = int64_t(kv_head) * shape_.gqa_ratio() * shape_.head_dim;
         int64_t q_stride = shape_.qkv_rows(), y_stride = shape_.q_rows();
         attend(layer, kv_head, length_ + first,
-               {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch});
+               {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch,
+                sparse});
     });
 }
 
@@ -74,6 +76,11 @@ void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q
 }
 
 void DenseKvCache::attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const {
+    AttentionUnit unit = attention(layer, kv_head, position, queries);
+    kernels_.attention(&unit);
+}
+
+AttentionUnit DenseKvCache::attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const {
     AttentionUnit unit{};
     unit.q = queries.q;
     unit.keys = keys(layer, kv_head);
@@ -89,7 +96,7 @@ void DenseKvCache::attend(int layer, int32_t kv_head, int64_t position, const Qu
     unit.positions = queries.positions;
     unit.window = layers_[layer].window;
     unit.scale = scale_;
-    kernels_.attention(&unit);
+    return unit;
 }
 
 int64_t DenseKvCache::scratch(int32_t positions) const {
