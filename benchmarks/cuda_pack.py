@@ -1,6 +1,6 @@
 """Seconds to pack a random Llama of 8 billion parameters on a CUDA device, stage by stage, as Markdown.
 
-    python benchmarks/cuda_pack.py [--format slide-int8] [--layers 32] [--work FOLDER] [--at-once 1 --at-once 4 ...]
+    python benchmarks/cuda_pack.py [--format slide-int8] [--layers 32] [--shard-gb 5] [--work FOLDER] [--at-once 4 ...]
 
 For a slid folder its matrices are pruned by magnitude, keep 6 of 8, when the checkpoint is made. The artifact is
 checked first: its hashes, and matrices of the first and the last block against the encoders on the CPU. The files lie
@@ -34,6 +34,7 @@ from sparsepack.codecs import slid_matrix, zigzag
 from sparsepack.codecs.matrices import decode_rows, encode_rows
 from sparsepack.codecs.pattern import Pattern, kept
 from sparsepack.codecs.slide import Slide
+from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import sha256_files
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
@@ -42,15 +43,16 @@ from sparsepack.pack import PackRequest, pack
 
 ROOT = Path(__file__).parents[1]
 EIGHT_BILLION = Size("llama-8b", 4096, 32, 14336, 32, 8, 128256)
-SHARD_BYTES = 5_000_000_000  # what transformers fills a shard with
+SHARD_GB = 5.0  # what transformers filled a shard with for years
 Q6_K_ROWS = 4096  # of the embedding and the output, checked against the CPU
 PATTERN = Pattern(6, 8)
 ZIGZAG = "zigzag-q4_k"
 TIMED = (ZIGZAG, "slide-int8", "slide-fp8", "slide-bf16")
 
 
-def make_shards(folder: Path, size: Size, device: str, pattern: Pattern | None) -> None:
-    """A checkpoint in shards as a real one's, its weights made on `device`, and pruned there to a pattern if any."""
+def make_shards(folder: Path, size: Size, device: str, pattern: Pattern | None, most: int) -> None:
+    """A checkpoint in shards of so many bytes at most, its weights made on `device`, and pruned there to a pattern if
+    any."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,7 @@ def make_shards(folder: Path, size: Size, device: str, pattern: Pattern | None) 
     held = 0
     for name, shape in shapes.items():
         nbytes = 2 * torch.Size(shape).numel()
-        if held and held + nbytes > SHARD_BYTES:
+        if held and held + nbytes > most:
             shards.append([])
             held = 0
         shards[-1].append(name)
@@ -155,8 +157,14 @@ def packing(format: str) -> Packing:
     )
 
 
-def timed_pack(request: PackRequest, how: Packing, at_once: int) -> tuple[float, Counter[str], float]:
-    """Seconds in total, by stage, and GB that the device held at most."""
+def timed_pack(
+    request: PackRequest, how: Packing, at_once: int, checkpoint: Checkpoint | None = None
+) -> tuple[float, Counter[str], float]:
+    """Seconds in total, by stage, and GB that the device held at most.
+
+    checkpoint -- one whose hash is known; None: it is taken too
+    """
+    remove(request.output)  # to free the old one's memory takes long too
     on_cuda = request.device.startswith("cuda")
     if on_cuda:
         torch.cuda.empty_cache()
@@ -164,7 +172,7 @@ def timed_pack(request: PackRequest, how: Packing, at_once: int) -> tuple[float,
     stages = Stages()
     with stages.counted(how.reader, how.encoders), patch.object(*how.at_once, at_once):
         start = time.perf_counter()
-        pack(request)
+        pack(request, checkpoint)
         seconds = time.perf_counter() - start
     return seconds, stages.seconds, torch.cuda.max_memory_reserved() / 1e9 if on_cuda else 0.0
 
@@ -205,21 +213,30 @@ def files_of(artifact: Path) -> list[Path]:
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
 @click.option("--layers", type=int, help="Fewer make a smaller model.")
 @click.option("--tiny", is_flag=True, help="A model of a few hundred thousand parameters, to try this script.")
+@click.option("--shard-gb", default=SHARD_GB, show_default=True, help="Of a file of the checkpoint.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--at-once", multiple=True, type=int, help="Instead of the format's own number.")
 @click.option("--repeats", default=3, show_default=True)
 def main(
-    format_: str, work: Path, layers: int | None, tiny: bool, device: str, at_once: tuple[int, ...], repeats: int
+    format_: str,
+    work: Path,
+    layers: int | None,
+    tiny: bool,
+    shard_gb: float,
+    device: str,
+    at_once: tuple[int, ...],
+    repeats: int,
 ) -> None:
     """Make the checkpoint, unless it is there, pack it, check the artifact, and print the times."""
     how, size = packing(format_), TINY if tiny else EIGHT_BILLION
     size = replace(size, layers=layers or size.layers)
     pruned = f"-{how.pattern.keep}of{how.pattern.of}" if how.pattern else ""
-    work = work.absolute() / f"{size.name}-{size.layers}{pruned}"
+    shards = "" if shard_gb == SHARD_GB else f"-{shard_gb:g}gb"
+    work = work.absolute() / f"{size.name}-{size.layers}{pruned}{shards}"
     folder, artifact = work / "checkpoint", work / format_
     if not (folder / "model.safetensors.index.json").is_file():
         start = time.perf_counter()
-        make_shards(folder, size, device, how.pattern)
+        make_shards(folder, size, device, how.pattern, int(shard_gb * 1e9))
         click.echo(f"made {folder} in {time.perf_counter() - start:.1f} s", err=True)
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
@@ -228,14 +245,15 @@ def main(
     whole = process_seconds(request)
     checkpoint = open_checkpoint(folder)
     how.check(checkpoint, artifact)
+    checkpoint.source.hash.sha256()  # from now on it is known
     digest = sha256_files(files_of(artifact))
 
-    shards = [path.stat().st_size for path in folder.glob("*.safetensors")]
-    source, packed = sum(shards), sum(path.stat().st_size for path in files_of(artifact))
+    files = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    source, packed = sum(files), sum(path.stat().st_size for path in files_of(artifact))
     where = torch.cuda.get_device_name(device) if device.startswith("cuda") else "no GPU"
     alone, nbytes = encoder_seconds(how, size, device)
     click.echo(
-        f"{source / 1e9:.2f} GB of bf16 in {len(shards)} shards to {packed / 1e9:.2f} GB of {format_}; {where}, "
+        f"{source / 1e9:.2f} GB of bf16 in {len(files)} shards to {packed / 1e9:.2f} GB of {format_}; {where}, "
         f"{os.cpu_count()} cores, files in {work.parent}; a new process: {whole:.1f} s in all; "
         f"the encoder alone: {nbytes / alone / 1e9:.1f} GB/s of bf16\n\n"
         f"Seconds by stage are summed over the threads; in brackets, GB of all the bf16 for one of them.\n\n"
@@ -246,7 +264,8 @@ def main(
     for _ in range(repeats):
         for number in (at_once or (getattr(*how.at_once),)) if on_cuda else (1,):
             seconds, stages, held = timed_pack(request, how, number)
-            rates = (source / taken / 1e9 for taken in (seconds, seconds - stages[STAGES[0]]))
+            known, *_ = timed_pack(request, how, number, checkpoint)
+            rates = (source / taken / 1e9 for taken in (seconds, known))
             cells = " | ".join(_cell(stages[stage], source) for stage in STAGES)
             click.echo(f"| {number} | {seconds:.2f} | {' | '.join(f'{r:.2f}' for r in rates)} | {cells} | {held:.1f} |")
     if sha256_files(files_of(artifact)) != digest:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from sparsepack.artifacts import placing, transfer
-from sparsepack.models.sources import SafetensorsSource
+from sparsepack.files import hashing
 
 STAGES = ("hash of the source", "read, to the device", "encode", "from the device", "hash", "write", "fsync")
 
@@ -68,7 +68,7 @@ class Stages:
         jobs = self.timed("jobs", placing._write)
         with (
             ExitStack() as timed,
-            patch.object(SafetensorsSource, "sha256", self.timed(STAGES[0], SafetensorsSource.sha256)),
+            patch.object(hashing, "_sha256_file", self.timed(STAGES[0], hashing._sha256_file)),
             patch.object(reader, "stacked_on", self.timed(STAGES[1], transfer.stacked_on)),
             patch.object(placing, "host_pieces", self.pieces),
             patch.object(placing, "hashlib", SimpleNamespace(sha256=self.digest)),

@@ -87,12 +87,14 @@ def make_manifest(
     provenance: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, Any]],
     notes: Iterable[str],
+    sha256: str,
 ) -> dict[str, Any]:
     """The manifest of an artifact of `kind` made from `checkpoint`.
 
     provenance -- named parts that the caller knows, each JSON-able: calibration, recipe, thresholds, ...
     tensors    -- logical shape and padding of each matrix: {"shape": [rows, columns], "padding_rows": n}
     notes      -- where the artifact differs from what was asked, a sentence each
+    sha256     -- the checkpoint's, which a container may come to know only once it is written
     """
     if taken := set(provenance) & set(_OWN):
         raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
@@ -102,7 +104,7 @@ def make_manifest(
         "sparsepack": __version__,
         "model": {
             "name": checkpoint.name,
-            "sha256": checkpoint.sha256,
+            "sha256": sha256,
             "model_type": checkpoint.family.model_type,
         },
         **provenance,

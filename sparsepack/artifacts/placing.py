@@ -1,12 +1,14 @@
-"""Tensors into a file, each at its place: several groups side by side, hashed on the way."""
+"""Tensors into files, each at its place: several groups side by side, hashed on the way."""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, zip_longest
 from pathlib import Path
 
-from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor
+from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor, tensors_of
 from sparsepack.artifacts.transfer import host_pieces
 from sparsepack.files.parallel import parallel_map
 
@@ -16,38 +18,57 @@ def places(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> 
     return list(accumulate(size + -size % alignment for size in (start, *(tensor.nbytes for tensor in tensors))))
 
 
-def write_groups(
-    path: Path,
-    header: bytes,
-    groups: Sequence[PlannedGroup],
-    starts: Sequence[int],
-    at_once: int,
-    done: Callable[[], object],
-) -> list[str]:
-    """Write a file: a header, then tensors at their `places`, zeros between them.
+@dataclass(frozen=True)
+class TensorFile:
+    """A file to write: a header, then the tensors of groups at their `places`, zeros between them."""
 
-    `at_once` groups are made, hashed and written at a time; `done` is called after each. Returns the SHA-256 of each
-    tensor, in their order. Raises the first error in the order of the groups.
+    path: Path
+    header: bytes
+    groups: Sequence[PlannedGroup]
+    alignment: int = 1
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Where each tensor begins, and where the file ends."""
+        return places(len(self.header), tensors_of(self.groups), self.alignment)
+
+
+_Job = tuple[Path, PlannedGroup, list[int]]
+"""A group, in which file, and where its tensors begin there."""
+
+
+def write_files(files: Sequence[TensorFile], at_once: int, done: Callable[[], object]) -> dict[str, str]:
+    """Write files; returns the SHA-256 of each tensor by its name.
+
+    `at_once` groups are made, hashed and written at a time; `done` is called after each. Their order is the first of
+    each file, then the second, and so on: a system lets one thread write to a file at a time. Raises the first error
+    in this order.
     """
-    path.write_bytes(header)
-    *begins, end = starts
-    os.truncate(path, end)  # what is not written, the padding, is zeros
-    place = iter(begins)
-    jobs = [(group, [next(place) for _ in group.tensors]) for group in groups]
-    hashes = parallel_map(lambda job: _write(path, *job), jobs, at_once, done)
-    return [digest for of_group in hashes for digest in of_group]
+    for file in files:
+        file.path.write_bytes(file.header)
+        os.truncate(file.path, file.places[-1])  # what is not written, the padding, is zeros
+    in_turn = zip_longest(*(_jobs(file) for file in files))
+    jobs = [job for of_each in in_turn for job in of_each if job is not None]
+    hashes = parallel_map(lambda job: _write(*job), jobs, at_once, done)
+    return {name: digest for of_group in hashes for name, digest in of_group.items()}
 
 
-def _write(path: Path, group: PlannedGroup, starts: Sequence[int]) -> list[str]:
+def _jobs(file: TensorFile) -> Iterator[_Job]:
+    begins = iter(file.places)
+    for group in file.groups:
+        yield file.path, group, [next(begins) for _ in group.tensors]
+
+
+def _write(path: Path, group: PlannedGroup, starts: Sequence[int]) -> dict[str, str]:
     """Make the tensors of a group and write each where it begins; returns their SHA-256."""
-    hashes = []
+    hashes = {}
     made = group.data()
     with path.open("r+b") as file:
-        for data, start in zip(made, starts, strict=True):
+        for tensor, data, start in zip(group.tensors, made, starts, strict=True):
             digest = hashlib.sha256()
             file.seek(start)
             for piece in host_pieces(data):
                 digest.update(piece)
                 file.write(piece)
-            hashes.append(digest.hexdigest())
+            hashes[tensor.name] = digest.hexdigest()
     return hashes

@@ -120,7 +120,7 @@ class Plan(ABC):
         """Make the artifact, whole or not at all.
 
         Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot
-        be encoded, the first one if there are several.
+        be encoded, of several always the same one, and `CheckpointError` where the model is seen to change meanwhile.
         """
 
     @property

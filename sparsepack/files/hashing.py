@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -26,19 +27,31 @@ def sha256_file(path: Path) -> str:
 
 
 def sha256_files(paths: Iterable[Path]) -> str:
-    """Hex SHA-256 over the digests of several files in the given order: one file's name does not matter.
+    """Hex SHA-256 over the digests of several files in the given order: one file's name does not matter."""
+    with hashing(paths) as digests:
+        return combined(digests())
 
-    Reads several side by side: one thread hashes more slowly than most disks read.
+
+def combined(digests: Iterable[str]) -> str:
+    """Hex SHA-256 over digests."""
+    return sha256_bytes("".join(digests).encode())
+
+
+@contextmanager
+def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
+    """Hash files while the context lasts, several side by side: one thread hashes more slowly than most disks read.
+
+    Yields what waits for the hex SHA-256 of each, in the given order, and raises OSError for the first that cannot be
+    read. Whoever leaves without it, an interrupted user for one, need not wait for the rest of a shard.
     """
-    total, abandoned = hashlib.sha256(), Event()
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    abandoned = Event()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         try:
-            for digest in pool.map(lambda path: _sha256_file(path, abandoned), paths):
-                total.update(digest.encode())
-        except BaseException:
-            abandoned.set()  # an interrupted user need not wait for the rest of a shard
-            raise
-    return total.hexdigest()
+            jobs = [pool.submit(_sha256_file, path, abandoned) for path in paths]
+            yield lambda: [job.result() for job in jobs]
+        finally:
+            abandoned.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _sha256_file(path: Path, abandoned: Event) -> str:

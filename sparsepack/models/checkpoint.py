@@ -59,10 +59,10 @@ class Checkpoint:
             weights[dtype] += math.prod(self.source.shapes[name])
         return weights.most_common(1)[0][0]
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """Hash of all weight bytes."""
-        return self.source.sha256()
+        return self.source.hash.sha256()
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor by its Hugging Face name, in its stored dtype, on the CPU."""

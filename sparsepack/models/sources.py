@@ -10,9 +10,10 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
-from sparsepack.files.hashing import sha256_file, sha256_files
+from sparsepack.files.hashing import combined
 from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.models.gguf_names import gguf_names, unpermute_rotary
+from sparsepack.models.source_hash import SourceHash
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
@@ -29,11 +30,12 @@ class TensorSource(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Every tensor's stored type, without reading any."""
 
+    @property
+    def hash(self) -> SourceHash:
+        """Of all weight bytes."""
+
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor in its stored dtype, on the CPU."""
-
-    def sha256(self) -> str:
-        """Hash of all weight bytes."""
 
 
 class _Index(Stored):
@@ -46,11 +48,12 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self._files = self._listed(folder)
+        files = self._listed(folder)
+        self._hash = SourceHash(files, combined)
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        for path in self._files:
+        for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -95,15 +98,16 @@ class SafetensorsSource:
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return self._dtypes
 
+    @property
+    def hash(self) -> SourceHash:
+        return self._hash
+
     def tensor(self, name: str) -> torch.Tensor:
         from safetensors import safe_open
 
         with safe_open(self._file_of[name], framework="pt") as file:
             value: torch.Tensor = file.get_tensor(name)
         return value
-
-    def sha256(self) -> str:
-        return sha256_files(self._files)
 
 
 def _is_there(path: Path) -> bool:
@@ -118,6 +122,7 @@ class GgufSource:
 
     def __init__(self, file: GgufFile, layers: int, heads: int, kv_heads: int, permuted: bool) -> None:
         self._file = file
+        self._hash = SourceHash([file.path], "".join)  # of the file itself
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if permuted else {}
         self._gguf_name: dict[str, str] = {}
         known = gguf_names(layers)
@@ -140,6 +145,10 @@ class GgufSource:
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
 
+    @property
+    def hash(self) -> SourceHash:
+        return self._hash
+
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
         info = self._file.tensors[gguf_name]
@@ -150,6 +159,3 @@ class GgufSource:
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)
         return value
-
-    def sha256(self) -> str:
-        return sha256_file(self._file.path)

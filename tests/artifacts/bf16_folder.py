@@ -32,6 +32,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     return FolderPlan(
         format=format.name,
         groups=tuple(alone(tensor, partial(encoded, tensor.name)) for tensor in tensors),
-        manifest=make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors), ()),
+        source=checkpoint.source.hash,
+        manifest=partial(make_manifest, format.name, checkpoint, request.provenance, manifest_shapes(tensors), ()),
         texts=model_texts(checkpoint, format.name),
     )

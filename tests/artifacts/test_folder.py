@@ -154,9 +154,13 @@ def test_a_flipped_bit_in_any_file_is_refused(copied: Path, name: str) -> None:
 def test_what_was_sealed_wrongly_is_one_line(copied: Path) -> None:
     inside = unsealed(copied / MANIFEST)
     del inside["sha256"]
-    for key in ("files", "tensors", "header_sha256", "manifest"):
-        for value in (None, 3, [], {}, "x"):
-            (copied / MANIFEST).write_bytes(sealed(inside | {key: value}))
+    weights = inside["files"][WEIGHTS]
+    for value in (None, 3, [], {}, "x"):
+        changes = [{key: value} for key in ("files", "tensors", "manifest")]
+        changes += [{"files": inside["files"] | {WEIGHTS: of_file}} for of_file in (value, weights | {"bytes": value})]
+        changes += [{"files": inside["files"] | {WEIGHTS: weights | {"header_sha256": value}}}]
+        for change in changes:
+            (copied / MANIFEST).write_bytes(sealed(inside | change))
             with pytest.raises(ArtifactError) as caught:
                 open_artifact(copied)
             assert "\n" not in str(caught.value)

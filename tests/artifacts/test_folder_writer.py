@@ -2,12 +2,15 @@
 folder that cannot be made."""
 
 import json
+import os
+import shutil
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +20,13 @@ import sparsepack
 from sparsepack.artifacts.folder import slid as slid_folder
 from sparsepack.artifacts.folder.layout import MANIFEST, WEIGHTS, sealed, unsealed
 from sparsepack.artifacts.folder.writer import FolderPlan
-from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor
+from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor, alone
 from sparsepack.artifacts.verify import verify
 from sparsepack.codecs import slid_matrix
-from sparsepack.errors import PackingError
-from sparsepack.files.hashing import sha256_bytes
+from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.files import hashing
+from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.models.source_hash import SourceHash
 from sparsepack.pack import PackRequest, pack
 from sparsepack.prune.options import PruneOptions
 
@@ -74,9 +79,15 @@ def groups(count: int, live: Counter[str] | None = None, bad: tuple[int, ...] = 
     return tuple(PlannedGroup(tensors(n), lambda n=n: produce(n)) for n in range(count))
 
 
-def plan(planned: tuple[PlannedGroup, ...], at_once: int) -> FolderPlan:
-    texts = {"config.json": "{}"}
-    return FolderPlan(format="test", groups=planned, at_once=at_once, manifest={"schema": 1}, texts=texts)
+def plan(planned: tuple[PlannedGroup, ...], at_once: int, source: Path | None = None) -> FolderPlan:
+    return FolderPlan(
+        format="test",
+        groups=planned,
+        at_once=at_once,
+        source=SourceHash([source] if source else [], combined),
+        manifest=lambda sha256: {"schema": 1, "source": sha256},
+        texts={"config.json": "{}"},
+    )
 
 
 @pytest.mark.parametrize("at_once", AT_ONCE)
@@ -93,7 +104,7 @@ def test_tensors_of_a_group_stand_in_their_places_with_their_hashes(tmp_path: Pa
     for name, digest in inside["tensors"].items():
         first, last = header[name]["data_offsets"]
         assert sha256_bytes(raw[start + first : start + last]) == digest
-    assert inside["files"][WEIGHTS] == {"bytes": len(raw)}
+    assert inside["files"][WEIGHTS] == {"bytes": len(raw), "header_sha256": sha256_bytes(raw[:start])}
     assert made.total_bytes == sum(len(data) for data in content(tmp_path / "m").values())
     plan(groups(30), 1).write(tmp_path / "one")
     assert content(tmp_path / "m") == content(tmp_path / "one")
@@ -149,10 +160,54 @@ def test_threads_name_the_first_matrix_without_its_pattern(
     assert said == said[:1] * len(AT_ONCE)
 
 
-def test_folders_with_a_hash_of_the_whole_file_are_still_read(pruned: Path, tmp_path: Path) -> None:
+def test_folders_of_an_earlier_sparsepack_are_still_read(pruned: Path, tmp_path: Path) -> None:
     pack(PackRequest(str(pruned), tmp_path / "m", format="slide-int8"))
     inside = unsealed(tmp_path / "m" / MANIFEST)
     del inside["sha256"]
-    inside["files"][WEIGHTS]["sha256"] = sha256_bytes((tmp_path / "m" / WEIGHTS).read_bytes())
-    (tmp_path / "m" / MANIFEST).write_bytes(sealed(inside))
-    assert verify(tmp_path / "m", str(pruned)).passed
+    inside["header_sha256"] = inside["files"][WEIGHTS].pop("header_sha256")
+    for of_file in ({}, {"sha256": sha256_bytes((tmp_path / "m" / WEIGHTS).read_bytes())}):
+        inside["files"][WEIGHTS] |= of_file
+        (tmp_path / "m" / MANIFEST).write_bytes(sealed(inside))
+        assert verify(tmp_path / "m", str(pruned)).passed
+
+
+def test_the_source_is_hashed_while_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, together = tmp_path / "source", threading.Barrier(2)
+    source.write_bytes(b"weights")
+    read = hashing._sha256_file
+
+    def hashed(*given: Any) -> str:
+        together.wait(10)  # breaks unless both are at it
+        return read(*given)
+
+    def produce() -> torch.Tensor:
+        together.wait(10)
+        return torch.zeros(4, dtype=torch.uint8)
+
+    monkeypatch.setattr(hashing, "_sha256_file", hashed)
+    plan((alone(PlannedTensor("t", (4,), "U8"), produce),), 1, source).write(tmp_path / "m")
+    assert unsealed(tmp_path / "m" / MANIFEST)["manifest"]["source"] == combined([sha256_bytes(b"weights")])
+
+
+def test_a_group_that_cannot_be_made_ends_the_hashing_of_the_source(tmp_path: Path) -> None:
+    (tmp_path / "source").touch()
+    os.truncate(tmp_path / "source", 1 << 42)  # a hole: hours to hash
+    with pytest.raises(PackingError, match=r"^5\.U8: no$"):
+        plan(groups(10, bad=(5,)), 2, tmp_path / "source").write(tmp_path / "m")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_source_that_changes_while_it_is_packed_is_refused_and_nothing_left(
+    pruned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(pruned, tmp_path / "model")
+    encode = slid_matrix.encode
+
+    def changing(*given: Any) -> Any:
+        (model / WEIGHTS).touch()
+        return encode(*given)
+
+    monkeypatch.setattr(slid_matrix, "encode", changing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was read"):
+        pack(PackRequest(str(model), tmp_path / "m", format="slide-int8"))
+    assert list(tmp_path.iterdir()) == [model]

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.artifacts.artifact import Artifact
-from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, WEIGHTS, unsealed
+from sparsepack.artifacts.folder.layout import CONFIG, INDEX, MANIFEST, WEIGHTS, unsealed
+from sparsepack.artifacts.folder.shards import check_index
 from sparsepack.artifacts.manifest import read_manifest
 from sparsepack.artifacts.stock import StockModel
 from sparsepack.codecs.matrices import decode_rows
@@ -31,14 +32,16 @@ from sparsepack.models.tokenizer_check import check_tokenizer_of
 class ArtifactFolder:
     """An opened folder: its texts and the header of its tensors are checked, the tensors not yet.
 
-    raw    -- model.safetensors, uint8, memory-mapped
-    texts  -- name -> content of the other files
-    hashes -- SHA-256 of each tensor
+    raw     -- name -> a file of tensors, uint8, memory-mapped
+    file_of -- which of them has a tensor; its `start` is there
+    texts   -- name -> content of the other files
+    hashes  -- SHA-256 of each tensor
     """
 
     path: Path
     tensors: Mapping[str, TensorInfo]
-    raw: np.ndarray
+    raw: Mapping[str, np.ndarray]
+    file_of: Mapping[str, str]
     texts: Mapping[str, str]
     hashes: Mapping[str, str]
     total_bytes: int
@@ -46,7 +49,7 @@ class ArtifactFolder:
     def bytes(self, name: str) -> np.ndarray:
         """The raw bytes of one tensor: uint8 [nbytes], mapped, not copied."""
         info = self.tensors[name]
-        return self.raw[info.start : info.start + info.nbytes]
+        return self.raw[self.file_of[name]][info.start : info.start + info.nbytes]
 
 
 def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
@@ -58,15 +61,33 @@ def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
             raise ValueError("it lists no tensors")
         if any(Path(name).name != name for name in inside["files"]):
             raise ValueError("it lists files outside of itself")
-        texts = {name: _text(path / name, listed) for name, listed in inside["files"].items() if name != WEIGHTS}
-        raw = _weights(path / WEIGHTS, inside["files"][WEIGHTS]["bytes"])
-        tensors = _tensors(raw, inside["header_sha256"])
-        if list(tensors) != list(inside["tensors"]):
-            raise ValueError(f"{WEIGHTS} holds other tensors than it lists")
+        texts, raw = dict[str, str](), dict[str, np.ndarray]()
+        for name, listed in inside["files"].items():
+            if name.endswith(".safetensors"):
+                raw[name] = _weights(path / name, listed["bytes"])
+            else:
+                texts[name] = _text(path / name, listed)
+        found = [(file, info) for file in raw for info in _tensors(file, raw[file], _header_sha256(file, inside))]
+        if [info.name for _, info in found] != list(inside["tensors"]):
+            raise ValueError("it lists other tensors than its files hold")
+        file_of = {info.name: file for file, info in found}
+        _check_names(path, inside["files"], texts, file_of)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"{path}: damaged ({shown(error)}); copy or pack it again") from error
-    sizes = (path / MANIFEST).stat().st_size, len(raw), *(len(text.encode()) for text in texts.values())
-    return ArtifactFolder(path, tensors, raw, texts, inside["tensors"], sum(sizes)), manifest
+    sizes = (path / MANIFEST).stat().st_size, *map(len, raw.values()), *(len(text.encode()) for text in texts.values())
+    tensors = {info.name: info for _, info in found}
+    return ArtifactFolder(path, tensors, raw, file_of, texts, inside["tensors"], sum(sizes)), manifest
+
+
+def _check_names(path: Path, files: Collection[str], texts: Mapping[str, str], file_of: Mapping[str, str]) -> None:
+    """Raise ValueError where transformers would look for tensors elsewhere than we."""
+    for name in (WEIGHTS, INDEX):
+        if name not in files and (path / name).exists():
+            raise ValueError(f"{name} is none of its files")
+    if WEIGHTS not in files:
+        if INDEX not in texts:
+            raise ValueError(f"it lists neither {WEIGHTS} nor {INDEX}")
+        check_index(texts[INDEX], file_of)
 
 
 def _text(path: Path, listed: Mapping[str, Any]) -> str:
@@ -84,13 +105,20 @@ def _weights(path: Path, size: int) -> np.ndarray:
     return np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def _tensors(raw: np.ndarray, header_sha256: str) -> dict[str, TensorInfo]:
-    """Where each tensor lies, from a header whose hash is right: one after the other, to the end of the file."""
+def _header_sha256(file: str, inside: Mapping[str, Any]) -> str:
+    listed = inside["files"][file]
+    # A folder of an earlier sparsepack has one such file.
+    digest: str = listed["header_sha256"] if "header_sha256" in listed else inside["header_sha256"]
+    return digest
+
+
+def _tensors(file: str, raw: np.ndarray, header_sha256: str) -> Iterator[TensorInfo]:
+    """Where each tensor of a file lies, from a header whose hash is right: one after the other, to the file's end."""
     data_start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     header = raw[:data_start].tobytes()
     if sha256_bytes(header) != header_sha256:
-        raise ValueError(f"the header of {WEIGHTS} does not match its SHA-256")
-    tensors, end = {}, data_start
+        raise ValueError(f"the header of {file} does not match its SHA-256")
+    end = data_start
     for name, entry in json.loads(header[8:]).items():
         if name == "__metadata__":
             continue
@@ -100,11 +128,10 @@ def _tensors(raw: np.ndarray, header_sha256: str) -> dict[str, TensorInfo]:
         nbytes = last - first
         if data_start + first != end or nbytes != stored_bytes(entry["dtype"], math.prod(shape)):
             raise ValueError(f"{name} has not the bytes of its shape, or not its place")
-        tensors[name] = TensorInfo(name, shape, entry["dtype"], end, nbytes)
+        yield TensorInfo(name, shape, entry["dtype"], end, nbytes)
         end += nbytes
     if end != len(raw):
-        raise ValueError(f"{WEIGHTS} has {len(raw):,} bytes, expected {end:,}")
-    return tensors
+        raise ValueError(f"{file} has {len(raw):,} bytes, expected {end:,}")
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,16 @@
 
 config.json         the model's, with `quantization_config: {"quant_method": "sparsepack", "format": NAME, ...}`
 tokenizer.json ...  the model's other texts
-model.safetensors   the tensors, one after the other, without gaps
-sparsepack.json     {"sha256":        of this file, these 64 digits taken as zeros,
-                     "manifest":      {...},
-                     "files":         {NAME: {"bytes": ..., "sha256": ...}}, of model.safetensors the bytes alone:
-                     "header_sha256": of what stands before the tensors there,
-                     "tensors":       {NAME: SHA-256}}, which leaves no byte of it out
+model.safetensors   the tensors, one after the other, without gaps; where they are many, in their place
+                    model-00001-of-0000N.safetensors ... and model.safetensors.index.json, which says what is where
+sparsepack.json     {"sha256":   of this file, these 64 digits taken as zeros,
+                     "manifest": {...},
+                     "files":    {NAME: {"bytes": ..., "sha256": ...}}, of a .safetensors file instead of its hash
+                                 "header_sha256": of what stands before the tensors there,
+                     "tensors":  {NAME: SHA-256}}, in their order, file by file, which leaves no byte of them out
 
-Folders of an earlier sparsepack have a SHA-256 of the whole model.safetensors too, which nothing reads.
+Folders of an earlier sparsepack have one file of tensors, whose "header_sha256" stands beside "files"; some have a
+SHA-256 of it as a whole too, which nothing reads.
 """
 
 import json
@@ -21,7 +23,8 @@ from sparsepack.errors import ArtifactError
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.stored import shown
 
-MANIFEST, WEIGHTS, CONFIG = "sparsepack.json", "model.safetensors", "config.json"
+MANIFEST, CONFIG = "sparsepack.json", "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METHOD = "sparsepack"
 _HEAD = b'{"sha256": "'
 

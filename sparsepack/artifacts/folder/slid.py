@@ -76,7 +76,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
         groups=groups,
         notes=tuple(notes),
         at_once=tensors_at_once(request.device, SLID_AT_ONCE),
-        manifest=make_manifest(format.name, checkpoint, request.provenance, listed, notes),
+        source=checkpoint.source.hash,
+        manifest=partial(make_manifest, format.name, checkpoint, request.provenance, listed, notes),
         texts=model_texts(checkpoint, format.name, patterns=said),
     )
 

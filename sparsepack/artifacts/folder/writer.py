@@ -1,20 +1,21 @@
 """Write an artifact that is a folder: tensor by tensor, sealed with hashes, there as a whole or not at all."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, METHOD, WEIGHTS, sealed
-from sparsepack.artifacts.placing import places, write_groups
+from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, METHOD, sealed
+from sparsepack.artifacts.folder.shards import SHARD_BYTES, Shard, index_of, shards_of
+from sparsepack.artifacts.placing import TensorFile, write_files
 from sparsepack.artifacts.plan import Plan
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
-from sparsepack.files.tensors import header
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.source_files import texts_of
+from sparsepack.models.source_hash import SourceHash
 from sparsepack.progress import progress
 
 
@@ -22,46 +23,58 @@ from sparsepack.progress import progress
 class FolderPlan(Plan):
     """A folder to write. Tensors are F32, F16, BF16, U8 or I8.
 
-    texts  -- name -> content of the files beside the tensors: see `model_texts`
-    beside -- (finished folder, before it gets its name) -> files that are not sealed: people may change them
+    source      -- of the model's weights, hashed while they are packed
+    manifest    -- (hash of the source) -> the manifest
+    texts       -- name -> content of the files beside the tensors: see `model_texts`
+    shard_bytes -- of tensors in one file; more are in several
+    beside      -- (finished folder, before it gets its name) -> files that are not sealed: people may change them
     """
 
-    manifest: Mapping[str, Any]
+    source: SourceHash
+    manifest: Callable[[str], Mapping[str, Any]]
     texts: Mapping[str, str]
+    shard_bytes: int = SHARD_BYTES
     beside: Callable[[Path], Mapping[str, str]] = lambda folder: {}
 
     @property
     def total_bytes(self) -> int:
-        files = [len(text.encode()) for text in self.texts.values()]
-        return sum(files) + self._weights_bytes + len(self._sealed([NO_HASH] * len(self.tensors)))
+        no_hashes = dict.fromkeys((tensor.name for tensor in self.tensors), NO_HASH)
+        weights = sum(shard.nbytes for shard in self._shards)
+        return weights + sum(map(len, self._files.values())) + len(self._sealed(no_hashes, NO_HASH))
 
     def write(self, path: Path, overwrite: bool = False) -> None:
         check_output(path, overwrite, folder=True, marker=MANIFEST)
-        with atomic_folder(path, overwrite) as folder, progress("packing", len(self.groups)) as advance:
-            for name, text in self.texts.items():
-                (folder / name).write_bytes(text.encode())
-            starts = places(len(self._header), self.tensors)
-            hashes = write_groups(folder / WEIGHTS, self._header, self.groups, starts, self.at_once, advance)
-            (folder / MANIFEST).write_bytes(self._sealed(hashes))
+        with (
+            atomic_folder(path, overwrite) as folder,
+            self.source.meanwhile() as source_sha256,
+            progress("packing", len(self.groups)) as advance,
+        ):
+            for name, data in self._files.items():
+                (folder / name).write_bytes(data)
+            files = [TensorFile(folder / shard.name, shard.header, shard.groups) for shard in self._shards]
+            hashes = write_files(files, self.at_once, advance)
+            (folder / MANIFEST).write_bytes(self._sealed(hashes, source_sha256()))
             for name, text in self.beside(folder).items():
                 (folder / name).write_bytes(text.encode())
 
     @cached_property
-    def _header(self) -> bytes:
-        return header((tensor.name, tensor.type, tensor.shape, tensor.nbytes) for tensor in self.tensors)
+    def _shards(self) -> tuple[Shard, ...]:
+        return shards_of(self.groups, self.shard_bytes)
 
-    @property
-    def _weights_bytes(self) -> int:
-        return len(self._header) + sum(tensor.nbytes for tensor in self.tensors)
+    @cached_property
+    def _files(self) -> Mapping[str, bytes]:
+        """Those without tensors, by their names."""
+        return {name: text.encode() for name, text in (*self.texts.items(), *index_of(self._shards).items())}
 
-    def _sealed(self, hashes: Sequence[str]) -> bytes:
-        files = {name: text.encode() for name, text in self.texts.items()}
-        listed = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in files.items()}
+    def _sealed(self, hashes: Mapping[str, str], source_sha256: str) -> bytes:
+        texts = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in self._files.items()}
+        weights = {
+            shard.name: {"bytes": shard.nbytes, "header_sha256": sha256_bytes(shard.header)} for shard in self._shards
+        }
         inside = {
-            "manifest": self.manifest,
-            "files": {**listed, WEIGHTS: {"bytes": self._weights_bytes}},
-            "header_sha256": sha256_bytes(self._header),
-            "tensors": {tensor.name: digest for tensor, digest in zip(self.tensors, hashes, strict=True)},
+            "manifest": self.manifest(source_sha256),
+            "files": {**texts, **weights},
+            "tensors": {tensor.name: hashes[tensor.name] for tensor in self.tensors},
         }
         return sealed(inside)
 

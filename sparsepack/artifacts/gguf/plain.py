@@ -72,7 +72,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     notes += more
     types = embedding | _types(checkpoint, type, notes)
     groups = tuple(_groups(checkpoint, architecture, types, request.device))
-    manifest = make_manifest(format.name, checkpoint, request.provenance, manifest_shapes(tensors_of(groups)), notes)
+    shapes = manifest_shapes(tensors_of(groups))
+    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
     own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
     return GgufPlan(
         format=format.name,

@@ -12,7 +12,7 @@ from gguf.gguf_writer import WriterState
 
 from sparsepack.artifacts.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
 from sparsepack.artifacts.gguf.values import KeyValue
-from sparsepack.artifacts.placing import places, write_groups
+from sparsepack.artifacts.placing import TensorFile, places, write_files
 from sparsepack.artifacts.plan import Plan
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
@@ -34,16 +34,13 @@ class GgufPlan(Plan):
 
     @property
     def total_bytes(self) -> int:
-        return self._places[-1]
+        return places(len(self._header), self.tensors, self.alignment)[-1]
 
     def write(self, path: Path, overwrite: bool = False) -> None:
         with atomic_file(path, overwrite) as temporary, progress("packing", len(self.groups)) as advance:
-            hashes = write_groups(temporary, self._header, self.groups, self._places, self.at_once, advance)
-            seal(temporary, self._places[0], hashes)
-
-    @cached_property
-    def _places(self) -> list[int]:
-        return places(len(self._header), self.tensors, self.alignment)
+            file = TensorFile(temporary, self._header, self.groups, self.alignment)
+            hashes = write_files([file], self.at_once, advance)
+            seal(temporary, file.places[0], [hashes[tensor.name] for tensor in self.tensors])
 
     @cached_property
     def _header(self) -> bytes:

@@ -78,7 +78,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
     groups = tuple(_groups(checkpoint, architecture, request.rules, embedding, request.device))
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
-    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes)
+    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
         OWN_TOKENIZER: string(checkpoint.tokenizer_json()),

@@ -55,16 +55,32 @@ class Variant:
         return tuple(f"{name}={value}" for name, value in values.items())
 
     @property
+    def ring_bytes(self) -> int:
+        """Of a warp's rows on their way, and later of its sums."""
+        rows = self.stages * 2 * self._batch * self._width * self.dtype.itemsize
+        return max(rows, -(-self.gqa_ratio * self.head_dim // 4) * 16)
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: rings, queries, weights, softmax states."""
-        chunk = 16 // self.dtype.itemsize
-        chunks = -(-self.head_dim // chunk)
-        lanes = min(32, 1 << (chunks - 1).bit_length())
-        width = lanes * -(-chunks // lanes) * chunk
-        batch = 2 * (32 // lanes)
-        ring = max(self.stages * 2 * batch * width * self.dtype.itemsize, -(-self.gqa_ratio * self.head_dim // 4) * 16)
-        scratch = 4 * (2 * self.gqa_ratio * batch + -(-self.gqa_ratio // 4) * 4)
-        return self.warps * (ring + scratch + 8 * self.gqa_ratio) + 4 * self.gqa_ratio * width
+        scratch = 4 * (2 * self.gqa_ratio * self._batch + -(-self.gqa_ratio // 4) * 4)
+        return self.warps * (self.ring_bytes + scratch + 8 * self.gqa_ratio) + 4 * self.gqa_ratio * self._width
+
+    @property
+    def _chunks(self) -> int:
+        return -(-self.head_dim // (16 // self.dtype.itemsize))
+
+    @property
+    def _lanes(self) -> int:
+        return min(32, 1 << (self._chunks - 1).bit_length())
+
+    @property
+    def _width(self) -> int:
+        return self._lanes * -(-self._chunks // self._lanes) * (16 // self.dtype.itemsize)
+
+    @property
+    def _batch(self) -> int:
+        return 2 * (32 // self._lanes)
 
     def slice(self, splits: int) -> int:
         """Pairs of a key head's result that a block finishes."""

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.runtime.cuda.caches import new_cache
 from sparsepack.runtime.cuda.decoder import DEFAULT_CACHE_TYPE
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.kv_cache import DenseKvCache, NewCache
+from sparsepack.runtime.cuda.kv_cache import NewCache
 from sparsepack.runtime.cuda.sequences import SequencesDecoder
 from sparsepack.runtime.cuda.step import state_parts
 from sparsepack.runtime.sampling import Sampler, not_finite
@@ -37,7 +38,7 @@ class CudaBatch(SequencesDecoder):
         sequences: int,
         cache_type: str = DEFAULT_CACHE_TYPE,
         kernels: Kernels = KERNELS,
-        new_cache: NewCache = DenseKvCache,
+        new_cache: NewCache = new_cache,
     ) -> None:
         super().__init__(packed, device, context, sequences, cache_type, kernels, new_cache, together=True)
         most = min(kernels.most_inputs(site.matrix) for layer in self._model.layers for site in layer.sites.values())

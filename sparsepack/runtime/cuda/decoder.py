@@ -7,8 +7,9 @@ from torch import Tensor
 
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime import reference
+from sparsepack.runtime.cuda.caches import new_cache
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.kv_cache import DenseKvCache, NewCache
+from sparsepack.runtime.cuda.kv_cache import NewCache
 from sparsepack.runtime.cuda.sequences import SequencesDecoder
 from sparsepack.runtime.cuda.step import counted, state_parts
 from sparsepack.runtime.sampling import Sampler, Sampling, not_finite
@@ -41,7 +42,7 @@ class CudaDecoder(SequencesDecoder):
         context: int,
         cache_type: str = DEFAULT_CACHE_TYPE,
         kernels: Kernels = KERNELS,
-        new_cache: NewCache = DenseKvCache,
+        new_cache: NewCache = new_cache,
     ) -> None:
         super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, together=False)
         self._context = context
@@ -88,9 +89,10 @@ class CudaDecoder(SequencesDecoder):
                 self._kernels.replay(self._sampler(how))
             self._state.copy_(self._step.state, non_blocking=True)
             self._brought.record()
-            if self.position < self._context:
+            following = self._graph(sparse) if self.position < self._context else None
+            if following:
                 self._ahead = (None, sparse)
-                self._kernels.replay(self._steps[sparse])
+                self._kernels.replay(following)
             self._brought.synchronize()
         best = float(self._best)
         if not math.isfinite(best):

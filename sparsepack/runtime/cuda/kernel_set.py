@@ -17,6 +17,7 @@ from sparsepack.runtime.cuda import (
     sampling,
     zigzag,
 )
+from sparsepack.runtime.cuda.double import attention as double_attention
 
 
 class Kernels:
@@ -43,6 +44,8 @@ class Kernels:
     load_zigzag = staticmethod(zigzag.load_zigzag)
     load_rows = staticmethod(rows.load_rows)
 
+    double_parameters = staticmethod(double_attention.double_parameters)
+
     # Steps.
     handoff_buffers = staticmethod(handoff.handoff_buffers)
     blocks = staticmethod(zigzag.blocks)
@@ -52,6 +55,8 @@ class Kernels:
     gemv = staticmethod(zigzag.gemv)
     batch = staticmethod(zigzag.batch)
     attend = staticmethod(attention.attend)
+    attend_double = staticmethod(double_attention.attend)
+    label_append = staticmethod(double_attention.label_append)
     gate = staticmethod(elementwise.gate)
     product = staticmethod(rows.product)
     pick_likeliest = staticmethod(sampling.pick_likeliest)

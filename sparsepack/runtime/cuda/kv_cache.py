@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.attention import MOST_GQA_RATIO, MOST_HEAD_DIM, attention_parameters
+from sparsepack.runtime.cuda.attention import MOST_GQA_RATIO, MOST_HEAD_DIM, AttentionParameters, attention_parameters
 from sparsepack.runtime.cuda.dense import Product
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.mirror import Mirror
@@ -31,6 +31,9 @@ class CudaKvCache(KvCache, Protocol):
 
     @property
     def early(self) -> bool: ...
+
+    def selects(self, sparse: bool) -> bool:
+        """Whether the next step reads a part of the cache only: by other kernels, so that it is another graph."""
 
     def step(
         self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
@@ -88,11 +91,12 @@ class DenseKvCache:
         self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
     ) -> Tensor:
         of = self._layers[layer]
-        if out is None:
-            self.positions.write(self.lengths)
-            out = torch.empty(len(qkv), of.shape.heads * of.shape.head_dim, device=qkv.device)
+        out = self._ready(of, qkv, out)
         self._kernels.attend(of, qkv, self.positions.there, out, early_read=early_read)
         return out
+
+    def selects(self, sparse: bool) -> bool:
+        return False
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self.lengths[sequence] += positions
@@ -102,6 +106,13 @@ class DenseKvCache:
 
     def reset(self) -> None:
         self.lengths = [0] * len(self.lengths)
+
+    def _ready(self, of: AttentionParameters, qkv: Tensor, out: Tensor | None) -> Tensor:
+        """Where a step leaves its result; memory of its own where the positions are to be written, too."""
+        if out is None:
+            self.positions.write(self.lengths)
+            out = torch.empty(len(qkv), of.shape.heads * of.shape.head_dim, device=qkv.device)
+        return out
 
 
 def _check_heads(shape: AttentionShape) -> None:

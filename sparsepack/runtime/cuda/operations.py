@@ -61,8 +61,8 @@ def matmul(weight: RowsMatrix, x: Tensor) -> Tensor:
 
 def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cuda", type: str | None = None) -> KvCache:
     """An empty cache; see `reference_operations.new_kv_cache`. Raises `UserError` for a type that it does not have."""
-    from sparsepack.runtime.cuda.kv_cache import DenseKvCache
+    from sparsepack.runtime.cuda.caches import new_cache
 
     device = usable(device)
     with torch.cuda.device(device):
-        return DenseKvCache(shape, type=backend_named("cuda").checked_cache_type(type), device=device)
+        return new_cache(shape, backend_named("cuda").checked_cache_type(type), device)

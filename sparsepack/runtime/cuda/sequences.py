@@ -48,7 +48,7 @@ class SequencesDecoder:
             self._prefill = Prefill(self._model, self._cache, kernels)
             self._stream = kernels.new_stream()
         self._ids = Mirror(self._step.ids, kernels)
-        self._steps: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._steps: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}  # by `_kind`
         self._stepped = 0
 
     @property
@@ -95,7 +95,7 @@ class SequencesDecoder:
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
         """Put a step on the current stream."""
-        graph = self._steps.get(sparse) or self._captured_step(sparse)
+        graph = self._graph(sparse) or self._captured_step(sparse)
         self._ids.write(ids)
         self._cache.positions.write(self._cache.lengths)
         self._ids.known = self._cache.positions.known = None  # should what follows be interrupted
@@ -114,7 +114,15 @@ class SequencesDecoder:
         self._ids.known = positions.known = None
         self._step.ids.zero_()
         positions.write(self._cache.lengths)  # what is cached there now is written again by the step itself
-        self._steps[sparse] = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
+        graph = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
         positions.known = None
         self._step.active.copy_(before)
-        return self._steps[sparse]
+        self._steps[self._kind(sparse)] = graph
+        return graph
+
+    def _graph(self, sparse: bool) -> torch.cuda.CUDAGraph | None:
+        """The step that comes next, where one of its kind has been made."""
+        return self._steps.get(self._kind(sparse))
+
+    def _kind(self, sparse: bool) -> tuple[bool, bool]:
+        return sparse, self._cache.selects(sparse)

@@ -105,33 +105,41 @@ struct NewRow {
     }
 };
 
-// A lane's chunks of a batch of cached rows, on their way to a stage of the ring.
+// A lane's chunks of a cached row, on their way to a stage of the ring; zeros unless the row is `there`.
+//
+// key, value -- the lane's first chunk
+__device__ __forceinline__ void fetch_row(u8* to, const CacheType* key, const CacheType* value, bool there) {
+    const int lane_chunk = threadIdx.x % LANES;
+#pragma unroll
+    for (int i = 0; i < LANE_CHUNKS; ++i) {
+        const int chunk = lane_chunk + i * LANES, from = i * LANES * CHUNK;
+        const bool real = there && chunk < CHUNKS;
+        u8* at = to + i * LANES * 16;
+        if (ALIGNED) {
+            copy_async(at, key + from, real);
+            copy_async(at + KEY_BYTES, value + from, real);
+        } else {
+#pragma unroll
+            for (int c = 0; c < CHUNK; ++c) {
+                const bool channel = real && chunk * CHUNK + c < HEAD_DIM;
+                ((CacheType*)at)[c] = channel ? load_l2(key + from + c) : CacheType(0);
+                ((CacheType*)(at + KEY_BYTES))[c] = channel ? load_l2(value + from + c) : CacheType(0);
+            }
+        }
+    }
+}
+
+// A lane's chunks of a batch of rows, one after the other in the cache.
 //
 // keys, values -- the lane's first chunk
 // left         -- rows from the lane's first on; those beyond are zeros
 // without_new  -- the first row is left alone
 __device__ __forceinline__ void fetch_rows(
     u8* to, const CacheType* keys, const CacheType* values, int left, bool without_new) {
-    const int lane_chunk = threadIdx.x % LANES;
 #pragma unroll
     for (int d = 0; d < DEEP; ++d) {
         if (d == 0 && without_new) continue;
-#pragma unroll
-        for (int i = 0; i < LANE_CHUNKS; ++i) {
-            const int chunk = lane_chunk + i * LANES, from = d * ABREAST * HEAD_DIM + i * LANES * CHUNK;
-            const bool real = d * ABREAST < left && chunk < CHUNKS;
-            u8* at = to + d * ABREAST * ROW_BYTES + i * LANES * 16;
-            if (ALIGNED) {
-                copy_async(at, keys + from, real);
-                copy_async(at + KEY_BYTES, values + from, real);
-            } else {
-#pragma unroll
-                for (int c = 0; c < CHUNK; ++c) {
-                    const bool there = real && chunk * CHUNK + c < HEAD_DIM;
-                    ((CacheType*)at)[c] = there ? load_l2(keys + from + c) : CacheType(0);
-                    ((CacheType*)(at + KEY_BYTES))[c] = there ? load_l2(values + from + c) : CacheType(0);
-                }
-            }
-        }
+        const int row = d * ABREAST;
+        fetch_row(to + row * ROW_BYTES, keys + row * HEAD_DIM, values + row * HEAD_DIM, row < left);
     }
 }

@@ -25,3 +25,13 @@ __device__ __forceinline__ CacheType to_cache_type(float x) {
     return x;
 #endif
 }
+
+__device__ __forceinline__ float from_cache_type(CacheType x) {
+#if KV == 1
+    return bfloat_to_float(x);
+#elif KV == 2
+    return half_to_float(x);
+#else
+    return x;
+#endif
+}

@@ -1,10 +1,8 @@
-// Hopper's copy engine (TMA) and clusters: tiles of matrices from global to shared memory, also to that of a neighbour.
-//
-// Macros: CLUSTER: blocks in a cluster
+// Hopper's copy engine (TMA): tiles of matrices from global to shared memory, also to that of a neighbour in a cluster.
 
 #pragma once
 
-#include "common.cuh"
+#include "cluster.cuh"
 
 // What the copy engine knows of a matrix in memory: CUtensorMap.
 struct alignas(64) TensorMap {
@@ -40,12 +38,4 @@ __device__ __forceinline__ void arrive_at(u64* barrier, u32 block) {
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
         "r"(block)
         : "memory");
-}
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ u32 block_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
 }

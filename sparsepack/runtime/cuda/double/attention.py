@@ -1,0 +1,180 @@
+"""Attention of one decoding step to the tokens that their labels rank best: one launch that also norms, rotates, labels
+and appends to the cache."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.codecs.labels import padded_channels
+from sparsepack.errors import UserError
+from sparsepack.models.sparse_attention import TokenPolicy
+from sparsepack.runtime.cuda.attention import KV_MACROS, AttentionParameters
+from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.shared_memory import shared_limit
+
+CLUSTERS = (1, 2, 4, 8)
+"""Blocks that can share a key head."""
+HOPPER = 90
+"""The oldest architecture with clusters, as compute capability times ten."""
+ALIGNMENT = 8
+"""Tokens of which a block's segment has a multiple."""
+LABEL_WARPS = 8
+"""Of a block that labels."""
+MOST_CHANNELS = 256
+MOST_TOKENS = 1 << 16
+"""Of a segment, whose numbers have 16 bits."""
+FEWEST_TOKENS = 2048
+"""Of a segment that several blocks share a key head for."""
+STATIC_BYTES = 4 << 10
+"""Of shared memory that the kernel declares itself, and the system keeps, at most."""
+
+
+@dataclass(frozen=True)
+class DoubleParameters:
+    """What sparse attention of a layer takes at every step.
+
+    dense         -- its shape, norms, keys and values
+    channels      -- int32 [kv_heads, R], -1 where a label has no channel
+    codes, scales -- its labels: uint8 [B, kv_heads, context, R / 2], float16 [B, kv_heads, context]
+    policy        -- how many tokens are read
+    """
+
+    dense: AttentionParameters
+    channels: Tensor
+    codes: Tensor
+    scales: Tensor
+    policy: TokenPolicy
+
+    @property
+    def label_words(self) -> int:
+        """Words of 32 bits in a label."""
+        return self.channels.shape[1] // ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Room:
+    """Shared memory of a block, in bytes and tokens.
+
+    segment -- tokens that a block may score
+    first   -- bytes of scores, and later of rings
+    list    -- tokens that a block may list of its segment
+    total   -- bytes
+    """
+
+    segment: int
+    first: int
+    list: int
+    total: int
+
+
+def double_parameters(dense: AttentionParameters, channels: Tensor, policy: TokenPolicy) -> DoubleParameters:
+    """Those of a layer with these heavy channels, int64 [kv_heads, r], its label cache empty.
+
+    Raises `UserError` as `cluster_for` does.
+    """
+    kv_heads, count = channels.shape
+    if not 1 <= count <= min(MOST_CHANNELS, dense.shape.head_dim):
+        raise ValueError(f"channels: {count} a head, expected 1 to {min(MOST_CHANNELS, dense.shape.head_dim)}")
+    padding = padded_channels(count) - count
+    there = torch.nn.functional.pad(channels, (0, padding), value=-1).to(dense.keys.device, torch.int32).contiguous()
+    batch, _, context, _ = dense.keys.shape
+    codes = torch.zeros(batch, kv_heads, context, there.shape[1] // 2, dtype=torch.uint8, device=dense.keys.device)
+    scales = torch.zeros(batch, kv_heads, context, dtype=torch.float16, device=dense.keys.device)
+    of = DoubleParameters(dense, there, codes, scales, policy)
+    cluster_for(of)
+    return of
+
+
+def label_append(
+    of: DoubleParameters, first: int, count: int, sequence: int | None = None, positions: Tensor | None = None
+) -> None:
+    """Label `count` keys that are cached, from position `first` of a sequence on, or from each sequence's position of
+    int32 [B] on, which only the device reads."""
+    keys, codes, scales = of.dense.keys, of.codes, of.scales
+    if sequence is not None:
+        keys, codes, scales = keys[sequence : sequence + 1], codes[sequence : sequence + 1], scales[sequence, None]
+    batch, kv_heads, context, head_dim = keys.shape
+    if not count:
+        return
+    launch(
+        kernel(
+            "labels",
+            "label_append",
+            (f"LABEL_WORDS={of.label_words}", f"KV={KV_MACROS[keys.dtype]}"),
+            keys.device.index or 0,
+        ),
+        (-(-count // LABEL_WARPS), kv_heads, batch),
+        LABEL_WARPS * 32,
+        *(keys, of.channels, codes, scales, positions, first, count, context, head_dim),
+    )
+
+
+def attend(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, cluster: int | None = None) -> None:
+    """Put the attention of one new position per sequence on the current stream; see `cuda.attention.attend`, whose
+    arguments these are, and `double.reference.DoubleKvCache`.
+
+    cluster -- blocks that share a key head, of `CLUSTERS`; None: as many as suit the GPU
+    """
+    shape, layer, keys = of.dense.shape, of.dense.layer, of.dense.keys
+    batch, kv_heads, context, _ = keys.shape
+    device = keys.device.index or 0
+    if cluster is None:
+        cluster = cluster_for(of)
+    room = room_for(of, cluster)
+    variant, policy = of.dense.variant, of.policy
+    launch(
+        kernel(
+            "double_attention",
+            "double_attention",
+            (*variant.defines, f"LABEL_WORDS={of.label_words}", f"CLUSTER={cluster}"),
+            device,
+        ),
+        (cluster, kv_heads, batch),
+        variant.warps * 32,
+        *(qkv, keys, of.dense.values, of.codes, of.scales, of.channels, positions, shape.cos, shape.sin),
+        *(layer.q_norm, layer.k_norm, out, kv_heads, context, layer.window, float(shape.eps)),
+        *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent, policy.min_context),
+        *(room.first, room.list),
+        shared=room.total,
+    )
+
+
+def room_for(of: DoubleParameters, cluster: int) -> Room:
+    """What blocks need where so many share a key head."""
+    variant, layer = of.dense.variant, of.dense.layer
+    context = of.dense.keys.shape[2]
+    seen = min(context, layer.window) if layer.window else context
+    segment = -(-(seen + ALIGNMENT) // (cluster * ALIGNMENT)) * ALIGNMENT
+    most = max(of.policy.budget(seen), min(seen, of.policy.min_context - 1))  # below that, all are read
+    rings = variant.warps * variant.ring_bytes
+    first = max(rings, -(-2 * segment // 16) * 16)
+    listed = -(-min(segment, most) // 8) * 8
+    parts = 0 if cluster == 1 else cluster * variant.slice(cluster) * 16
+    share = 0 if cluster == 1 else 4 * (most // cluster + 2)
+    total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
+    return Room(segment, first, listed, total)
+
+
+def cluster_for(of: DoubleParameters) -> int:
+    """How many blocks share a key head: more where multiprocessors would be idle and segments stay long enough for what
+    they cost to wait for each other, and where shared memory has no room for longer ones.
+
+    Raises `UserError` for a context that no number of blocks has room for.
+    """
+    device = of.dense.keys.device
+    batch, kv_heads, context, _ = of.dense.keys.shape
+    clusters = CLUSTERS if architecture(device.index or 0) >= HOPPER else CLUSTERS[:1]
+    rooms = {n: room_for(of, n) for n in clusters}
+    limit = shared_limit(device) - STATIC_BYTES
+    fitting = [n for n, room in rooms.items() if room.total <= limit and room.segment <= MOST_TOKENS]
+    if not fitting:
+        raise UserError(
+            f"a context of {context} tokens: sparse attention finds no room for their scores in this GPU's shared "
+            "memory; give a smaller context, or pack the model without --attention"
+        )
+    chosen = fitting[0]
+    for n in fitting[1:]:
+        if batch * kv_heads * n <= multiprocessors(device) and rooms[n].segment >= FEWEST_TOKENS:
+            chosen = n
+    return chosen

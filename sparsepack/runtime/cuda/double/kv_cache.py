@@ -1,0 +1,75 @@
+"""Keys, values and labels on the GPU, and attention to the tokens that the labels rank best."""
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cuda.dense import Product
+from sparsepack.runtime.cuda.double.attention import DoubleParameters
+from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.kv_cache import DenseKvCache
+from sparsepack.runtime.double import reference
+from sparsepack.runtime.kv_cache import AttentionShape
+
+
+class DoubleKvCache(DenseKvCache):
+    """See `CudaKvCache` and `double.reference.DoubleKvCache`, whose labels these are.
+
+    Steps select and attend in one kernel, where the policy says so and it is faster than reading everything; labels are
+    kept in any case. Of a layer that is not dense, a position of a sequence takes kv_heads * (R / 2 + 2) bytes more.
+
+    Raises `UserError` as `DenseKvCache` does.
+    """
+
+    early = False
+
+    def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
+        super().__init__(shape, type, device, kernels)
+        self._policy = shape.policy
+        self._double = [self._parameters(number) for number in range(len(shape.layers))]
+
+    def append(self, layer: int, qkv: Product | Tensor, sequence: int = 0) -> Tensor:
+        queries = super().append(layer, qkv, sequence)
+        if (of := self._double[layer]) is not None:
+            self._kernels.label_append(of, self.lengths[sequence], len(queries), sequence)
+        return queries
+
+    def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
+        of = self._double[layer]
+        if not sparse or of is None:
+            return super().attend(layer, queries, sequence)
+        return self._attend_decoded(of, queries, sequence)
+
+    def selects(self, sparse: bool) -> bool:
+        return sparse and self._policy is not None and max(self.lengths) + 1 >= self._policy.min_context
+
+    def step(
+        self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
+    ) -> Tensor:
+        of = self._double[layer]
+        if of is None:
+            return super().step(layer, qkv, sparse, out, early_read)
+        if not self.selects(sparse):
+            out = super().step(layer, qkv, sparse, out, early_read)
+            self._kernels.label_append(of, 0, 1, positions=self.positions.there)
+            return out
+        out = self._ready(of.dense, qkv, out)
+        self._kernels.attend_double(of, qkv, self.positions.there, out)
+        return out
+
+    def _parameters(self, layer: int) -> DoubleParameters | None:
+        dense = self._layers[layer]
+        if dense.layer.channels is None or self._policy is None:
+            return None
+        return self._kernels.double_parameters(dense, dense.layer.channels, self._policy)
+
+    def _attend_decoded(self, of: DoubleParameters, queries: Tensor, sequence: int) -> Tensor:
+        """Of several decoded positions at once, by torch: for comparisons; engines decode one by one."""
+        first = self.lengths[sequence]
+        last, heavy = first + len(queries), of.dense.layer.channels
+        assert heavy is not None
+        q = queries.float().transpose(0, 1)
+        codes, scales = of.codes[sequence, :, :last], of.scales[sequence, :, :last]
+        scores = reference.label_scores(reference.label_queries(q, heavy), codes, scales)
+        selected = reference.select_tokens(scores, first, of.policy, of.dense.layer.window)
+        keys, values = (cached[sequence, :, :last].float() for cached in (of.dense.keys, of.dense.values))
+        return reference.attend_selected(q, keys, values, selected)
