@@ -11,7 +11,8 @@ from sparsepack.runtime.kv_cache import AttentionShape
 
 
 class NativeKvCache:
-    """See `runtime.kv_cache.KvCache`. Sequence after sequence: fp16 [layer][keys, values][kv_head][context][head_dim].
+    """See `runtime.kv_cache.KvCache`. Sequence after sequence: fp16 [layer][kv_head][context][key, value]
+    [head_dim].
 
     Where the shape has a policy, decoded positions read the tokens that it allows; the labels by which they find them
     take channels / 2 + 2 bytes a position, key head and layer with heavy channels. Queries are the rows of `append`,

@@ -58,8 +58,7 @@ void DoubleKvCache::append(int layer, int32_t kv_head, int64_t position, float* 
     DenseKvCache::append(layer, kv_head, position, q, k, v);
     const Labels& labels = labels_[layer];
     if (!labels.channels) return;
-    kernels_.label_key(keys(layer, kv_head) + position * shape_.head_dim,
-                       channels_[layer].data() + int64_t(kv_head) * labels.channels, labels.channels,
+    kernels_.label_key(key(layer, kv_head, position), channels_[layer].data() + int64_t(kv_head) * labels.channels, labels.channels,
                        codes(layer, kv_head) + position * (labels.padded() / 2), scales(layer, kv_head) + position);
 }
 

@@ -86,7 +86,8 @@ private:
 };
 
 // Every query reads every position that its layer's window shows it.
-// Layout: fp16 [layer][keys, values][kv_head][context][head_dim]
+// Layout: fp16 [layer][kv_head][context][key, value][head_dim]: where some of the tokens are read, pieces are twice as long
+// as they would be in planes of their own.
 class DenseKvCache : public KvCache {
 public:
     DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
@@ -99,14 +100,17 @@ public:
 protected:
     AttentionUnit attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const;
 
-    // [context][head_dim]
-    uint16_t* keys(int layer, int32_t kv_head) const {
-        return reinterpret_cast<uint16_t*>(memory_.data()) + (int64_t(layer) * 2 * shape_.kv_heads + kv_head) * plane_;
+    // [head_dim]; of the next position `stride()` further.
+    uint16_t* key(int layer, int32_t kv_head, int64_t position) const {
+        int64_t row = (int64_t(layer) * shape_.kv_heads + kv_head) * shape_.context + position;
+        return reinterpret_cast<uint16_t*>(memory_.data()) + row * stride();
     }
-    uint16_t* values(int layer, int32_t kv_head) const { return keys(layer, kv_head) + shape_.kv_heads * plane_; }
+    uint16_t* value(int layer, int32_t kv_head, int64_t position) const {
+        return key(layer, kv_head, position) + shape_.head_dim;
+    }
+    int64_t stride() const noexcept { return 2 * int64_t(shape_.head_dim); }
 
 private:
-    const int64_t plane_;  // values of one kv head's keys
     const float scale_;
     Memory memory_;
 };
