@@ -187,7 +187,8 @@ def test_layers_without_heavy_channels_read_every_token(backend: Backend) -> Non
         for layer in range(4):
             qkv = pair.rows(count)
             found, expected = (pair.outputs(cache, layer, qkv) for cache in (pair.ours, dense))
-            assert torch.equal(found, expected) == (layer in (0, 2))
+            alike = (found - expected).abs().max() < backend.tolerance
+            assert alike == (layer in (0, 2))
         for cache in (pair.ours, dense):
             cache.advance(count)
 
