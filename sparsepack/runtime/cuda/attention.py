@@ -37,11 +37,7 @@ class Variant:
     gqa_ratio: int
     dtype: torch.dtype
     stages: int = STAGES[0]
-
-    @property
-    def warps(self) -> int:
-        """As many as leave the warps' sums, [warps, gqa_ratio, head_dim], within 64 KB."""
-        return 8 if self.gqa_ratio * self.head_dim <= 2048 else 4
+    warps: int = 8
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -133,7 +129,12 @@ class AttentionParameters:
     def variant(self) -> Variant:
         """What computes this, with as many stages as the GPU's shared memory has room for."""
         of = self.shape.head_dim, self.shape.heads // self.shape.kv_heads, self.keys.dtype
-        return Variant(*of, deepest_pipeline(STAGES, lambda n: Variant(*of, n).shared_bytes, self.keys.device))
+        warps = 8 if of[0] * of[1] <= 2048 else 4  # their sums, [warps, gqa_ratio, head_dim], stay within 64 KB
+
+        def needed(stages: int) -> int:
+            return Variant(*of, stages, warps).shared_bytes
+
+        return Variant(*of, deepest_pipeline(STAGES, needed, self.keys.device), warps)
 
 
 def attention_parameters(

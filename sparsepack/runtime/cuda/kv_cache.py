@@ -21,9 +21,10 @@ class CudaKvCache(KvCache, Protocol):
     """A cache whose `step` can be captured in a CUDA graph: it reads positions on the GPU, waits for nothing, and
     computes from the same memory every time.
 
-    positions -- [sequences]: what `lengths` are; the last kernel of a decoder's step adds one to each
-    early     -- `step` can read early and be read early, in the order of `kernels/handoff.cuh`. False: it is given
-                 plain memory that kernels before have written, and who reads its result waits until it has ended
+    positions   -- [sequences]: what `lengths` are; the last kernel of a decoder's step adds one to each
+    early       -- `step` can read early and be read early, in the order of `kernels/handoff.cuh`. False: it is given
+                   plain memory that kernels before have written, and who reads its result waits until it has ended
+    from_tokens -- of the longest text, from which on decoded tokens read a part of the cache only; None: never
     """
 
     @property
@@ -31,6 +32,9 @@ class CudaKvCache(KvCache, Protocol):
 
     @property
     def early(self) -> bool: ...
+
+    @property
+    def from_tokens(self) -> int | None: ...
 
     def selects(self, sparse: bool) -> bool:
         """Whether the next step reads a part of the cache only: by other kernels, so that it is another graph."""
@@ -61,6 +65,7 @@ class DenseKvCache:
     """
 
     early = True
+    from_tokens: int | None = None
 
     def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
         _check_heads(shape)
@@ -96,7 +101,7 @@ class DenseKvCache:
         return out
 
     def selects(self, sparse: bool) -> bool:
-        return False
+        return sparse and self.from_tokens is not None and max(self.lengths) + 1 >= self.from_tokens
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self.lengths[sequence] += positions

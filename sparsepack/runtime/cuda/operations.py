@@ -61,8 +61,9 @@ def matmul(weight: RowsMatrix, x: Tensor) -> Tensor:
 
 def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cuda", type: str | None = None) -> KvCache:
     """An empty cache; see `reference_operations.new_kv_cache`. Raises `UserError` for a type that it does not have."""
-    from sparsepack.runtime.cuda.caches import new_cache
+    from sparsepack.runtime.cuda.double.kv_cache import DoubleKvCache
+    from sparsepack.runtime.cuda.kv_cache import DenseKvCache
 
-    device = usable(device)
+    device, type = usable(device), backend_named("cuda").checked_cache_type(type)
     with torch.cuda.device(device):
-        return new_cache(shape, backend_named("cuda").checked_cache_type(type), device)
+        return (DenseKvCache if shape.policy is None else DoubleKvCache)(shape, type, device)

@@ -53,7 +53,8 @@ class SequencesDecoder:
 
     @property
     def description(self) -> str:
-        return self._kernels.device_name(self._device)
+        name, first = self._kernels.device_name(self._device), self._cache.from_tokens
+        return name if first is None else f"{name}, sparse attention from {first} tokens on"
 
     @property
     def cache_type(self) -> str:

@@ -17,14 +17,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsepack.codecs.labels import encode_labels
 from sparsepack.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import dense, elementwise, kernel_set, shared_memory, tile_config, zigzag
 from sparsepack.runtime.cuda.attention import AttentionParameters
+from sparsepack.runtime.cuda.double.attention import DoubleParameters
 from sparsepack.runtime.cuda.handoff import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.handoff import handoff_buffers as real_handoff_buffers
 from sparsepack.runtime.cuda.tile_config import BAND_ROWS, CHUNK, TileConfig
 from sparsepack.runtime.cuda.zigzag import Input
+from sparsepack.runtime.double import reference as double
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 ONE_SPLIT = TileConfig(2, 8, 8, 1)
@@ -148,6 +152,38 @@ def attend(
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
         attn_output[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
     _write(out, attn_output)
+
+
+def double_parameters(dense: AttentionParameters, channels: Tensor, policy: TokenPolicy) -> DoubleParameters:
+    batch, kv_heads, context, _ = dense.keys.shape
+    codes, scales = encode_labels(torch.zeros(batch, kv_heads, context, channels.shape[1]))
+    return DoubleParameters(dense, channels, codes, scales, policy)
+
+
+def label_append(
+    of: DoubleParameters, first: int, count: int, sequence: int | None = None, positions: Tensor | None = None
+) -> None:
+    starts = [first] * len(of.codes) if positions is None else positions.tolist()
+    for n, start in enumerate(starts):
+        if sequence in (None, n):
+            new = slice(start, start + count)
+            codes, scales = encode_labels(double.heavy(of.dense.keys[n, :, new], of.channels))
+            of.codes[n, :, new], of.scales[n, :, new] = codes, scales
+
+
+def attend_double(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor) -> None:
+    shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
+    for n, here in enumerate(positions.tolist()):
+        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        q = _apply_rope(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
+        keys[n, :, here] = _apply_rope(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])[0]
+        values[n, :, here] = v[0]
+        label_append(of, here, 1, n)
+        codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
+        scores = double.label_scores(double.label_queries(q, of.channels), codes, scales)
+        selected = double.select_tokens(scores, here, of.policy, layer.window)
+        cached = (x[n, :, : here + 1].float() for x in (keys, values))
+        out[n] = double.attend_selected(q, *cached, selected)[0]
 
 
 def _apply_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -322,6 +358,9 @@ class SimulatedKernels(kernel_set.Kernels):
     embed = staticmethod(embed)
     gemv = staticmethod(gemv)
     attend = staticmethod(attend)
+    double_parameters = staticmethod(double_parameters)
+    label_append = staticmethod(label_append)
+    attend_double = staticmethod(attend_double)
     product = staticmethod(product)
     pick_likeliest = staticmethod(pick_likeliest)
     matmul = staticmethod(matmul)

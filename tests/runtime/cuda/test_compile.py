@@ -41,6 +41,19 @@ VARIANTS = {
         )
     ]
     + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
+    "double_attention": [
+        (
+            *(f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", "STAGES=3"),
+            *(f"LABEL_WORDS={words}", f"CLUSTER={cluster}"),
+        )
+        for width, ratio, type, warps, words, cluster in (
+            (128, 1, 1, 16, 4, 1),
+            (80, 3, 2, 8, 3, 8),
+            (256, 16, 3, 4, 32, 2),
+            (16, 7, 1, 8, 1, 4),
+        )
+    ],
+    "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4",)],
     "quantise_slide": [
         (
@@ -68,6 +81,7 @@ CASES = [
     for name in FILES
     for defines in VARIANTS.get(name, [()])
     for arch in ARCHITECTURES.get(name, [80, 90])
+    if arch >= 90 or name != "double_attention" or "CLUSTER=1" in defines  # clusters came with Hopper
 ]
 
 

@@ -1,7 +1,7 @@
 """Attention of one decoding step to the tokens that their labels rank best: one launch that also norms, rotates, labels
 and appends to the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsepack.codecs.labels import padded_channels
 from sparsepack.errors import UserError
 from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime.cuda.attention import KV_MACROS, AttentionParameters
+from sparsepack.runtime.cuda.attention import KV_MACROS, AttentionParameters, Variant
 from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.shared_memory import shared_limit
 
@@ -22,10 +22,16 @@ ALIGNMENT = 8
 LABEL_WARPS = 8
 """Of a block that labels."""
 MOST_CHANNELS = 256
+MANY_WARPS = 16
+WIDEST_OF_MANY = 256
+"""Bytes of a row of keys; the rings of so many warps would leave no room for wider ones."""
 MOST_TOKENS = 1 << 16
 """Of a segment, whose numbers have 16 bits."""
 FEWEST_TOKENS = 2048
-"""Of a segment that several blocks share a key head for."""
+"""Of a segment, where several blocks share a key head."""
+BREAK_EVEN = 3 << 15
+"""Key heads of all texts times tokens, from which on a step is no slower than one that reads everything: measured on an
+H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads (`benchmarks/attention_decode.py`)."""
 STATIC_BYTES = 4 << 10
 """Of shared memory that the kernel declares itself, and the system keeps, at most."""
 
@@ -122,7 +128,7 @@ def attend(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *,
     if cluster is None:
         cluster = cluster_for(of)
     room = room_for(of, cluster)
-    variant, policy = of.dense.variant, of.policy
+    variant, policy = variant_for(of, cluster), of.policy
     launch(
         kernel(
             "double_attention",
@@ -140,9 +146,17 @@ def attend(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *,
     )
 
 
+def variant_for(of: DoubleParameters, cluster: int) -> Variant:
+    """What the kernel is compiled for: more warps a block where there is no more than one on a multiprocessor."""
+    variant, keys = of.dense.variant, of.dense.keys
+    alone = cluster == 1 and keys.shape[0] * keys.shape[1] <= multiprocessors(keys.device)
+    wide = variant.head_dim * keys.dtype.itemsize > WIDEST_OF_MANY
+    return replace(variant, warps=MANY_WARPS) if alone and variant.warps < MANY_WARPS and not wide else variant
+
+
 def room_for(of: DoubleParameters, cluster: int) -> Room:
     """What blocks need where so many share a key head."""
-    variant, layer = of.dense.variant, of.dense.layer
+    variant, layer = variant_for(of, cluster), of.dense.layer
     context = of.dense.keys.shape[2]
     seen = min(context, layer.window) if layer.window else context
     segment = -(-(seen + ALIGNMENT) // (cluster * ALIGNMENT)) * ALIGNMENT
@@ -175,6 +189,6 @@ def cluster_for(of: DoubleParameters) -> int:
         )
     chosen = fitting[0]
     for n in fitting[1:]:
-        if batch * kv_heads * n <= multiprocessors(device) and rooms[n].segment >= FEWEST_TOKENS:
+        if 2 * batch * kv_heads * n <= multiprocessors(device) and rooms[n].segment >= FEWEST_TOKENS:
             chosen = n
     return chosen

@@ -14,17 +14,30 @@ from sparsepack.runtime.kv_cache import AttentionShape
 class DoubleKvCache(DenseKvCache):
     """See `CudaKvCache` and `double.reference.DoubleKvCache`, whose labels these are.
 
-    Steps select and attend in one kernel, where the policy says so and it is faster than reading everything; labels are
-    kept in any case. Of a layer that is not dense, a position of a sequence takes kv_heads * (R / 2 + 2) bytes more.
+    Steps select and attend in one kernel from `from_tokens` on, and read everything before. Labels are kept in any
+    case, kv_heads * (R / 2 + 2) bytes for a position of a layer that is not dense. Layers whose window is shorter than
+    that are dense.
 
-    Raises `UserError` as `DenseKvCache` does.
+    break_even -- key heads of all texts times tokens, below which steps read everything, whatever the policy says
+
+    Raises `UserError` as `DenseKvCache` does, and for a context that the kernel has no room for.
     """
 
     early = False
 
-    def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        type: str,
+        device: torch.device,
+        kernels: Kernels = KERNELS,
+        break_even: int = 0,
+    ) -> None:
         super().__init__(shape, type, device, kernels)
+        if shape.policy is None:
+            raise ValueError("the shape has no policy")
         self._policy = shape.policy
+        self.from_tokens = max(self._policy.min_context, -(-break_even // (shape.kv_heads * shape.sequences)))
         self._double = [self._parameters(number) for number in range(len(shape.layers))]
 
     def append(self, layer: int, qkv: Product | Tensor, sequence: int = 0) -> Tensor:
@@ -38,9 +51,6 @@ class DoubleKvCache(DenseKvCache):
         if not sparse or of is None:
             return super().attend(layer, queries, sequence)
         return self._attend_decoded(of, queries, sequence)
-
-    def selects(self, sparse: bool) -> bool:
-        return sparse and self._policy is not None and max(self.lengths) + 1 >= self._policy.min_context
 
     def step(
         self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
@@ -58,7 +68,7 @@ class DoubleKvCache(DenseKvCache):
 
     def _parameters(self, layer: int) -> DoubleParameters | None:
         dense = self._layers[layer]
-        if dense.layer.channels is None or self._policy is None:
+        if dense.layer.channels is None or 0 < dense.layer.window < (self.from_tokens or 0):
             return None
         return self._kernels.double_parameters(dense, dense.layer.channels, self._policy)
 

@@ -23,7 +23,7 @@
 #include "labels.cuh"
 #include "select_tokens.cuh"
 
-static constexpr int LABELS_AT_ONCE = LABEL_WORDS <= 4 ? 8 : LABEL_WORDS <= 8 ? 4 : 2;  // of a thread, on their way
+static constexpr int LABELS_AT_ONCE = LABEL_WORDS <= 4 ? 16 : LABEL_WORDS <= 8 ? 8 : 4;  // of a thread, on their way
 static constexpr int SLICE = (PAIRS + CLUSTER - 1) / CLUSTER;  // pairs of the result that a block finishes
 
 // How many tokens a position reads: models/sparse_attention.py.
@@ -34,7 +34,7 @@ __device__ __forceinline__ int budget_of(
     return min(seen, max(share, sinks + recent));
 }
 
-static constexpr int AHEAD_TOKENS = 64 * THREADS;  // whose labels are brought near before the kernel may begin
+static constexpr int AHEAD_TOKENS = 2048;  // whose labels are brought near before the kernel may begin
 
 // A block's share of the tokens that a position sees, from the first on; segments begin at multiples of ABREAST_TOKENS,
 // so that the first block's may begin before the oldest that is seen.
@@ -107,6 +107,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         }
     };
     load_labels(threadIdx.x);
+    selection.clear();
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, in the first block, key GQA_RATIO and
     // value GQA_RATIO + 1. A lane has channels c and c + HALF, which rotary embedding rotates together.
@@ -116,6 +117,15 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         const float* norm = task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr;
         NewRow row;
         row.load(from, norm);
+        float rope_cos[LANE_PAIRS], rope_sin[LANE_PAIRS];
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = lane + 32 * i;
+            const long long at = (long long)position * HALF + c;
+            const bool turns = task <= GQA_RATIO && c < HALF;
+            rope_cos[i] = turns ? load_l2(cos + at) : 1;
+            rope_sin[i] = turns ? load_l2(sin + at) : 0;
+        }
         row.receive(from);
         if (norm) row.scale_to_norm(eps);
         CacheType* cached = (task == GQA_RATIO ? keys : values) + (long long)position * HEAD_DIM;
@@ -132,11 +142,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         for (int i = 0; i < LANE_PAIRS; ++i) {
             const int c = lane + 32 * i;
             if (c >= HALF) continue;
-            const long long at = (long long)position * HALF + c;
-            const float cos_c = task <= GQA_RATIO ? load_l2(cos + at) : 1;
-            const float sin_c = task <= GQA_RATIO ? load_l2(sin + at) : 0;
-            put(c, row.first[i] * cos_c - row.second[i] * sin_c);
-            put(c + HALF, row.second[i] * cos_c + row.first[i] * sin_c);
+            put(c, row.first[i] * rope_cos[i] - row.second[i] * rope_sin[i]);
+            put(c + HALF, row.second[i] * rope_cos[i] + row.first[i] * rope_sin[i]);
         }
         for (int c = HEAD_DIM + lane; c < WIDTH; c += 32) put(c, 0);
     }

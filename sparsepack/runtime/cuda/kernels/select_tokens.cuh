@@ -13,7 +13,11 @@
 #include "cluster.cuh"
 
 static constexpr u16 ALWAYS = 0x7f80, NOT_SEEN = 0xffff;
-static constexpr int BITS = CLUSTER == 1 ? 2 : 4;  // fewer rounds where each waits for other blocks
+#ifndef SEARCH_BITS
+#define SEARCH_BITS (CLUSTER == 1 ? 2 : 4)  // fewer rounds where each waits for other blocks
+#endif
+static constexpr int BITS = SEARCH_BITS;
+static constexpr int ROUNDS = 16 / BITS;
 static constexpr int CANDIDATES = (1 << BITS) - 1;
 static constexpr int ABREAST_TOKENS = 8;  // of a thread at a time: 16 bytes of scores
 
@@ -43,20 +47,28 @@ struct Reaching {
 };
 
 struct TokenSelection {
-    int warp_counts[2][WARPS][CANDIDATES];
-    int block_counts[2][CLUSTER][CANDIDATES];
+    int counts[ROUNDS][CANDIDATES];  // of this block
+    int block_counts[ROUNDS][CLUSTER][CANDIDATES];
     int warp_above[WARPS], warp_equal[WARPS];
     int block_above[CLUSTER], block_equal[CLUSTER];
 
+    // By all threads, a barrier before `lowest`.
+    __device__ __forceinline__ void clear() {
+        if (threadIdx.x < ROUNDS * CANDIDATES) counts[0][threadIdx.x] = 0;
+    }
+
     // The rank of the `budget`-th best score of all blocks; 0 where so many are not seen.
     __device__ __forceinline__ u32 lowest(const u16* scores, int padded, int budget) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         u32 found = 0;
-        for (int shift = 16 - BITS, odd = 0; shift >= 0; shift -= BITS, odd ^= 1) {
+#pragma unroll 1
+        for (int round = 0; round < ROUNDS; ++round) {
+            const int shift = 16 - BITS * (round + 1);
             u32 bounds[CANDIDATES];
             Reaching reaching[CANDIDATES];
 #pragma unroll
             for (int j = 0; j < CANDIDATES; ++j) bounds[j] = bits_of(found | (j + 1) << shift) * 0x10001;
+#pragma unroll 4
             for (int i = threadIdx.x * ABREAST_TOKENS; i < padded; i += THREADS * ABREAST_TOKENS) {
                 const uint4 v = *(const uint4*)(scores + i);
 #pragma unroll
@@ -68,29 +80,25 @@ struct TokenSelection {
 #pragma unroll
             for (int j = 0; j < CANDIDATES; ++j) {
                 const int count = __reduce_add_sync(ALL_LANES, reaching[j].total());
-                if (lane == 0) warp_counts[odd][warp][j] = count;
+                if (lane == j) atomicAdd(&counts[round][j], count);
             }
             __syncthreads();
 #if CLUSTER > 1
             if (threadIdx.x < CLUSTER * CANDIDATES) {
                 const int to = threadIdx.x / CANDIDATES, j = threadIdx.x % CANDIDATES;
-                int count = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) count += warp_counts[odd][w][j];
-                store_there(address_of_block(&block_counts[odd][block_in_cluster()][j], to), count);
+                store_there(address_of_block(&block_counts[round][block_in_cluster()][j], to), counts[round][j]);
             }
             sync_cluster();
 #endif
             int reached = 0;  // candidates that enough tokens reach: the lowest ones
 #pragma unroll
             for (int j = 0; j < CANDIDATES; ++j) {
-                int count = 0;
 #if CLUSTER > 1
+                int count = 0;
 #pragma unroll
-                for (int r = 0; r < CLUSTER; ++r) count += block_counts[odd][r][j];
+                for (int r = 0; r < CLUSTER; ++r) count += block_counts[round][r][j];
 #else
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) count += warp_counts[odd][w][j];
+                const int count = counts[round][j];
 #endif
                 reached += count >= budget;
             }
@@ -122,6 +130,7 @@ struct TokenSelection {
             }
         };
         int above_here = 0, equal_here = 0;
+#pragma unroll 4
         for (int i = begin; i < end; i += STEP_TOKENS) {
             u32 above, equal;
             compare(i + lane * ABREAST_TOKENS, above, equal);
@@ -163,6 +172,7 @@ struct TokenSelection {
         for (int r = 0; r < CLUSTER; ++r) {
             if (r == rank) to -= starts[r];
         }
+#pragma unroll 4
         for (int i = begin; i < end; i += STEP_TOKENS) {
             u32 above, equal;
             compare(i + lane * ABREAST_TOKENS, above, equal);
