@@ -5,46 +5,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from backends import device_of, marks_of
-from native_build import instruction_set_params
+from kv_cache_backends import CASES, Backend, opened
 from torch import Tensor
 
 from sparsepack.runtime import reference, reference_operations
-from sparsepack.runtime.backends import BACKENDS
-from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
-from sparsepack.runtime.operations import Operations
 
 CONTEXT = 80
-CASES = [
-    pytest.param((row.name, type, isa.values[0] if isa else None), id="-".join(parts), marks=marks)
-    for row in BACKENDS.values()
-    for type in row.cache_types
-    for isa in (instruction_set_params() if row.name == "cpu" else [None])
-    for parts, marks in [((row.name, type, *isa.values), isa.marks) if isa else ((row.name, type), marks_of(row))]
-]
-
-
-@dataclass(frozen=True)
-class Backend:
-    operations: Operations
-    device: str
-    type: str
-
-    @property
-    def tolerance(self) -> float:
-        """Largest error of an output, of values up to 4. A key between two neighbours of its type may be rounded either
-        way, which the softmax of a sharp head shows; GPUs compute many positions from rounded queries."""
-        return {"f32": 1e-4, "f16": 1e-2, "bf16": 6e-2}[self.type]
 
 
 @pytest.fixture(params=CASES, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    name, type, isa = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        if isa:
-            patch.setenv(FORCED, isa)
-        yield Backend(BACKENDS[name].open().operations, device_of(BACKENDS[name]), type)
+    yield from opened(*request.param)
 
 
 @dataclass

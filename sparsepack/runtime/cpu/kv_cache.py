@@ -1,4 +1,5 @@
-"""Keys and values on the CPU as float16, and attention to all of them, by native kernels (`native/kv_cache.h`)."""
+"""Keys and values on the CPU as float16, and attention to all of them, or to those that their labels rank best, by
+native kernels (`native/kv_cache.h`, `native/double_kv_cache.h`)."""
 
 from typing import Any
 
@@ -10,9 +11,12 @@ from sparsepack.runtime.kv_cache import AttentionShape
 
 
 class NativeKvCache:
-    """See `runtime.kv_cache.KvCache`. Sequence after sequence: fp16 [layer][keys, values][kv_head][context][head_dim].
+    """See `runtime.kv_cache.KvCache`. Sequence after sequence: fp16 [layer][kv_head][context][key, value]
+    [head_dim].
 
-    Queries are the rows of `append`, normed and rotated in their place. Threads are torch's.
+    Where the shape has a policy, decoded positions read the tokens that it allows; the labels by which they find them
+    take channels / 2 + 2 bytes a position, key head and layer with heavy channels. Queries are the rows of `append`,
+    normed and rotated in their place. Threads are torch's.
 
     native -- of each sequence, what a `cpu.decoder.NativeDecoder` takes
 
@@ -23,20 +27,7 @@ class NativeKvCache:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._heads = shape.heads * shape.head_dim
-        layers = [(layer.window, _vector(layer.q_norm), _vector(layer.k_norm)) for layer in shape.layers]
-        self.native: list[Any] = [
-            native().DenseKvCache(
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                eps=shape.eps,
-                cos=shape.cos.contiguous(),
-                sin=shape.sin.contiguous(),
-                layers=layers,
-                instruction_set=instruction_set(),
-            )
-            for _ in range(shape.sequences)
-        ]
+        self.native: list[Any] = [_native_cache(shape) for _ in range(shape.sequences)]
 
     @property
     def lengths(self) -> list[int]:
@@ -49,7 +40,7 @@ class NativeKvCache:
 
     def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
         y = torch.empty(len(queries), self._heads)
-        operations().attend(self.native[sequence], layer, queries, y)
+        operations().attend(self.native[sequence], layer, queries, y, sparse)
         return y
 
     def step(self, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
@@ -65,6 +56,29 @@ class NativeKvCache:
     def reset(self) -> None:
         for cache in self.native:
             cache.reset()
+
+
+def _native_cache(shape: AttentionShape) -> Any:
+    dense = {
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "eps": shape.eps,
+        "cos": shape.cos.contiguous(),
+        "sin": shape.sin.contiguous(),
+        "layers": [(layer.window, _vector(layer.q_norm), _vector(layer.k_norm)) for layer in shape.layers],
+        "instruction_set": instruction_set(),
+    }
+    policy = shape.policy
+    if policy is None:
+        return native().DenseKvCache(**dense)
+    return native().DoubleKvCache(
+        **dense,
+        channels=[None if it.channels is None else it.channels.int().contiguous() for it in shape.layers],
+        budgets=torch.tensor([policy.budget(seen) for seen in range(shape.context + 1)], dtype=torch.int32),
+        sinks=min(policy.sinks, shape.context),
+        recent=min(policy.recent, shape.context),
+    )
 
 
 def _vector(x: Tensor | None) -> Tensor | None:

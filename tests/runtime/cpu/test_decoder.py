@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.packed import PackedModel
-from sparsepack.runtime import reference
+from sparsepack.runtime import reference_operations
 from sparsepack.runtime.cpu import dispatch
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
@@ -45,7 +45,7 @@ def large() -> PackedModel:
 
 def with_half_cache(packed: PackedModel) -> OperationsDecoder:
     """The reference, its keys and values rounded to half precision."""
-    return OperationsDecoder(packed, reference, torch.device("cpu"), 64, None, "f16")
+    return OperationsDecoder(packed, reference_operations, torch.device("cpu"), 64, None, "f16")
 
 
 @pytest.mark.parametrize("start", [*STARTS, len(IDS)])

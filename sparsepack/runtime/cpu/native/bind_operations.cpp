@@ -116,7 +116,7 @@ public:
         });
     }
 
-    void attend(const KvCache& cache, int layer, Array<const float, 2> qkv, Array<float, 2> y) {
+    void attend(const KvCache& cache, int layer, Array<const float, 2> qkv, Array<float, 2> y, bool sparse) {
         expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
         expect(y.shape(0) == qkv.shape(0) && (int64_t)y.shape(1) == cache.shape().q_rows(),
                "y: expected [positions, heads * head_dim]");
@@ -124,7 +124,8 @@ public:
         scratch_.resize(pool_.threads());
         for (Buffer<float>& own : scratch_) own.grow(cache.scratch(KvCache::BLOCK));  // a region must not throw
         pool_.run([&](int thread) {
-            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), scratch_[thread].data());
+            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), scratch_[thread].data(),
+                              sparse);
         });
     }
 
@@ -185,7 +186,7 @@ void bind_operations(nb::module_& m) {
         .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
-        .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, Released());
+        .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, "sparse"_a = false, Released());
 }
 
 }  // namespace sparsepack

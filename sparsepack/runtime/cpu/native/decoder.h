@@ -103,7 +103,7 @@ private:
 
     // decoder_step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
-    void attend(const Input& input, int layer, int32_t kv_head, int thread);
+    void attend(const Input& input, int layer, int32_t kv_head, bool sparse, int thread);
     Input gate(const Input& input, int layer, bool sparse, int thread);
 
     // decoder_prefill.cpp

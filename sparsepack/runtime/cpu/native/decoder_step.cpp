@@ -24,7 +24,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
-        pool_.share(a_.kv_heads, [&](int kv_head, int) { attend(input, number, kv_head, thread); });
+        pool_.share(a_.kv_heads, [&](int kv_head, int) { attend(input, number, kv_head, sparse, thread); });
         pool_.barrier();
         input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
         multiply(input);
@@ -45,7 +45,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
 }
 
 // The query heads of one key head: from the product of attn_in to their part of `attn_output_`.
-void Decoder::attend(const Input& input, int layer, int32_t kv_head, int thread) {
+void Decoder::attend(const Input& input, int layer, int32_t kv_head, bool sparse, int thread) {
     Scratch& own = scratch_[thread];
     int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
     float *q = own.heads.data(), *k = q + grouped, *v = k + width;
@@ -54,7 +54,7 @@ void Decoder::attend(const Input& input, int layer, int32_t kv_head, int thread)
     read(input, a_.q_rows() + a_.kv_rows() + int64_t(kv_head) * width, width, v);
     cache_.append(layer, kv_head, cache_.length(), q, k, v);
     float* y = attn_output_.data() + int64_t(kv_head) * grouped;
-    cache_.attend(layer, kv_head, cache_.length(), {q, y, grouped, grouped, 1, own.attention.data()});
+    cache_.attend(layer, kv_head, cache_.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
 }
 
 // From the product of mlp_in to the input of mlp_mid. Each thread does a range of the columns and lists what is active in

@@ -18,7 +18,8 @@ struct GemvUnit {
 };
 
 // Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions - 1)
-// is `position + p` in the text and sees the positions up to its own, with a window at most that many.
+// is `position + p` in the text and sees the positions up to its own, with a window at most that many; or, alone, those
+// that are listed.
 struct AttentionUnit {
     const float* q;          // position p, head h at q + p * q_stride + h * head_dim; normed and rotated
     const uint16_t* keys;    // fp16, position t at keys + t * kv_stride, [head_dim]; the queries' own are in it already
@@ -32,6 +33,8 @@ struct AttentionUnit {
     int32_t positions;
     int32_t window;  // 0: no limit
     float scale;     // 1 / sqrt(head_dim)
+    const int32_t* tokens;  // [listed]: what the one position reads, whatever its window; null: all that it sees
+    int32_t listed;
 };
 
 enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
@@ -66,6 +69,18 @@ struct Kernels {
 
     // softmax(q k^T scale) v; see AttentionUnit.
     void (*attention)(const AttentionUnit* unit);
+
+    // Double Sparsity's label of a cached key (codecs/labels.py): of its channels at `channels` [count], codes
+    // [padded / 2], where padded is the count rounded up to a multiple of 8, and a scale.
+    void (*label_key)(const uint16_t* key, const int32_t* channels, int32_t count, uint8_t* codes, uint16_t* scale);
+
+    // How tokens rank: query [padded] times the numbers in codes [count][padded / 2], an integer, times scales [count],
+    // rounded to bfloat16. Each is written as an integer that is larger where the score is.
+    void (*label_scores)(const int8_t* query, int32_t padded, const uint8_t* codes, const uint16_t* scales,
+                         int32_t count, int16_t* scores);
+
+    // The `wanted` best of `count` scores, ascending, of equal ones the earlier: tokens [wanted], base + their numbers.
+    void (*select_tokens)(const int16_t* scores, int32_t count, int32_t wanted, int32_t base, int32_t* tokens);
 
     // y = activation(gate) * up; y may be gate.
     void (*gate)(int32_t activation, const float* gate, const float* up, int32_t n, float* y);

@@ -45,7 +45,8 @@ void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
     }
 }
 
-void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch) const {
+void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
+                         bool sparse) const {
     int32_t blocks = (count + BLOCK - 1) / BLOCK;
     pool.share(blocks * shape_.kv_heads, [&](int unit, int) {
         int32_t block = blocks - 1 - unit / shape_.kv_heads;  // the last see most: first
@@ -53,35 +54,40 @@ void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count
         int64_t head = int64_t(kv_head) * shape_.gqa_ratio() * shape_.head_dim;
         int64_t q_stride = shape_.qkv_rows(), y_stride = shape_.q_rows();
         attend(layer, kv_head, length_ + first,
-               {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch});
+               {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch,
+                sparse});
     });
 }
 
 DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
                            std::vector<float> sin, const Kernels& kernels)
     : KvCache(shape, std::move(layers), std::move(cos), std::move(sin), kernels),
-      plane_(int64_t(shape.context) * shape.head_dim),
       scale_(1 / std::sqrt(float(shape.head_dim))),
-      memory_(layers_.size() * 2 * shape.kv_heads * plane_ * sizeof(uint16_t)) {}
+      memory_(layers_.size() * shape.kv_heads * shape.context * stride() * sizeof(uint16_t)) {}
 
 void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
     int32_t width = shape_.head_dim;
     for (int32_t head = 0; head < shape_.gqa_ratio(); ++head)
         apply_rope(q + head * width, layers_[layer].q_norm, position);
     apply_rope(k, layers_[layer].k_norm, position);
-    kernels_.to_half(k, width, keys(layer, kv_head) + position * width);
-    kernels_.to_half(v, width, values(layer, kv_head) + position * width);
+    kernels_.to_half(k, width, key(layer, kv_head, position));
+    kernels_.to_half(v, width, value(layer, kv_head, position));
 }
 
 void DenseKvCache::attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const {
+    AttentionUnit unit = attention(layer, kv_head, position, queries);
+    kernels_.attention(&unit);
+}
+
+AttentionUnit DenseKvCache::attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const {
     AttentionUnit unit{};
     unit.q = queries.q;
-    unit.keys = keys(layer, kv_head);
-    unit.values = values(layer, kv_head);
+    unit.keys = key(layer, kv_head, 0);
+    unit.values = value(layer, kv_head, 0);
     unit.y = queries.y;
     unit.scores = queries.scratch;
     unit.q_stride = queries.q_stride;
-    unit.kv_stride = shape_.head_dim;
+    unit.kv_stride = stride();
     unit.y_stride = queries.y_stride;
     unit.heads = shape_.gqa_ratio();
     unit.head_dim = shape_.head_dim;
@@ -89,7 +95,7 @@ void DenseKvCache::attend(int layer, int32_t kv_head, int64_t position, const Qu
     unit.positions = queries.positions;
     unit.window = layers_[layer].window;
     unit.scale = scale_;
-    kernels_.attention(&unit);
+    return unit;
 }
 
 int64_t DenseKvCache::scratch(int32_t positions) const {

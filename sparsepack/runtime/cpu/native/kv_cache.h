@@ -1,8 +1,8 @@
 // Keys and values of one text, and attention to them: what runtime/kv_cache.py describes, natively.
 //
 // A decoder hands over the products of attn_in and gets the input of attn_out back. How keys and values are kept, and
-// which of them a query reads, is the cache's business: sparse or offloaded attention is another class beside
-// DenseKvCache, given to the decoder in its place.
+// which of them a query reads, is the cache's business: sparse attention (double_kv_cache.h) or offloaded attention is
+// another class, given to the decoder in DenseKvCache's place.
 #pragma once
 #include "kernels.h"
 #include "memory.h"
@@ -35,6 +35,7 @@ struct Queries {
     int64_t q_stride, y_stride;
     int32_t positions;
     float* scratch;  // KvCache::scratch(positions) floats
+    bool sparse;     // they are decoded: the cache may read less than all that they see
 };
 
 class KvCache {
@@ -68,7 +69,8 @@ public:
     // The same for the positions after the cached ones, all heads: qkv [count][qkv_rows] holds q, then k, then v.
     // One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
     void append_rows(int layer, float* qkv, int32_t first, int32_t last);
-    void attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch) const;
+    void attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
+                     bool sparse = false) const;
 
 protected:
     // Norms and rotates the query or key at x, a head of a position.
@@ -84,8 +86,9 @@ private:
 };
 
 // Every query reads every position that its layer's window shows it.
-// Layout: fp16 [layer][keys, values][kv_head][context][head_dim]
-class DenseKvCache final : public KvCache {
+// Layout: fp16 [layer][kv_head][context][key, value][head_dim]: where some of the tokens are read, pieces are twice as long
+// as they would be in planes of their own.
+class DenseKvCache : public KvCache {
 public:
     DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
                  std::vector<float> sin, const Kernels& kernels);
@@ -94,14 +97,20 @@ public:
     void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const override;
     int64_t scratch(int32_t positions) const override;
 
-private:
-    // [context][head_dim]
-    uint16_t* keys(int layer, int32_t kv_head) const {
-        return reinterpret_cast<uint16_t*>(memory_.data()) + (int64_t(layer) * 2 * shape_.kv_heads + kv_head) * plane_;
-    }
-    uint16_t* values(int layer, int32_t kv_head) const { return keys(layer, kv_head) + shape_.kv_heads * plane_; }
+protected:
+    AttentionUnit attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const;
 
-    const int64_t plane_;  // values of one kv head's keys
+    // [head_dim]; of the next position `stride()` further.
+    uint16_t* key(int layer, int32_t kv_head, int64_t position) const {
+        int64_t row = (int64_t(layer) * shape_.kv_heads + kv_head) * shape_.context + position;
+        return reinterpret_cast<uint16_t*>(memory_.data()) + row * stride();
+    }
+    uint16_t* value(int layer, int32_t kv_head, int64_t position) const {
+        return key(layer, kv_head, position) + shape_.head_dim;
+    }
+    int64_t stride() const noexcept { return 2 * int64_t(shape_.head_dim); }
+
+private:
     const float scale_;
     Memory memory_;
 };

@@ -197,17 +197,19 @@ void attention(const AttentionUnit* u) {
             const float* q = u->q + p * u->q_stride + h * u->head_dim;
             float *y = u->y + p * u->y_stride + h * u->head_dim, largest = -INFINITY, sum = 0;
             int32_t last = u->position + p + 1, first = u->window && last > u->window ? last - u->window : 0;
-            for (int32_t t = first; t < last; t++) {
+            int32_t count = u->tokens ? u->listed : last - first;
+            auto row = [&](int32_t n) { return (u->tokens ? u->tokens[n] : first + n) * u->kv_stride; };
+            for (int32_t n = 0; n < count; n++) {
                 float score = 0;
-                for (int32_t i = 0; i < u->head_dim; i++) score += q[i] * from_half(u->keys[t * u->kv_stride + i]);
-                u->scores[t] = score * u->scale;
-                if (u->scores[t] > largest) largest = u->scores[t];
+                for (int32_t i = 0; i < u->head_dim; i++) score += q[i] * from_half(u->keys[row(n) + i]);
+                u->scores[n] = score * u->scale;
+                if (u->scores[n] > largest) largest = u->scores[n];
             }
-            for (int32_t t = first; t < last; t++) sum += u->scores[t] = expf(u->scores[t] - largest);
+            for (int32_t n = 0; n < count; n++) sum += u->scores[n] = expf(u->scores[n] - largest);
             for (int32_t i = 0; i < u->head_dim; i++) {
                 float attn_output = 0;
-                for (int32_t t = first; t < last; t++)
-                    attn_output += u->scores[t] / sum * from_half(u->values[t * u->kv_stride + i]);
+                for (int32_t n = 0; n < count; n++)
+                    attn_output += u->scores[n] / sum * from_half(u->values[row(n) + i]);
                 y[i] = attn_output;
             }
         }
@@ -255,6 +257,54 @@ void to_half(const float* x, int32_t n, uint16_t* y) {
     for (int32_t i = 0; i < n; i++) y[i] = half_of(x[i]);
 }
 
+void label_key(const uint16_t* key, const int32_t* channels, int32_t count, uint8_t* codes, uint16_t* scale) {
+    float largest = 0;
+    for (int32_t c = 0; c < count; c++) {
+        float size = fabsf(from_half(key[channels[c]]));
+        if (size > largest) largest = size;
+    }
+    *scale = half_of(fminf(largest / 7, 65504));
+    int32_t half = (count + 7) / 8 * 4;
+    for (int32_t c = 0; c < 2 * half; c++) {
+        float number = c < count ? from_half(key[channels[c]]) / from_half(*scale) : 0;  // NaN: zero by zero
+        int32_t code = number != number ? 8 : number >= 7 ? 15 : number <= -8 ? 0 : 8 + (int32_t)rintf(number);
+        codes[c % half] = c < half ? code : codes[c % half] | code << 4;
+    }
+}
+
+void label_scores(const int8_t* query, int32_t padded, const uint8_t* codes, const uint16_t* scales, int32_t count,
+                  int16_t* scores) {
+    int32_t half = padded / 2;
+    for (int32_t t = 0; t < count; t++) {
+        int32_t sum = 0;
+        for (int32_t j = 0; j < half; j++) {
+            int32_t code = codes[(int64_t)t * half + j];
+            sum += query[j] * ((code & 15) - 8) + query[half + j] * ((code >> 4) - 8);
+        }
+        float score = (float)sum * from_half(scales[t]) + 0.0f;  // never -0, which ranks as 0 does
+        uint32_t bits;
+        memcpy(&bits, &score, 4);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        scores[t] = (int16_t)(bits & 0x8000 ? bits ^ 0x7fff : bits);
+    }
+}
+
+void select_tokens(const int16_t* scores, int32_t count, int32_t wanted, int32_t base, int32_t* tokens) {
+    auto above = [&](int32_t limit) {
+        int32_t found = 0;
+        for (int32_t t = 0; t < count; t++) found += scores[t] > limit;
+        return found;
+    };
+    int32_t below = -32769, lowest = 32767;  // that is wanted: the smallest that fewer than `wanted` exceed
+    while (lowest - below > 1) {
+        int32_t middle = (lowest + below) >> 1;
+        (above(middle) < wanted ? lowest : below) = middle;
+    }
+    int32_t ties = wanted - above(lowest);
+    for (int32_t t = 0; t < count; t++)
+        if (scores[t] > lowest || (scores[t] == lowest && ties-- > 0)) *tokens++ = base + t;
+}
+
 void decode_row(const Rows* m, int64_t row, float* y) {
     for (int64_t column = 0; column < m->columns; column++) y[column] = row_weight(m, row, column);
 }
@@ -270,6 +320,9 @@ const Kernels scalar_kernels = {
     rms_norm,
     rotate,
     attention,
+    label_key,
+    label_scores,
+    select_tokens,
     gate,
     sum,
     to_half,
