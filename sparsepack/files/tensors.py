@@ -21,6 +21,11 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """As it is written."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write named tensors, readable by whom the umask allows. Raises OSError where the disk refuses it."""
@@ -45,7 +50,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file one tensor after the other, as `tensor` gives each; one is held at a time."""
     with path.open("wb") as file:
-        listed = ((e.name, _NAMES[e.dtype], e.shape, math.prod(e.shape) * e.dtype.itemsize) for e in entries)
+        listed = ((e.name, _NAMES[e.dtype], e.shape, e.nbytes) for e in entries)
         file.write(header(listed))
         for entry in entries:
             data = tensor(entry.name)

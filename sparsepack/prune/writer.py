@@ -6,21 +6,26 @@ from pathlib import Path
 from torch import Tensor
 
 from sparsepack.files.atomic import atomic_folder, write_json
+from sparsepack.files.shards import INDEX, SHARD_BYTES, file_names, index_text, split
 from sparsepack.files.tensors import TensorEntry, write_tensors
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.pruned import RECORD, Pruned
 from sparsepack.models.source_files import texts_of
 from sparsepack.progress import progress
 
-WEIGHTS = "model.safetensors"
-
 
 def write_checkpoint(
-    checkpoint: Checkpoint, block: Callable[[int], Mapping[str, Tensor]], made: Pruned, output: Path, overwrite: bool
+    checkpoint: Checkpoint,
+    block: Callable[[int], Mapping[str, Tensor]],
+    made: Pruned,
+    output: Path,
+    overwrite: bool,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint with some of its tensors changed.
 
-    block -- of each layer the tensors that changed, by their names within the block; one block is held at a time
+    block       -- of each layer the tensors that changed, by their names within the block; one block is held at a time
+    shard_bytes -- of tensors in one file at most
     """
     source = checkpoint.source
     # Block by block, so that each block's new tensors are read once.
@@ -41,7 +46,13 @@ def write_checkpoint(
     with atomic_folder(output, overwrite) as folder, progress("writing", len(names)) as advance:
         for name, text in texts_of(checkpoint).items():
             (folder / name).write_bytes(text.encode())
-        write_tensors(folder / WEIGHTS, entries, tensor, advance)
+        parts = [entries[part] for part in split([entry.nbytes for entry in entries], shard_bytes)]
+        files = dict(zip(file_names(len(parts)), parts, strict=True))
+        for name, of_file in files.items():
+            write_tensors(folder / name, of_file, tensor, advance)
+        if len(files) > 1:
+            file_of = {entry.name: name for name, of_file in files.items() for entry in of_file}
+            (folder / INDEX).write_text(index_text(file_of, sum(entry.nbytes for entry in entries)))
         write_json(folder / RECORD, made.to_json())
 
 

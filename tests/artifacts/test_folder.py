@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from models_for_tests import TEXT
 
-from sparsepack.artifacts.folder.layout import MANIFEST, WEIGHTS, sealed, unsealed
+from sparsepack.artifacts.folder.layout import MANIFEST, sealed, unsealed
 from sparsepack.artifacts.formats import FORMATS, Format
 from sparsepack.artifacts.inspect import describe
 from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
@@ -21,6 +21,7 @@ from sparsepack.artifacts.verify import verify, verify_against
 from sparsepack.cli import main
 from sparsepack.errors import ArtifactError, CheckpointError, OutputError, PackingError, UserError
 from sparsepack.eval.run import EvalRequest, evaluate
+from sparsepack.files.shards import WEIGHTS
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.pack import CARD, PackRequest, pack
 

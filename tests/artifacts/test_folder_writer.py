@@ -18,7 +18,7 @@ from models_for_tests import make_model
 
 import sparsepack
 from sparsepack.artifacts.folder import slid as slid_folder
-from sparsepack.artifacts.folder.layout import MANIFEST, WEIGHTS, sealed, unsealed
+from sparsepack.artifacts.folder.layout import MANIFEST, sealed, unsealed
 from sparsepack.artifacts.folder.writer import FolderPlan
 from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor, alone
 from sparsepack.artifacts.verify import verify
@@ -26,6 +26,7 @@ from sparsepack.codecs import slid_matrix
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files import hashing
 from sparsepack.files.hashing import combined, sha256_bytes
+from sparsepack.files.shards import WEIGHTS
 from sparsepack.models.source_hash import SourceHash
 from sparsepack.pack import PackRequest, pack
 from sparsepack.prune.options import PruneOptions

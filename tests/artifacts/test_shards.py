@@ -14,7 +14,7 @@ from models_for_tests import TEXT, make_model
 from safetensors.torch import load_file
 
 import sparsepack
-from sparsepack.artifacts.folder.layout import INDEX, MANIFEST, WEIGHTS, sealed, unsealed
+from sparsepack.artifacts.folder.layout import MANIFEST, sealed, unsealed
 from sparsepack.artifacts.folder.shards import Shard, shards_of
 from sparsepack.artifacts.folder.writer import FolderPlan
 from sparsepack.artifacts.inspect import describe
@@ -26,6 +26,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.hashing import sha256_file
+from sparsepack.files.shards import INDEX, WEIGHTS
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import CARD, PackRequest, pack, plan_of
 from sparsepack.prune.options import PruneOptions

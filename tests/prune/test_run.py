@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sparsepack.errors import CalibrationError, OutputError, PruningError, SiteE
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.pruned import RECORD, pruning_record
 from sparsepack.prune.options import PruneOptions, SitePattern
+from sparsepack.prune.writer import write_checkpoint
 
 OPTIONS = PruneOptions(6, 8, windows=4)
 
@@ -131,6 +133,20 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "pruned" / file.name).read_bytes(), file.name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pruned", "whole"]
+
+
+def test_a_large_result_is_several_files_that_anything_loads(
+    small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(OPTIONS, method="magnitude")
+    prune(small, tmp_path / "whole", options)
+    monkeypatch.setattr("sparsepack.prune.run.write_checkpoint", partial(write_checkpoint, shard_bytes=50_000))
+    prune(small, tmp_path / "parts", options)
+    files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors*"))
+    assert files[-1] == "model.safetensors.index.json"
+    assert files[0] == f"model-00001-of-{len(files) - 1:05}.safetensors"
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(logits(tmp_path / "parts", ids), logits(tmp_path / "whole", ids))
 
 
 def test_magnitude_runs_nothing(small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sparsepack.artifacts.artifact import Artifact
 from sparsepack.artifacts.attention import ATTENTION, sparse_attention_of
-from sparsepack.artifacts.folder.layout import CONFIG, INDEX, MANIFEST, WEIGHTS, unsealed
-from sparsepack.artifacts.folder.shards import check_index
+from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, unsealed
 from sparsepack.artifacts.manifest import read_manifest
 from sparsepack.artifacts.stock import StockModel
 from sparsepack.codecs.matrices import decode_rows
@@ -24,6 +23,7 @@ from sparsepack.codecs.types import stored_bytes
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import TensorInfo
 from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.shards import INDEX, WEIGHTS, check_index
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.sparse_attention import SparseAttention

@@ -24,7 +24,6 @@ from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.stored import shown
 
 MANIFEST, CONFIG = "sparsepack.json", "config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 METHOD = "sparsepack"
 _HEAD = b'{"sha256": "'
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, METHOD, sealed
-from sparsepack.artifacts.folder.shards import SHARD_BYTES, Shard, index_of, shards_of
+from sparsepack.artifacts.folder.shards import Shard, index_of, shards_of
 from sparsepack.artifacts.placing import TensorFile, write_files
 from sparsepack.artifacts.plan import Plan
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.files.shards import SHARD_BYTES
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.source_files import texts_of
 from sparsepack.models.source_hash import SourceHash
