@@ -123,7 +123,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     attention = attention_for(checkpoint, request)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
-        plan = plan_of(checkpoint, request, table, attention=attention)
+        plan = plan_of(checkpoint, request, table, None, attention)
         if isinstance(plan, FolderPlan):
             plan = replace(plan, beside=lambda made: {CARD: model_card(made, file=request.output.name)})
         plan.write(request.output, request.overwrite)
