@@ -105,6 +105,13 @@ class CudaDecoder(SequencesDecoder):
         return chosen
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+        self._cache.exact = True  # who measures a policy wants it as it is
+        try:
+            return self._teacher_forced(ids, sparse_from, sparse)
+        finally:
+            self._cache.exact = False
+
+    def _teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
         norm, eps = self._model.output_norm, self._model.architecture.norm_eps
         with self._kernels.on_device(self._device):

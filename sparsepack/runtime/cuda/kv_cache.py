@@ -25,7 +25,10 @@ class CudaKvCache(KvCache, Protocol):
     early       -- `step` can read early and be read early, in the order of `kernels/handoff.cuh`. False: it is given
                    plain memory that kernels before have written, and who reads its result waits until it has ended
     from_tokens -- of the longest text, from which on decoded tokens read a part of the cache only; None: never
+    exact       -- may be set: `from_tokens` is where the policy says, also where reading everything would be faster
     """
+
+    exact: bool
 
     @property
     def positions(self) -> Mirror: ...
@@ -65,7 +68,7 @@ class DenseKvCache:
     """
 
     early = True
-    from_tokens: int | None = None
+    exact = False
 
     def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
         _check_heads(shape)
@@ -81,6 +84,10 @@ class DenseKvCache:
             [torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in shape.layers] for _ in range(2)
         )
         self._layers = attention_parameters(shape, keys, values)
+
+    @property
+    def from_tokens(self) -> int | None:
+        return None
 
     def append(self, layer: int, qkv: Product | Tensor, sequence: int = 0) -> Tensor:
         if isinstance(qkv, Tensor):

@@ -48,7 +48,7 @@ class SequencesDecoder:
             self._prefill = Prefill(self._model, self._cache, kernels)
             self._stream = kernels.new_stream()
         self._ids = Mirror(self._step.ids, kernels)
-        self._steps: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}  # by `_kind`
+        self._steps: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}  # by `_kind`
         self._stepped = 0
 
     @property
@@ -125,5 +125,5 @@ class SequencesDecoder:
         """The step that comes next, where one of its kind has been made."""
         return self._steps.get(self._kind(sparse))
 
-    def _kind(self, sparse: bool) -> tuple[bool, bool]:
-        return sparse, self._cache.selects(sparse)
+    def _kind(self, sparse: bool) -> tuple[bool, bool, bool]:
+        return sparse, self._cache.selects(sparse), self._cache.exact

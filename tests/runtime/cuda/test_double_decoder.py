@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import simulated
@@ -92,6 +93,24 @@ def test_dense_steps_read_everything(packed: PackedModel, kernels: Kernels) -> N
     fill(plain, 30)
     for id in IDS[30:40].tolist():
         assert_near(ours.step(id, False), plain.step(id, False))
+
+
+def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_says(
+    packed: PackedModel, kernels: Kernels
+) -> None:
+    heads = packed.architecture.kv_heads
+    paying = partial(DoubleKvCache, break_even=heads * 40)
+    ours = CudaDecoder(packed, device_of(kernels), CONTEXT, "f32", kernels, paying)
+    plain, theirs = oracle(replace(packed, attention=None)), oracle(packed)
+    assert "sparse attention from 40 tokens on" in ours.description
+    for one in (ours, plain):
+        fill(one, 25)
+    for id in IDS[25:39].tolist():
+        assert_near(ours.step(id, True), plain.step(id, True))
+    for one in (ours, theirs):
+        one.reset()
+    assert_near(ours.teacher_forced(IDS[:35], 0, True), theirs.teacher_forced(IDS[:35], 0, True))
+    assert "sparse attention from 40 tokens on" in ours.description
 
 
 def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Kernels) -> None:

@@ -14,9 +14,9 @@ from sparsepack.runtime.kv_cache import AttentionShape
 class DoubleKvCache(DenseKvCache):
     """See `CudaKvCache` and `double.reference.DoubleKvCache`, whose labels these are.
 
-    Steps select and attend in one kernel from `from_tokens` on, and read everything before. Labels are kept in any
-    case, kv_heads * (R / 2 + 2) bytes for a position of a layer that is not dense. Layers whose window is shorter than
-    that are dense.
+    Steps select and attend in one kernel from `from_tokens` on, in layers whose window is not shorter than that, and
+    read everything before. Labels are kept in any case, kv_heads * (R / 2 + 2) bytes for a position of a layer that is
+    not dense.
 
     break_even -- key heads of all texts times tokens, below which steps read everything, whatever the policy says
 
@@ -37,8 +37,12 @@ class DoubleKvCache(DenseKvCache):
         if shape.policy is None:
             raise ValueError("the shape has no policy")
         self._policy = shape.policy
-        self.from_tokens = max(self._policy.min_context, -(-break_even // (shape.kv_heads * shape.sequences)))
+        self._pays_from = -(-break_even // (shape.kv_heads * shape.sequences))
         self._double = [self._parameters(number) for number in range(len(shape.layers))]
+
+    @property
+    def from_tokens(self) -> int:
+        return max(self._policy.min_context, 0 if self.exact else self._pays_from)
 
     def append(self, layer: int, qkv: Product | Tensor, sequence: int = 0) -> Tensor:
         queries = super().append(layer, qkv, sequence)
@@ -58,7 +62,7 @@ class DoubleKvCache(DenseKvCache):
         of = self._double[layer]
         if of is None:
             return super().step(layer, qkv, sparse, out, early_read)
-        if not self.selects(sparse):
+        if not self.selects(sparse) or 0 < of.dense.layer.window < self.from_tokens:
             out = super().step(layer, qkv, sparse, out, early_read)
             self._kernels.label_append(of, 0, 1, positions=self.positions.there)
             return out
@@ -68,7 +72,7 @@ class DoubleKvCache(DenseKvCache):
 
     def _parameters(self, layer: int) -> DoubleParameters | None:
         dense = self._layers[layer]
-        if dense.layer.channels is None or 0 < dense.layer.window < (self.from_tokens or 0):
+        if dense.layer.channels is None or 0 < dense.layer.window < self._policy.min_context:
             return None
         return self._kernels.double_parameters(dense, dense.layer.channels, self._policy)
 
