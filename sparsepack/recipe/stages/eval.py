@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
-from rich.console import RenderableType
-from rich.markup import escape
-from rich.table import Table
 
 from sparsepack.errors import RecipeError, UserError
 from sparsepack.eval.options import EvalRequest
-from sparsepack.eval.standard_error import with_error
 from sparsepack.files.atomic import write_json
-from sparsepack.recipe.console import table
+from sparsepack.recipe.accuracy import accuracy_tables
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -205,50 +201,6 @@ def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
         yield "tokens of lm-eval tasks are not counted"
 
 
-def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
-    rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
-    if rows:
-        yield _accuracy(rows)
-    for evaluation in report["evaluations"]:
-        if evaluation["tasks"]:
-            yield _tasks(evaluation["tasks"])
-
-
-def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
-    columns = ("text", "protocol", ">windows", ">perplexity", ">/ source", ">KL, nats", ">same top token")
-    scored = ", ".join(sorted({row["scored"] for row in rows}))
-    made = table(
-        f"accuracy against the source model, scored: {scored} of each window",
-        *columns,
-        ">skipped",
-        ">of sparse sites (target)",
-    )
-    for row in rows:
-        realised = row["realised_sparsity"]
-        skips = row["protocol"] != "dense" and realised["target"]
-        made.add_row(
-            escape(row["text"]),
-            row["protocol"],
-            f"{row['windows']} x {row['context']}",
-            with_error(row["perplexity"], 2),
-            with_error(row["perplexity_ratio"], 4),
-            with_error(row["kl_divergence"], 4),
-            f"{100 * row['top_token_agreement']['value']:.1f} %",
-            f"{100 * realised['overall']:.1f} %" if skips else "nothing",
-            f"{100 * realised['of_sparse_sites']:.1f} % ({100 * realised['target']:.1f} %)" if skips else "",
-        )
-    return made
-
-
-def _tasks(found: Mapping[str, Any]) -> Table:
-    chat = ", in the chat template" if found["apply_chat_template"] else ""
-    made = table(f"tasks, protocol {found['protocol']}{chat}", "task", ">samples", "metric", ">value")
-    for name, task in found["tasks"].items():
-        for metric, value in task["metrics"].items():
-            made.add_row(escape(name), str(task["samples"]), escape(metric), with_error(value, 4))
-    return made
-
-
 _OF_A_ROW = {
     "perplexity": "How badly the text is predicted.",
     "perplexity_ratio": "Over the source model's perplexity of the same tokens.",
@@ -325,7 +277,7 @@ EVAL = Stage(
     memory=memory,
     show_plan=_show_plan,
     result=("evaluations", lambda folder: read_json(RESULT)(folder)["evaluations"], []),
-    show=_show,
+    show=accuracy_tables,
     gates={
         **{name: limit(meaning) for name, meaning in {**_OF_A_ROW, **_SPARSITIES}.items()},
         "tasks": (
