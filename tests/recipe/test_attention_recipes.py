@@ -50,6 +50,16 @@ def test_a_pruned_model_is_calibrated_again(tmp_path: Path) -> None:
     assert section["calibration"] == load(work / "calibration_pruned").sha256
 
 
+def test_it_is_evaluated_as_it_decodes(tmp_path: Path) -> None:
+    sections = {**SECTIONS, "eval": {"perplexity": "shipped:heldout", "context": 64, "windows": 3}}
+    outcome = run_recipe(write_recipe(tmp_path, **sections), work=tmp_path / "work")
+    (row,) = outcome.report["evaluations"][0]["perplexity"]
+    assert row["protocol"] == "decode"
+    assert row["tokens_read"]["target"] == 0.25
+    assert row["tokens_read"]["of_sparse_layers"] < 0.5
+    assert row["perplexity_ratio"]["value"] != 1
+
+
 MISTAKES = {
     ("calibrate=null",): "pack.attention: its channels are chosen on calibration text; add a calibrate section",
     ("pack.tokens=9/8",): "pack: tokens '9/8': expected a share above 0",

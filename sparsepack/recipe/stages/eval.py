@@ -15,7 +15,7 @@ from sparsepack.recipe.accuracy import accuracy_tables
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of, needs_engine
+from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of, needs_engine, sparse_attention
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
 from sparsepack.runtime.backends import backend_named
 
@@ -33,7 +33,7 @@ class Eval(Section):
     perplexity: Annotated[Names, PATH]
     protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
         (),
-        description="Which tokens are sparse; each protocol named gives rows. None: decode if sparse, else dense. "
+        description="Which tokens are sparse; each protocol named gives rows. None: decode where it skips weights or tokens, else dense. "
         "Beside decode, the others score what it scores too, the second half of each window.",
     )
     context: int | None
@@ -57,7 +57,8 @@ def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
 def _protocols(recipe: Recipe) -> tuple[str, ...]:
     """Each once, in the order asked for."""
     asked = Eval.asked_in(recipe)
-    return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if sparse(recipe) else "dense",)
+    some = sparse(recipe) or sparse_attention(recipe)
+    return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if some else "dense",)
 
 
 def second_half(recipe: Recipe) -> bool:
