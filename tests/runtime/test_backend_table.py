@@ -8,7 +8,7 @@ import torch
 from backends import device_of
 
 from sparsepack.errors import UserError
-from sparsepack.runtime import backends, reference
+from sparsepack.runtime import backends, reference_operations
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, backend_named, batch_backend, tuning_backend
 
 every_row = pytest.mark.parametrize("row", BACKENDS.values(), ids=BACKENDS)
@@ -83,5 +83,5 @@ def test_the_reference_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch
     assert waited == []
     module.synchronise(torch.device("mps"))
     assert waited == [torch.device("mps")]
-    assert module.operations is reference
+    assert module.operations is reference_operations
     assert module.describe(torch.device("cpu")) == ""
