@@ -8,7 +8,8 @@ Of each pruned Linear, in place of its `weight` [rows, columns] (`codecs.slide`)
 
 Everything else is the checkpoint's, in its own type. `stored` never is `columns`, so that a program which does not know
 the format stops at the shape of `weight`. Nothing here depends on a GPU: what its library wants is made when the model
-is loaded. config.json says in `quantization_config.patterns` which Linear has which pattern, `[keep, of]`.
+is loaded. config.json says in `quantization_config.patterns` which Linear has which pattern, `[keep, of]`, and with
+`quantization_config.attention` true that the manifest has sparse attention: a copy by transformers leaves that behind.
 """
 
 import json
@@ -71,7 +72,9 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
     notes += request.notes
-    said = {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}
+    said: dict[str, Any] = {"patterns": {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}}
+    if request.attention is not None:
+        said["attention"] = True
     return FolderPlan(
         format=format.name,
         groups=groups,
@@ -87,7 +90,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
             notes,
             attention=request.attention,
         ),
-        texts=model_texts(checkpoint, format.name, patterns=said),
+        texts=model_texts(checkpoint, format.name, **said),
     )
 
 

@@ -1,5 +1,6 @@
 """What transformers calls to load a slid folder: `from_pretrained` finds it by `quant_method: sparsepack`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparsepack.artifacts.manifest import read_manifest
 from sparsepack.codecs.pattern import Pattern
 from sparsepack.codecs.slide import Slide
 from sparsepack.errors import ArtifactError, PackingError
+from sparsepack.progress import say
 from sparsepack.runtime.slide.linear import VALUES, SlidLinear
 
 
@@ -22,15 +24,16 @@ from sparsepack.runtime.slide.linear import VALUES, SlidLinear
 class SlidConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a slid folder.
 
-    format   -- the format's name
-    patterns -- the name of each slid Linear -> [keep, of]
+    format    -- the format's name
+    patterns  -- the name of each slid Linear -> [keep, of]
+    attention -- whether the folder's manifest has sparse attention; False in folders from before this was said
 
     Raises `ArtifactError` for a format that is none of these, or patterns that mean nothing.
     """
 
-    def __init__(self, format: str = "", patterns: Any = None, **more: Any) -> None:
+    def __init__(self, format: str = "", patterns: Any = None, attention: bool = False, **more: Any) -> None:
         self.quant_method = METHOD
-        self.format, self.patterns = format, patterns
+        self.format, self.patterns, self.attention = format, patterns, attention
         if format not in VALUES:
             raise ArtifactError(f"format {format!r}: transformers loads {', '.join(VALUES)}; update sparsepack")
 
@@ -51,8 +54,13 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = True
     quantization_config: SlidConfig
+    _tensors: Path | None = None
+    """The first file of them."""
 
-    def _process_model_before_weight_loading(self, model: Any, **settings: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
+    ) -> None:
+        self._tensors = Path(checkpoint_files[0]) if checkpoint_files else None
         dtype = VALUES[self.quantization_config.format]
         for name, how in self.quantization_config.slides.items():
             try:
@@ -64,20 +72,27 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
             model.set_submodule(name, SlidLinear.in_place_of(linear, how, dtype))
 
     def _process_model_after_weight_loading(self, model: Any, **settings: Any) -> None:
-        """Attaches what the folder says of sparse attention, unless an implementation other than sdpa was asked for."""
-        revision = getattr(model.config, "_commit_hash", None)
-        place = cached_file(
-            model.name_or_path, MANIFEST, revision=revision, _raise_exceptions_for_missing_entries=False
-        )
+        """Attaches what the folder says of sparse attention, or says on stderr why the model runs dense."""
+        place = None if self._tensors is None else _manifest_beside(self._tensors, model.name_or_path)
         if place is None:  # saved by transformers, which keeps the tensors alone
+            if self.quantization_config.attention:
+                say(
+                    f"{model.name_or_path}: attention is dense: {MANIFEST}, which says how it is sparse, is missing; "
+                    "load the folder that was packed"
+                )
             return
-        manifest = read_manifest(unsealed(Path(place)).get("manifest"), f"{place}: the manifest")
+        manifest = read_manifest(unsealed(place).get("manifest"), f"{place}: the manifest")
         attention = sparse_attention_of(manifest, model.config, place)
-        if attention is not None and model.config._attn_implementation == "sdpa":
-            # Not above: transformers is still being imported when this file is.
-            from sparsepack.runtime.double.attention import attach
+        if attention is None:
+            return
+        # Not above: transformers is still being imported when this file is.
+        from sparsepack.runtime.double.attention import NAME, attach
 
+        asked = model.config._attn_implementation
+        if asked in ("sdpa", NAME):  # sdpa is the default, and looks the same where it was asked for
             attach(model, attention)
+        else:
+            say(f"{model.name_or_path}: attention is dense, as attn_implementation {asked!r} is; leave that out")
 
     def param_needs_quantization(self, model: Any, param_name: str, **settings: Any) -> bool:
         """None does: what is read is quantised already."""
@@ -91,3 +106,25 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Values of 8 bits have no gradient."""
         return False
+
+
+def _manifest_beside(tensors: Path, model: str) -> Path | None:
+    """The manifest that belongs to a file of tensors; None where there is none.
+
+    model -- the folder or repository that was asked for. Of a repository's cache, whose files come one by one, the
+    path of the tensors tells what transformers does not pass on: commit, subfolder and cache. The token it does not
+    tell: a private repository needs the one of `hf auth login` or HF_TOKEN.
+    """
+    snapshot = next((folder for folder in tensors.parents if folder.parent.name == "snapshots"), None)
+    if Path(model).is_dir() or snapshot is None:
+        place = tensors.parent / MANIFEST
+        return place if place.is_file() else None
+    found = cached_file(
+        model,
+        MANIFEST,
+        revision=snapshot.name,
+        subfolder="/".join(tensors.relative_to(snapshot).parts[:-1]),
+        cache_dir=snapshot.parents[2],  # CACHE/models--OWNER--NAME/snapshots/COMMIT
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if found is None else Path(found)

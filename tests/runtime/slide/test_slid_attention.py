@@ -1,5 +1,7 @@
 """A slid folder with sparse attention: what transformers and `eval` make of it."""
 
+import json
+import shutil
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,12 @@ from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.prune.options import PruneOptions
-from sparsepack.runtime.double.attention import sparse_rows
+from sparsepack.runtime.double.attention import NAME, sparse_rows
 
 IDS = torch.arange(3, 60)[None]
 
 
-def loaded(path: Path, **options: Any) -> Any:
+def loaded(path: Path | str, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
@@ -72,6 +74,50 @@ def test_eval_measures_its_sparse_attention(slid: Path, tmp_path: Path) -> None:
     assert result["perplexity"][0]["tokens_read"]["of_sparse_layers"] == pytest.approx(1 / 3, abs=0.03)
 
 
-def test_who_asks_for_another_attention_gets_it(slid: Path) -> None:
+def attached(model: Any) -> bool:
+    return bool(model.config._attn_implementation == NAME)
+
+
+def test_who_asks_for_another_attention_gets_it_and_is_told(slid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = loaded(slid, attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
+    assert "attention is dense, as attn_implementation 'eager' is" in capsys.readouterr().err
+    loaded(slid)
+    assert "dense" not in capsys.readouterr().err
+
+
+def test_it_may_be_asked_for_by_name(slid: Path) -> None:
+    model, default = loaded(slid, attn_implementation=NAME), loaded(slid)
+    ids = IDS.repeat(1, 3)
+    with torch.inference_mode(), sparse_rows(torch.tensor([20])):
+        assert torch.equal(model(ids).logits, default(ids).logits)
+
+
+def test_a_subfolder_is_loaded_with_its_attention(slid: Path, tmp_path: Path) -> None:
+    shutil.copytree(slid, tmp_path / "sub")
+    assert attached(loaded(tmp_path, subfolder="sub"))
+
+
+def test_a_subfolder_in_the_cache_of_a_hub_is_too(slid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, commit = tmp_path / "models--we--m", "0123456789" * 4
+    shutil.copytree(slid, repository / "snapshots" / commit / "sub")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert attached(loaded("we/m", subfolder="sub", cache_dir=tmp_path, local_files_only=True))
+
+
+def test_a_copy_without_its_manifest_says_that_it_is_dense(
+    slid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded(slid).save_pretrained(tmp_path / "copy")
+    assert capsys.readouterr().err.count("attention is dense") == 0
+    model = loaded(tmp_path / "copy")
+    assert not attached(model)
+    assert "attention is dense: sparsepack.json, which says how it is sparse, is missing" in capsys.readouterr().err
+    assert torch.isfinite(model(IDS).logits).all()
+    config = json.loads((tmp_path / "copy" / "config.json").read_text())
+    del config["quantization_config"]["attention"]
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
+    assert not attached(loaded(tmp_path / "copy"))
+    assert "dense" not in capsys.readouterr().err
