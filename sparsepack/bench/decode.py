@@ -103,10 +103,16 @@ def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], l
     if settings.generate:
         name = f"tg{settings.generate}" + (f" x {settings.batch}" if settings.batch > 1 else "")
         tests.append(_Test(name, "dense", 0, settings.generate))
-        if packed.rules:
+        if packed.rules or packed.attention:
             tests.append(_Test(name, "sparse", 0, settings.generate))
         else:
-            notes.append("no site of this artifact has thresholds: there is no sparse decoding to measure")
+            notes.append(
+                "this artifact has neither thresholds nor sparse attention: there is no sparse decoding to measure"
+            )
+    if packed.attention:
+        first = packed.attention.policy.min_context
+        short = f"; here at most {settings.generate:,} are there, and all are read" if settings.generate < first else ""
+        notes.append(f"attention is sparse where {first:,} tokens or more are there{short}")
     return tests, notes
 
 

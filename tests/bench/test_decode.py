@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.table import HEADER, bench_table
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
 
@@ -131,6 +133,17 @@ def test_an_artifact_without_thresholds_has_no_sparse_rows_and_says_so() -> None
     found = bench_decode(random_model("llama"), SETTINGS)
     assert [row["mode"] for row in found["tests"]] == ["dense", "dense"]
     assert "no sparse decoding" in found["notes"][0]
+
+
+def test_sparse_attention_alone_is_measured_and_tells_from_where_on_it_is_sparse() -> None:
+    packed = random_model("llama")
+    heavy = torch.arange(2).expand(packed.architecture.kv_heads, -1)
+    for first, said in ((4, ""), (1024, "; here at most 12 are there, and all are read")):
+        policy = TokenPolicy(Fraction(1, 2), sinks=0, recent=1, min_context=first)
+        attention = SparseAttention(policy, (None, heavy))
+        found = bench_decode(dataclasses.replace(packed, attention=attention), SETTINGS)
+        assert [row["mode"] for row in found["tests"]] == ["dense", "dense", "sparse"]
+        assert found["notes"][-1] == f"attention is sparse where {first:,} tokens or more are there{said}"
 
 
 def test_random_tokens_repeat_and_begin_with_bos() -> None:
