@@ -175,8 +175,9 @@ def verification(report: Mapping[str, Any]) -> str:
 def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
     parts = [f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {_precision(result['compute'])}"]
+    reads = any(row["tokens_read"] for row in result["perplexity"])
     if result["perplexity"]:
-        rows = [_perplexity_row(row) for row in result["perplexity"]]
+        rows = [_perplexity_row(row, reads) for row in result["perplexity"]]
         header = [
             "text",
             "protocol",
@@ -188,13 +189,13 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             "same top",
             "skipped",
             "target",
+            *(["tokens read (target)"] if reads else []),
         ]
         parts.append(table(header, rows))
         scored = ", ".join(sorted({row["scored"] for row in result["perplexity"]}))
         parts.append(
             f"scored: {scored} of each window; skipped, target: share of all block weights that a decoded token skips"
         )
-        parts += _tokens_read(result["subject"]["attention"], [row["tokens_read"] for row in result["perplexity"]])
     if result["tasks"]:
         rows = [
             [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
@@ -208,25 +209,30 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         parts.append(
             f"skipped in tasks: {shown(realised['overall'], realised['of_sparse_sites'])} of the block weights"
         )
-        parts += _tokens_read(result["subject"]["attention"], [result["tasks"]["tokens_read"]])
+        if result["tasks"]["tokens_read"]:
+            reads = True
+            parts.append(f"read in tasks: {_share_read(result['tasks']['tokens_read'])} of the tokens seen")
+    if (attention := result["subject"]["attention"]) is not None:
+        parts.append(_attention(attention) if reads else f"attention: not used by protocol {result['protocol']}")
     return "\n\n".join(parts)
 
 
-def _tokens_read(attention: Mapping[str, Any] | None, read: list[Mapping[str, Any] | None]) -> list[str]:
-    """A line for each share that was read: it depends on the length of the rows, not on their text."""
-    if attention is None:
-        return []
+def _attention(attention: Mapping[str, Any]) -> str:
+    """Which tokens decoded positions read."""
     policy = (
         f"{attention['tokens']} of the tokens, {attention['sinks']} first and {attention['recent']} last ones among "
         f"them, by {attention['channels']} channels, where {attention['min_context']:,} or more are seen"
     )
     dense = ", ".join(map(str, attention["dense_layers"])) or "none"
-    found = {(each["of_sparse_layers"], each["overall"]) for each in read if each is not None}
-    shares = [f"read: {100 * some:.1f} % of the tokens seen, {100 * all:.1f} % over all layers" for some, all in found]
-    return ["\n".join([f"attention: {policy}", f"layers that read every token: {dense}", *sorted(shares)])]
+    return f"attention: {policy}\nlayers that read every token: {dense}; tokens read: by the others, of those that they see"
 
 
-def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
+def _share_read(read: Mapping[str, Any] | None) -> str:
+    """Of the tokens that sparse layers see."""
+    return f"{100 * read['of_sparse_layers']:.1f} % ({100 * read['target']:.1f} %)" if read else "all"
+
+
+def _perplexity_row(row: Mapping[str, Any], reads: bool) -> list[str]:
     realised = row["realised_sparsity"]
     compared = "kl_divergence" in row
     return [
@@ -240,6 +246,7 @@ def _perplexity_row(row: Mapping[str, Any]) -> list[str]:
         with_error(row["top_token_agreement"], 4) if compared else "-",
         shown(realised["overall"], realised["of_sparse_sites"]),
         shown(realised["target_overall"], realised["target"]),
+        *([_share_read(row["tokens_read"])] if reads else []),
     ]
 
 

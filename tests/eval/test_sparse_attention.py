@@ -181,8 +181,27 @@ def test_a_file_is_measured_with_sparse_attention_and_sparse_columns(request_, r
     dense = evaluate(dataclasses.replace(request, protocol="dense"))
     assert dense["perplexity"][0]["tokens_read"] is None
     assert json.loads(json.dumps(result)) == result
-    assert "1/4 of the tokens" in evaluation_table(result)
+    assert evaluation_table(result).count("attention: 1/4 of the tokens") == 1
     assert "layers that read every token: 0" in evaluation_table(result)
+    assert f" {100 * row['tokens_read']['of_sparse_layers']:.1f} % (25.0 %) |" in evaluation_table(result)
+    assert "attention: not used by protocol dense" in evaluation_table(dense)
+    assert "of the tokens" not in evaluation_table(dense)
+
+
+def test_a_table_of_rows_and_tasks_tells_the_policy_once(request_):
+    result = evaluate(request_)
+    read = {"target": 0.25, "of_sparse_layers": 0.3, "overall": 0.6}
+    tasks = {
+        "tasks": {},
+        "apply_chat_template": False,
+        "realised_sparsity": result["perplexity"][0]["realised_sparsity"],
+        "tokens_read": read,
+    }
+    table = evaluation_table({**result, "tasks": tasks})
+    assert table.count("attention: ") == 1
+    assert "read in tasks: 30.0 % (25.0 %) of the tokens seen" in table
+    alone = evaluation_table({**result, "perplexity": [], "tasks": tasks})
+    assert "attention: 1/4 of the tokens" in alone
 
 
 def test_the_engine_gives_the_stock_models_figures(request_):
