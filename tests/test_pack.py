@@ -163,7 +163,7 @@ def test_sparse_attention_goes_into_the_artifact_with_thresholds_or_without(sour
 
 
 def test_what_is_found_of_attention_is_told_and_kept(source, request_):
-    options = replace(DOUBLE, dense_layers="auto", tokens="1/1")
+    options = replace(DOUBLE, dense_layers="auto", tokens="1/4")
     calibration = load(source / "c")
     found = find_attention(open_checkpoint(source / "m"), calibration, options)
     assert pack(replace(request_, calibration=source / "c", sparse_attention=options)).notes == found.notes

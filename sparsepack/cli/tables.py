@@ -224,7 +224,7 @@ def _attention(attention: Mapping[str, Any]) -> str:
         f"them, by {attention['channels']} channels, where {attention['min_context']:,} or more are seen"
     )
     dense = ", ".join(map(str, attention["dense_layers"])) or "none"
-    return f"attention: {policy}\nlayers that read every token: {dense}; tokens read: by the others, of those that they see"
+    return f"attention: {policy}\nlayers that read every token: {dense}; tokens read: by the others"
 
 
 def _share_read(read: Mapping[str, Any] | None) -> str:

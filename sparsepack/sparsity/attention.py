@@ -12,7 +12,7 @@ from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.sparse_attention import SparseAttention
-from sparsepack.sparsity.attention_options import AttentionOptions
+from sparsepack.sparsity.attention_options import NONE, AttentionOptions
 
 MOST_MISSED = 0.5
 """A layer that misses more than this share of its attention weight at best stays dense, unless the user says which."""
@@ -32,7 +32,7 @@ def find_attention(checkpoint: Checkpoint, calibration: Calibration, options: At
     """The sparse attention that `options` ask for.
 
     Raises `PackingError` for channels or layers that the model does not have, or where every layer is dense,
-    `CalibrationError` for a calibration of another model, or one too old to say.
+    `CalibrationError` for a calibration of another model, or one too old to say what is asked of it.
     """
     count = channels_asked(checkpoint, options)
     calibration.check_model(checkpoint)
@@ -44,9 +44,7 @@ def find_attention(checkpoint: Checkpoint, calibration: Calibration, options: At
         )
     notes: tuple[str, ...] = ()
     if (dense := options.dense) is None:
-        lost = lost_at(options.policy.tokens, missed(calibration))
-        dense = frozenset(layer for layer, share in enumerate(lost) if share > MOST_MISSED)
-        notes = _dense_notes(checkpoint, sorted(dense), lost, options.tokens)
+        dense, notes = _dense_by_themselves(checkpoint, calibration, options)
     channels = tuple(None if layer in dense else heaviest(of.product, count) for layer, of in enumerate(layers))
     return FoundAttention(SparseAttention(options.policy, channels), calibration.sha256, notes)
 
@@ -72,22 +70,34 @@ def heaviest(product: Tensor, count: int) -> Tensor:
     return product.argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
 
 
-def lost_at(tokens: Fraction, layers: tuple[tuple[float, ...], ...]) -> list[float]:
-    """What each layer misses at a share of tokens: at the next larger one that was measured, or the largest."""
-    at = max((n for n, share in enumerate(MEASURED) if share >= tokens), default=0)
-    return [layer[at] for layer in layers]
+def measured_for(tokens: Fraction) -> int | None:
+    """Which of `MEASURED` tells what a share of tokens misses: the next larger one; None where there is none."""
+    return max((n for n, share in enumerate(MEASURED) if share >= tokens), default=None)
 
 
-def _dense_notes(checkpoint: Checkpoint, dense: list[int], lost: list[float], tokens: str) -> tuple[str, ...]:
+def _dense_by_themselves(
+    checkpoint: Checkpoint, calibration: Calibration, options: AttentionOptions
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The layers that miss too much, and what the user should be told of them; none for a share so large that it was
+    not measured, since what a smaller one misses says nothing of it."""
+    at = measured_for(options.policy.tokens)
+    if at is None:
+        return frozenset(), ()
+    try:
+        lost = [layer[at] for layer in missed(calibration)]
+    except CalibrationError as error:
+        raise CalibrationError(f"{error}, or name the dense layers (dense_layers {NONE} or 0,1)") from error
+    dense = [layer for layer, share in enumerate(lost) if share > MOST_MISSED]
     if len(dense) == checkpoint.layers:
         raise PackingError(
-            f"tokens {tokens}: the best of them miss more than half of the attention weight in every layer of "
-            f"{checkpoint.name}; give a larger share, or --dense-layers"
+            f"tokens {options.tokens}: the best {MEASURED[at]} of them miss more than half of the attention weight in "
+            f"every layer of {checkpoint.name}; give a larger share, or name the dense layers"
         )
     if not dense:
-        return ()
+        return frozenset(), ()
     named, shares = ", ".join(map(str, dense)), ", ".join(f"{lost[layer]:.0%}" for layer in dense)
-    return (
+    note = (
         f"attention: {f'layers {named} read' if len(dense) > 1 else f'layer {named} reads'} every token: the best "
-        f"{tokens} of them would miss {shares} of the attention weight there",
+        f"{MEASURED[at]} of them would miss {shares} of the attention weight there"
     )
+    return frozenset(dense), (note,)

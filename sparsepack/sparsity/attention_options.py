@@ -24,27 +24,32 @@ class AttentionOptions:
         choices=(NONE, DOUBLE),
     )
     channels: int | None = option(
-        "With double: channels of each KV head that rank tokens (default: a quarter of them).", default=None, least=1
+        "With --attention double: channels of each KV head that rank tokens (default: a quarter of them).",
+        default=None,
+        least=1,
     )
-    tokens: str = option("With double: share of the tokens that is read, 1/16 or 0.0625.", default="1/16")
+    tokens: str = option("With --attention double: share of the tokens that is read, 1/16 or 0.0625.", default="1/16")
     sinks: int = option(
-        "With double: first tokens of the text, always read.", default=TokenPolicy.sinks, least=0, most=_LARGEST
+        "With --attention double: first tokens of the text, always read.",
+        default=TokenPolicy.sinks,
+        least=0,
+        most=_LARGEST,
     )
     recent: int = option(
-        "With double: last tokens, always read, the new one included.",
+        "With --attention double: last tokens, always read, the new one included.",
         default=TokenPolicy.recent,
         least=1,
         most=_LARGEST,
     )
     min_context: int = option(
-        "With double: where fewer tokens than these are there, all are read.",
+        "With --attention double: where fewer tokens than these are there, all are read.",
         default=TokenPolicy.min_context,
         least=1,
         most=_LARGEST,
     )
     dense_layers: str = option(
-        "With double: layers that read all tokens, as 0,1 or none; auto: those where the best tokens miss more than "
-        "half of the attention weight of the calibration text.",
+        "With --attention double: layers that read all tokens, as 0,1 or none; auto: those where the best tokens miss "
+        "more than half of the attention weight of the calibration text, and none for more than 1/4 of the tokens.",
         default=AUTO,
     )
 
@@ -69,14 +74,20 @@ class AttentionOptions:
         if not self.sparse:
             for field in fields(self):
                 if getattr(self, field.name) != field.default:
-                    name = field.name.replace("_", "-")
-                    raise PackingError(f"--{name} is for --attention {DOUBLE}; give both, or neither")
+                    value = getattr(self, field.name)
+                    raise PackingError(
+                        f"{field.name} {value!r}: it is for attention {DOUBLE}, not {NONE}; give both, or neither"
+                    )
         always = self.sinks + self.recent
         if self.min_context < always:
             raise PackingError(
                 f"min_context {self.min_context}: expected at least sinks + recent, {always}, which are always read"
             )
-        _share(self.tokens)
+        if _share(self.tokens) == 1:
+            raise PackingError(
+                f"tokens {self.tokens!r}: all of them, which is no sparse attention; expected a smaller share, or "
+                f"attention {NONE}"
+            )
         _layers(self.dense_layers)
 
 
@@ -93,7 +104,7 @@ def _layers(text: str) -> frozenset[int] | None:
 def _share(text: str) -> Fraction:
     """Raise `PackingError` unless it is a share above 0 and at most 1."""
     try:
-        if not re.fullmatch(r"\d{1,7}/\d{1,7}|\d{0,7}\.?\d{1,12}", text):
+        if not re.fullmatch(r"\d{1,7}/\d{1,7}|\d{0,7}\.?\d{1,12}(e-\d{1,2})?", text):
             raise ValueError
         share = Fraction(text)
         if not 0 < share <= 1:

@@ -1,6 +1,7 @@
 """Recipes whose artifact reads few tokens: its channels are from the calibration of the model that is packed."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sparsepack.errors import RecipeError
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.run import RecipeOutcome
+from sparsepack.recipe.stages.pack import Pack
 
 DOUBLE = {"attention": "double", "channels": 8, "tokens": 0.25, "sinks": 1, "recent": 4, "min_context": 8}
 SECTIONS: dict[str, Any] = {
@@ -63,7 +65,7 @@ def test_it_is_evaluated_as_it_decodes(tmp_path: Path) -> None:
 MISTAKES = {
     ("calibrate=null",): "pack.attention: its channels are chosen on calibration text; add a calibrate section",
     ("pack.tokens=9/8",): "pack: tokens '9/8': expected a share above 0",
-    ("pack.attention=none",): "pack: --channels is for --attention double",
+    ("pack.attention=none",): "pack: channels 8: it is for attention double, not none",
     ("pack.format=q4_k",): "pack: format q4_k: it has no place for sparse attention",
     ("pack.recent=0",): "pack.recent: 0; expected greater than or equal to 1",
 }
@@ -74,6 +76,12 @@ def test_mistakes_are_told_before_anything_is_opened(tmp_path: Path, overrides: 
     with pytest.raises(RecipeError) as caught:
         load_recipe(write_recipe(tmp_path, **SECTIONS), overrides)
     assert MISTAKES[overrides] in str(caught.value)
+
+
+def test_a_small_share_may_be_written_as_yaml_writes_numbers(tmp_path: Path) -> None:
+    for written in (1e-05, "1e-5", "1/100000"):
+        recipe = load_recipe(write_recipe(tmp_path, **{**SECTIONS, "pack": {**SECTIONS["pack"], "tokens": written}}))
+        assert Pack.asked_in(recipe).sparse_attention.policy.tokens == Fraction(1, 100_000)  # type: ignore[union-attr]
 
 
 def test_what_the_model_does_not_have_is_told_before_anything_runs(tmp_path: Path) -> None:

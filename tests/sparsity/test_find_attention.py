@@ -12,7 +12,7 @@ from sparsepack.calibrate.tokens import MEASURED
 from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.option import default_of
-from sparsepack.sparsity.attention import find_attention, heaviest, lost_at
+from sparsepack.sparsity.attention import find_attention, heaviest, measured_for
 from sparsepack.sparsity.attention_options import AttentionOptions
 
 DOUBLE = AttentionOptions("double", channels=8, dense_layers="none")
@@ -75,11 +75,26 @@ def test_a_quarter_of_the_channels_unless_the_user_says_how_many(small, small_ca
 
 @pytest.mark.parametrize(
     ("tokens", "measured"),
-    [("1/4", 4), ("1/8", 8), ("1/32", 32), ("1/5", 4), ("1/9", 8), ("0.1", 8), ("1/64", 32), ("1/2", 4), ("1", 4)],
+    [("1/4", "1/4"), ("1/8", "1/8"), ("1/32", "1/32"), ("1/5", "1/4"), ("0.1", "1/8"), ("1/64", "1/32")],
 )
 def test_what_is_missed_is_that_of_the_next_larger_share(tokens, measured):
-    layer = tuple(share.denominator for share in MEASURED)
-    assert lost_at(AttentionOptions("double", tokens=tokens).policy.tokens, (layer,)) == [measured]
+    assert MEASURED[measured_for(Fraction(tokens))] == Fraction(measured)
+
+
+def test_the_share_that_was_measured_is_named(small, small_calibration):
+    asked = replace(DOUBLE, dense_layers="auto", tokens="1/100")
+    (note,) = find_attention(small, _missing(small_calibration, 0.7, 0, 0), asked).notes
+    assert "the best 1/32 of them would miss 70%" in note
+    said = refused(lambda: find_attention(small, _missing(small_calibration, 0.7, 0.7, 0.7), asked))
+    assert "tokens 1/100: the best 1/32 of them miss more than half" in said
+
+
+@pytest.mark.parametrize("tokens", ["1/3", "0.26", "999/1000"])
+def test_no_layer_is_dense_by_itself_at_shares_above_those_measured(small, small_calibration, tokens):
+    lost = _missing(small_calibration, 0.9, 0.9, 0.9)
+    found = find_attention(small, lost, replace(DOUBLE, dense_layers="auto", tokens=tokens))
+    assert None not in found.sparse.channels
+    assert found.notes == ()
 
 
 def test_the_policy_is_exact_and_defaults_are_the_runtimes():
@@ -91,18 +106,51 @@ def test_the_policy_is_exact_and_defaults_are_the_runtimes():
 
 
 @pytest.mark.parametrize(
-    "tokens", ["0", "0/5", "2", "9/8", "1/0", "-1/8", "1e-3", "x", "", "1/8/2", "1 / 8", "9" * 5000]
+    "tokens",
+    [
+        "0",
+        "0/5",
+        "2",
+        "9/8",
+        "1/0",
+        "-1/8",
+        "1e3",
+        "1e-",
+        "e-3",
+        "1/8e-1",
+        "1e-999",
+        "x",
+        "",
+        "1/8/2",
+        "1 / 8",
+        "9" * 5000,
+    ],
 )
 def test_tokens_that_are_no_share_are_refused(tokens):
     said = refused(replace(DOUBLE, tokens=tokens).check)
     assert "expected a share above 0 and at most 1, such as 1/16 or 0.0625" in said
 
 
+@pytest.mark.parametrize("tokens", ["1e-5", "1e-05", "1.0e-5", "0.00001", "1/100000"])
+def test_tokens_may_be_written_as_numbers_are(tokens):
+    asked = replace(DOUBLE, tokens=tokens)
+    asked.check()
+    assert asked.policy.tokens == Fraction(1, 100_000)
+
+
+@pytest.mark.parametrize("tokens", ["1", "1/1", "1.0", "7/7"])
+def test_a_share_of_all_is_no_sparse_attention(tokens):
+    said = refused(replace(DOUBLE, tokens=tokens).check)
+    assert "all of them, which is no sparse attention; expected a smaller share, or attention none" in said
+
+
 def test_options_that_do_not_go_together_are_refused():
     assert "33333333/100000000; expected a fraction of smaller" in refused(replace(DOUBLE, tokens="0.33333333").check)
     assert "at least sinks + recent, 69" in refused(replace(DOUBLE, sinks=5, min_context=68).check)
     assert "dense layers '0;1': expected auto, none" in refused(replace(DOUBLE, dense_layers="0;1").check)
-    assert "--min-context is for --attention double" in refused(AttentionOptions(min_context=2000).check)
+    assert "min_context 2000: it is for attention double, not none; give both" in refused(
+        AttentionOptions(min_context=2000).check
+    )
     assert "attention 'triple': expected one of" in refused(AttentionOptions("triple").check)
     AttentionOptions().check()
 
@@ -129,6 +177,8 @@ def test_calibrations_that_do_not_say_it_are_refused(small, tiny, small_calibrat
     layers = tuple({k: v for k, v in of.items() if "missed" not in k} for of in small_calibration.layers)
     older = replace(small_calibration, layers=layers)
     asked = replace(DOUBLE, dense_layers="auto")
-    assert "no attention.missed" in refused(lambda: find_attention(small, older, asked), CalibrationError)
+    said = refused(lambda: find_attention(small, older, asked), CalibrationError)
+    assert "no attention.missed" in said
+    assert "calibrate again, or name the dense layers (dense_layers none or 0,1)" in said
     assert find_attention(small, older, DOUBLE).sparse.channels[0] is not None, "layers are named"
     assert "calibrate this model" in refused(lambda: find_attention(tiny, small_calibration, DOUBLE), CalibrationError)
