@@ -160,11 +160,12 @@ def test_threads_name_the_first_matrix_without_its_pattern(
     assert said == said[:1] * len(AT_ONCE)
 
 
-def test_folders_of_an_earlier_sparsepack_are_still_read(pruned: Path, tmp_path: Path) -> None:
+def test_an_earlier_sparsepack_and_this_one_read_each_others_folders_of_one_file(pruned: Path, tmp_path: Path) -> None:
     pack(PackRequest(str(pruned), tmp_path / "m", format="slide-int8"))
     inside = unsealed(tmp_path / "m" / MANIFEST)
     del inside["sha256"]
-    inside["header_sha256"] = inside["files"][WEIGHTS].pop("header_sha256")
+    assert inside["manifest"]["schema"] == 2
+    assert inside["header_sha256"] == inside["files"][WEIGHTS].pop("header_sha256")  # as it stood there
     for of_file in ({}, {"sha256": sha256_bytes((tmp_path / "m" / WEIGHTS).read_bytes())}):
         inside["files"][WEIGHTS] |= of_file
         (tmp_path / "m" / MANIFEST).write_bytes(sealed(inside))
