@@ -13,7 +13,7 @@ sparsepack.json     {"sha256":   of this file, these 64 digits taken as zeros,
 
 An earlier sparsepack knows one file of tensors, whose "header_sha256" stands beside "files" alone; some of its folders
 have a SHA-256 of that file as a whole too, which nothing reads. So a folder of one file is written for both, and the
-manifest of one of several has schema 3, which it refuses.
+manifest of one of several has schema 3, which the earlier one refuses.
 """
 
 import json
