@@ -35,7 +35,7 @@ from sparsepack.codecs.matrices import decode_rows, encode_rows
 from sparsepack.codecs.pattern import Pattern, kept
 from sparsepack.codecs.slide import Slide
 from sparsepack.files.atomic import remove
-from sparsepack.files.hashing import sha256_files
+from sparsepack.files.hashing import hashing
 from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.skeleton import parameter_shapes
@@ -208,6 +208,12 @@ def files_of(artifact: Path) -> list[Path]:
     return sorted(artifact.iterdir()) if artifact.is_dir() else [artifact]
 
 
+def digests_of(artifact: Path) -> list[str]:
+    """SHA-256 of each of its files."""
+    with hashing(files_of(artifact)) as digests:
+        return digests()
+
+
 @click.command()
 @click.option("--format", "format_", type=click.Choice(TIMED), default=ZIGZAG, show_default=True)
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
@@ -246,7 +252,7 @@ def main(
     checkpoint = open_checkpoint(folder)
     how.check(checkpoint, artifact)
     checkpoint.source.hash.sha256()  # from now on it is known
-    digest = sha256_files(files_of(artifact))
+    digests = digests_of(artifact)
 
     files = [path.stat().st_size for path in folder.glob("*.safetensors")]
     source, packed = sum(files), sum(path.stat().st_size for path in files_of(artifact))
@@ -268,7 +274,7 @@ def main(
             rates = (source / taken / 1e9 for taken in (seconds, known))
             cells = " | ".join(_cell(stages[stage], source) for stage in STAGES)
             click.echo(f"| {number} | {seconds:.2f} | {' | '.join(f'{r:.2f}' for r in rates)} | {cells} | {held:.1f} |")
-    if sha256_files(files_of(artifact)) != digest:
+    if digests_of(artifact) != digests:
         raise click.ClickException(f"{artifact}: other bytes than the first time")
 
 

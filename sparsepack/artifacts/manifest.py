@@ -15,8 +15,9 @@ from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.models.checkpoint import Checkpoint
 
 SCHEMA = 3
-"""The newest. Since 2 there is room for `NEURONS`; only what has `ATTENTION` is written as 3, so that a sparsepack that
-would run it with dense attention refuses it, and reads everything else."""
+"""The newest. Since 2 there is room for `NEURONS`; only what has `ATTENTION`, and folders of several files of tensors
+(`folder.layout`), are written as 3, so that a sparsepack that would run the first with dense attention and not find the
+tensors of the second refuses both, and reads everything else."""
 
 _WITHOUT_ATTENTION = 2
 

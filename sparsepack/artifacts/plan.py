@@ -124,7 +124,8 @@ class Plan(ABC):
         """Make the artifact, whole or not at all.
 
         Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot
-        be encoded, of several always the same one, and `CheckpointError` where the model is seen to change meanwhile.
+        be encoded, of several always the same one, and `CheckpointError` where the model is seen to have changed since
+        it was opened.
         """
 
     @property

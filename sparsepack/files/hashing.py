@@ -26,12 +26,6 @@ def sha256_file(path: Path) -> str:
     return _sha256_file(path, Event())
 
 
-def sha256_files(paths: Iterable[Path]) -> str:
-    """Hex SHA-256 over the digests of several files in the given order: one file's name does not matter."""
-    with hashing(paths) as digests:
-        return combined(digests())
-
-
 def combined(digests: Iterable[str]) -> str:
     """Hex SHA-256 over digests."""
     return sha256_bytes("".join(digests).encode())

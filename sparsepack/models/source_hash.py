@@ -6,21 +6,23 @@ from pathlib import Path
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.hashing import hashing
+from sparsepack.files.stored import shown
 
 
 class SourceHash:
-    """The hash of a checkpoint's files, taken once.
+    """The hash of a checkpoint's files as they are when it is opened, taken once.
 
     files   -- in the order that counts
     combine -- makes one hash of their SHA-256
     """
 
     def __init__(self, files: Sequence[Path], combine: Callable[[Sequence[str]], str]) -> None:
-        self._files, self._combine = files, combine
+        self._combine = combine
+        self._opened = {file: _state(file) for file in files}
         self._known: str | None = None
 
     def sha256(self) -> str:
-        """The hash. Raises `CheckpointError` where a file changes before it is known."""
+        """The hash. Raises `CheckpointError` where a file cannot be read, or has changed since it was opened."""
         with self.meanwhile() as sha256:
             return sha256()
 
@@ -28,21 +30,30 @@ class SourceHash:
     def meanwhile(self) -> Iterator[Callable[[], str]]:
         """Take the hash while the context lasts, unless it is known; yields what waits for it.
 
-        Waiting raises `CheckpointError` where a file has changed since the context began, whose work may have read
-        other weights than were hashed.
+        Waiting raises `CheckpointError` where a file cannot be read, or has changed since it was opened: other weights
+        may have been read than were hashed. So does the context where its work fails over such a file.
         """
-        before = [_state(file) for file in self._files]
-        with hashing(self._files if self._known is None else ()) as digests:
+        with hashing(self._opened if self._known is None else ()) as digests:
 
             def sha256() -> str:
-                known = self._known or self._combine(digests())
-                for file, state in zip(self._files, before, strict=True):
-                    if _state(file) != state:
-                        raise CheckpointError(f"{file}: changed while it was read; wait until it is whole, then repeat")
+                try:
+                    known = self._known or self._combine(digests())
+                except OSError as error:
+                    raise CheckpointError(f"the weights cannot be read ({shown(error)}); are they whole?") from error
+                self._check_unchanged()
                 self._known = known
                 return known
 
-            yield sha256
+            try:
+                yield sha256
+            except Exception:
+                self._check_unchanged()  # else this is why
+                raise
+
+    def _check_unchanged(self) -> None:
+        for file, state in self._opened.items():
+            if _state(file) != state:
+                raise CheckpointError(f"{file}: changed since it was opened; wait until it is whole, then repeat")
 
 
 def _state(file: Path) -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ class TensorSource(Protocol):
         """Of all weight bytes."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor in its stored dtype, on the CPU."""
+        """Read one tensor in its stored dtype, on the CPU. Raises `CheckpointError` where its file cannot be read."""
 
 
 class _Index(Stored):
@@ -64,7 +64,7 @@ class SafetensorsSource:
                         self._shapes[name] = tuple(stored.get_shape())
                         self._dtypes[name] = _SAFETENSORS_DTYPES.get(stored.get_dtype(), torch.float32)
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?") from error
+                raise _unreadable(path, error) from error
 
     @staticmethod
     def _listed(folder: Path) -> list[Path]:
@@ -103,11 +103,19 @@ class SafetensorsSource:
         return self._hash
 
     def tensor(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._file_of[name], framework="pt") as file:
-            value: torch.Tensor = file.get_tensor(name)
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                value: torch.Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
         return value
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?")
 
 
 def _is_there(path: Path) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from sparsepack.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,12 +30,25 @@ class TokenPolicy:
     sinks       -- first positions of the text that are always read where they are seen
     recent      -- last positions that are always read, its own included; at least 1
     min_context -- a position that sees fewer tokens reads all of them
+
+    Raises `UserError` for numbers out of these ranges, and a share with a denominator above `LARGEST_DENOMINATOR`.
     """
 
     tokens: Fraction
     sinks: int = 4
     recent: int = 64
     min_context: int = 1024
+
+    def __post_init__(self) -> None:
+        share = Fraction(self.tokens)
+        if not 0 < share <= 1 or share.denominator > LARGEST_DENOMINATOR:
+            raise UserError(f"a share of {self.tokens} of the tokens: expected one above 0 and at most 1, such as 1/16")
+        if self.sinks < 0 or self.recent < 1 or self.min_context < 0:
+            raise UserError(
+                f"{self.sinks} first and {self.recent} last tokens always read, from {self.min_context} on: expected "
+                "0 or more, 1 or more, 0 or more"
+            )
+        object.__setattr__(self, "tokens", share)
 
     def budget(self, seen: int) -> int:
         """How many of the `seen` tokens are read: the share, rounded up, and no fewer than sinks and recent ones."""

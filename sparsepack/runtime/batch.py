@@ -9,7 +9,7 @@ from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
 from sparsepack.runtime.backends import batch_backend
-from sparsepack.runtime.engine import check_ids, check_room, checked_context, shares
+from sparsepack.runtime.engine import check_ids, check_room, checked_context, described_attention, shares
 from sparsepack.runtime.sampling import Sampler
 
 
@@ -61,7 +61,8 @@ class BatchEngine:
     @property
     def description(self) -> str:
         """What runs: `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
-        return f"{self.backend}, {self._decoder.description}, {len(self.positions)} sequences"
+        attention = described_attention(self._decoder.attention_from, self.context)
+        return f"{self.backend}, {self._decoder.description}, {len(self.positions)} sequences{attention}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""

@@ -27,6 +27,10 @@ class Decoder(Protocol):
     def threads(self) -> int: ...
 
     @property
+    def attention_from(self) -> int | None:
+        """From how many tokens of a text on decoded ones read a part of them; None: they always read all."""
+
+    @property
     def cache_type(self) -> str: ...
 
     @property
@@ -64,6 +68,10 @@ class BatchDecoder(Protocol):
 
     @property
     def description(self) -> str: ...
+
+    @property
+    def attention_from(self) -> int | None:
+        """From how many tokens of a text on decoded ones read a part of them; None: they always read all."""
 
     @property
     def cache_type(self) -> str: ...

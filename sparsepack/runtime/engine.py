@@ -87,7 +87,8 @@ class Engine:
     @property
     def description(self) -> str:
         """What runs: `cpu, avx512, 2 threads`."""
-        return f"{self.backend}, {self._decoder.description}"
+        attention = described_attention(self._decoder.attention_from, self.context)
+        return f"{self.backend}, {self._decoder.description}{attention}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
@@ -176,8 +177,9 @@ class Engine:
     def teacher_forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
         """Logits after every token of a text, given to an empty cache: float32 [S, vocabulary].
 
-        Positions before `sparse_from` run dense, the others as `step` would run them, many at once. Forgets the
-        text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do.
+        Positions before `sparse_from` run dense, the others as `step` would run them, many at once; with sparse
+        attention they read what its policy says, also where `step` would read everything because that is faster.
+        Forgets the text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do.
 
         Where the backend adds in another order than in `step`, that is a matter of the last bits until an input comes
         so close to its threshold that they decide; from there on the two are different, equally good, approximations.
@@ -197,6 +199,15 @@ class Engine:
     def _check(self, count: int, lowest: int, highest: int) -> None:
         check_ids(self.architecture.vocabulary, lowest, highest)
         check_room(self.context, self.position, count)
+
+
+def described_attention(first: int | None, context: int) -> str:
+    """What an engine says of attention that is sparse from so many tokens of a text on; empty: it never is."""
+    if first is None:
+        return ""
+    if first > context:
+        return f", sparse attention not in use: reading every token is faster here below {first:,} of them"
+    return f", sparse attention from {first:,} tokens on"
 
 
 def check_ids(vocabulary: int, lowest: int, highest: int) -> None:

@@ -68,6 +68,7 @@ class OperationsDecoder:
         new_kv_cache: Callable[[AttentionShape, torch.device, str | None], KvCache] | None = None,
     ) -> None:
         self._packed, self._architecture, self._device = packed, packed.architecture, device
+        self._attention_from = packed.attention.policy.min_context if packed.attention else None
         self._operations = operations
         self._threads = threads
         self._layers = [_loaded(layer, operations, device) for layer in packed.layers]
@@ -84,6 +85,10 @@ class OperationsDecoder:
     @property
     def description(self) -> str:
         return f"{self.threads} threads" if self._device.type == "cpu" else str(self._device)
+
+    @property
+    def attention_from(self) -> int | None:
+        return self._attention_from
 
     @property
     def cache_type(self) -> str:

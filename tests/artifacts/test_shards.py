@@ -92,6 +92,12 @@ def test_each_file_holds_what_fits_and_the_index_says_which(in_shards: Path, pru
     assert planned(pruned).total_bytes == sum(map(len, content(in_shards).values()))
 
 
+def test_a_sparsepack_that_knows_one_file_refuses_it_by_its_schema(in_shards: Path) -> None:
+    inside = unsealed(in_shards / MANIFEST)
+    assert inside["manifest"]["schema"] == 3
+    assert "header_sha256" not in inside
+
+
 def test_groups_keep_their_order_and_stay_whole() -> None:
     sizes = [3, 4, 20, 1, 9, 1]
     groups = [

@@ -7,7 +7,12 @@ import threading
 
 import pytest
 
-from sparsepack.files.hashing import fingerprint, sha256_bytes, sha256_file, sha256_files
+from sparsepack.files.hashing import combined, fingerprint, hashing, sha256_bytes, sha256_file
+
+
+def digests_of(*paths):
+    with hashing(paths) as digests:
+        return digests()
 
 
 def test_a_file_hashes_as_its_bytes(tmp_path):
@@ -18,13 +23,12 @@ def test_a_file_hashes_as_its_bytes(tmp_path):
 
 
 def test_files_hash_by_content_and_order_not_by_name(tmp_path):
-    for name, data in (("a", b"1"), ("b", b"2"), ("c", b"1")):
+    for name, data in (("a", b"1"), ("b", b"2"), ("c", b"1"), ("d", b"12")):
         (tmp_path / name).write_bytes(data)
-    a, b, c = (tmp_path / name for name in "abc")
-    assert sha256_files([a, b]) == sha256_files([c, b])
-    assert sha256_files([a, b]) != sha256_files([b, a])
-    (tmp_path / "d").write_bytes(b"12")
-    assert sha256_files([a, b]) != sha256_files([tmp_path / "d"])
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    assert digests_of(a, b) == digests_of(c, b) == [sha256_bytes(b"1"), sha256_bytes(b"2")]
+    assert combined(digests_of(a, b)) != combined(digests_of(b, a))
+    assert combined(digests_of(a, b)) != combined(digests_of(d))
 
 
 def test_a_fingerprint_ignores_the_order_of_keys_only():
@@ -38,7 +42,7 @@ def test_a_file_that_cannot_be_read_ends_the_hashing_of_the_others(tmp_path):
         file.truncate(1 << 42)  # a hole: hours to hash
     before = threading.active_count()
     with pytest.raises(FileNotFoundError):
-        sha256_files([tmp_path / "none", tmp_path / "endless"])
+        digests_of(tmp_path / "none", tmp_path / "endless")
     assert threading.active_count() == before
 
 
@@ -49,5 +53,5 @@ def test_ctrl_c_ends_hashing(tmp_path):
     alarm = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     alarm.start()
     with pytest.raises(KeyboardInterrupt):
-        sha256_files([tmp_path / "a", tmp_path / "b"])
+        digests_of(tmp_path / "a", tmp_path / "b")
     alarm.join()

@@ -53,7 +53,7 @@ def test_a_file_that_changes_meanwhile_is_named(files: list[Path], change: str, 
     source = SourceHash(files, combined)
     if known:
         source.sha256()
-    with source.meanwhile() as sha256, pytest.raises(CheckpointError, match=r"a: changed while it was read"):
+    with source.meanwhile() as sha256, pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
         if change == "written":
             files[1].write_bytes(b"other")
         elif change == "touched":
@@ -68,6 +68,32 @@ def test_a_file_that_changes_meanwhile_is_named(files: list[Path], change: str, 
             os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
             new.replace(files[1])
         sha256()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_file_that_changed_before_is_named_whether_or_not_the_hash_was_known(files: list[Path], known: bool) -> None:
+    source = SourceHash(files, combined)
+    if known:
+        source.sha256()
+    files[1].write_bytes(b"other")
+    with source.meanwhile() as sha256, pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
+        sha256()
+    with pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
+        source.sha256()
+
+
+def test_work_that_fails_over_a_changed_file_names_it_and_otherwise_fails_as_it_does(files: list[Path]) -> None:
+    source = SourceHash(files, combined)
+    with pytest.raises(RuntimeError, match="other shapes"), source.meanwhile():
+        raise RuntimeError("other shapes")
+    with pytest.raises(CheckpointError, match=r"a: changed since it was opened"), source.meanwhile():
+        files[1].unlink()
+        raise RuntimeError("other shapes")
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^the weights cannot be read \(.*none.*\); are they whole\?$"):
+        SourceHash([tmp_path / "none"], combined).sha256()
 
 
 def test_an_interrupt_of_the_other_work_ends_the_hashing(tmp_path: Path) -> None:

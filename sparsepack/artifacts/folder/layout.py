@@ -8,10 +8,12 @@ sparsepack.json     {"sha256":   of this file, these 64 digits taken as zeros,
                      "manifest": {...},
                      "files":    {NAME: {"bytes": ..., "sha256": ...}}, of a .safetensors file instead of its hash
                                  "header_sha256": of what stands before the tensors there,
+                     "header_sha256": that of the one file of tensors once more, where there is one,
                      "tensors":  {NAME: SHA-256}}, in their order, file by file, which leaves no byte of them out
 
-Folders of an earlier sparsepack have one file of tensors, whose "header_sha256" stands beside "files"; some have a
-SHA-256 of it as a whole too, which nothing reads.
+An earlier sparsepack knows one file of tensors, whose "header_sha256" stands beside "files" alone; some of its folders
+have a SHA-256 of that file as a whole too, which nothing reads. So a folder of one file is written for both, and the
+manifest of one of several has schema 3, which the earlier one refuses.
 """
 
 import json

@@ -9,11 +9,12 @@ from typing import Any
 
 from sparsepack.artifacts.folder.layout import CONFIG, MANIFEST, METHOD, sealed
 from sparsepack.artifacts.folder.shards import Shard, index_of, shards_of
+from sparsepack.artifacts.manifest import SCHEMA
 from sparsepack.artifacts.placing import TensorFile, write_files
 from sparsepack.artifacts.plan import Plan
 from sparsepack.files.atomic import atomic_folder, check_output
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
-from sparsepack.files.shards import SHARD_BYTES
+from sparsepack.files.shards import SHARD_BYTES, WEIGHTS
 from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.source_files import texts_of
 from sparsepack.models.source_hash import SourceHash
@@ -72,9 +73,15 @@ class FolderPlan(Plan):
         weights = {
             shard.name: {"bytes": shard.nbytes, "header_sha256": sha256_bytes(shard.header)} for shard in self._shards
         }
+        manifest = self.manifest(source_sha256)
+        if len(weights) == 1:
+            old_place = {"header_sha256": weights[WEIGHTS]["header_sha256"]}
+        else:
+            manifest, old_place = {**manifest, "schema": SCHEMA}, {}
         inside = {
-            "manifest": self.manifest(source_sha256),
+            "manifest": manifest,
             "files": {**texts, **weights},
+            **old_place,
             "tensors": {tensor.name: hashes[tensor.name] for tensor in self.tensors},
         }
         return sealed(inside)

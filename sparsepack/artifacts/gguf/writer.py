@@ -17,6 +17,7 @@ from sparsepack.artifacts.plan import Plan
 from sparsepack.files.atomic import atomic_file
 from sparsepack.files.gguf import DEFAULT_ALIGNMENT
 from sparsepack.files.hashing import NO_HASH
+from sparsepack.models.source_hash import SourceHash
 from sparsepack.progress import progress
 
 
@@ -24,10 +25,12 @@ from sparsepack.progress import progress
 class GgufPlan(Plan):
     """A GGUF to write.
 
+    source       -- of the model's weights, whose hash is in the manifest
     architecture -- `general.architecture`
     values       -- the other key/value pairs, the manifest among them
     """
 
+    source: SourceHash
     architecture: str
     values: Mapping[str, KeyValue] = field(default_factory=dict)
     alignment: int = DEFAULT_ALIGNMENT
@@ -37,10 +40,15 @@ class GgufPlan(Plan):
         return places(len(self._header), self.tensors, self.alignment)[-1]
 
     def write(self, path: Path, overwrite: bool = False) -> None:
-        with atomic_file(path, overwrite) as temporary, progress("packing", len(self.groups)) as advance:
+        with (
+            atomic_file(path, overwrite) as temporary,
+            self.source.meanwhile() as source_sha256,
+            progress("packing", len(self.groups)) as advance,
+        ):
             file = TensorFile(temporary, self._header, self.groups, self.alignment)
             hashes = write_files([file], self.at_once, advance)
             seal(temporary, file.places[0], [hashes[tensor.name] for tensor in self.tensors])
+            source_sha256()  # the manifest has it: the weights may not be others by now
 
     @cached_property
     def _header(self) -> bytes:

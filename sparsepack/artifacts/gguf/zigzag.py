@@ -95,6 +95,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         groups=groups,
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
+        source=checkpoint.source.hash,
         architecture=ARCHITECTURE,
         values=values,
         alignment=ALIGNMENT,

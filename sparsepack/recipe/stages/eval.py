@@ -33,8 +33,8 @@ class Eval(Section):
     perplexity: Annotated[Names, PATH]
     protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
         (),
-        description="Which tokens are sparse; each protocol named gives rows. None: decode where it skips weights or tokens, else dense. "
-        "Beside decode, the others score what it scores too, the second half of each window.",
+        description="Which tokens are sparse; each protocol named gives rows. None: decode where it skips weights or "
+        "tokens, else dense. Beside decode, the others score what it scores too, the second half of each window.",
     )
     context: int | None
     windows: int | None

@@ -50,6 +50,7 @@ class NativeDecoder:
         backend_named("cpu").check_device(device)
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
+        self._attention_from = packed.attention.policy.min_context if packed.attention else None
         self._vocabulary = packed.architecture.vocabulary
         self._cache = new_kv_cache(attention_of(packed, context, device))
         try:
@@ -64,6 +65,10 @@ class NativeDecoder:
     @property
     def description(self) -> str:
         return f"{self.instruction_set}, {self.threads} threads"
+
+    @property
+    def attention_from(self) -> int | None:
+        return self._attention_from
 
     @property
     def cache_type(self) -> str:

@@ -2,7 +2,6 @@
 
 import torch
 
-from sparsepack.runtime.cuda.double.attention import BREAK_EVEN
 from sparsepack.runtime.cuda.double.kv_cache import DoubleKvCache
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.kv_cache import CudaKvCache, DenseKvCache
@@ -14,4 +13,4 @@ def new_cache(shape: AttentionShape, type: str, device: torch.device, kernels: K
     as the caches do."""
     if shape.policy is None:
         return DenseKvCache(shape, type, device, kernels)
-    return DoubleKvCache(shape, type, device, kernels, BREAK_EVEN)
+    return DoubleKvCache(shape, type, device, kernels, where_it_pays=True)

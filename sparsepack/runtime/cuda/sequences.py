@@ -53,8 +53,11 @@ class SequencesDecoder:
 
     @property
     def description(self) -> str:
-        name, first = self._kernels.device_name(self._device), self._cache.from_tokens
-        return name if first is None else f"{name}, sparse attention from {first} tokens on"
+        return self._kernels.device_name(self._device)
+
+    @property
+    def attention_from(self) -> int | None:
+        return self._cache.from_tokens
 
     @property
     def cache_type(self) -> str:

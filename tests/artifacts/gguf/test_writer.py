@@ -23,6 +23,8 @@ from sparsepack.artifacts.gguf.writer import GgufPlan
 from sparsepack.artifacts.plan import PlannedGroup, PlannedTensor, alone
 from sparsepack.errors import OutputError, PackingError
 from sparsepack.files.gguf import read_gguf
+from sparsepack.files.hashing import combined
+from sparsepack.models.source_hash import SourceHash
 
 ROWS = 1000
 AT_ONCE = [1, 2, 5]
@@ -48,7 +50,8 @@ def planned(count: int, made: list[int] | None = None, slow: int | None = None) 
 
 
 def write_gguf(path: Path, values: dict[str, KeyValue], groups: list[PlannedGroup], **options: Any) -> None:
-    plan = GgufPlan(format="test", architecture="test", values=values, groups=tuple(groups), **options)
+    source = SourceHash([], combined)
+    plan = GgufPlan(format="test", source=source, architecture="test", values=values, groups=tuple(groups), **options)
     plan.write(path)
     assert path.stat().st_size == plan.total_bytes
 

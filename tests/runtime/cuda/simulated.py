@@ -154,10 +154,12 @@ def attend(
     _write(out, attn_output)
 
 
-def double_parameters(dense: AttentionParameters, channels: Tensor, policy: TokenPolicy) -> DoubleParameters:
+def double_parameters(
+    dense: AttentionParameters, channels: Tensor, policy: TokenPolicy, from_tokens: int = 0
+) -> DoubleParameters:
     batch, kv_heads, context, _ = dense.keys.shape
     codes, scales = encode_labels(torch.zeros(batch, kv_heads, context, channels.shape[1]))
-    return DoubleParameters(dense, channels, codes, scales, policy)
+    return DoubleParameters(dense, channels, codes, scales, policy, from_tokens)
 
 
 def label_append(
@@ -171,7 +173,10 @@ def label_append(
             of.codes[n, :, new], of.scales[n, :, new] = codes, scales
 
 
-def attend_double(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor) -> None:
+def attend_double(
+    of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, from_tokens: int | None = None
+) -> None:
+    policy = of.policy if from_tokens is None else replace(of.policy, min_context=from_tokens)
     shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
     for n, here in enumerate(positions.tolist()):
         q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
@@ -181,7 +186,7 @@ def attend_double(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Ten
         label_append(of, here, 1, n)
         codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
         scores = double.label_scores(double.label_queries(q, of.channels), codes, scales)
-        selected = double.select_tokens(scores, here, of.policy, layer.window)
+        selected = double.select_tokens(scores, here, policy, layer.window)
         cached = (x[n, :, : here + 1].float() for x in (keys, values))
         out[n] = double.attend_selected(q, *cached, selected)[0]
 

@@ -65,7 +65,7 @@ def device_of(kernels: Kernels) -> torch.device:
 
 def test_steps_turn_sparse_where_the_policy_says(packed: PackedModel, kernels: Kernels) -> None:
     ours, theirs = decoder(packed, kernels), oracle(packed)
-    assert f"sparse attention from {FIRST} tokens on" in ours.description
+    assert ours.attention_from == FIRST
     fill(ours, 12)
     fill(theirs, 12)
     for id in IDS[12:50].tolist():
@@ -96,13 +96,13 @@ def test_dense_steps_read_everything(packed: PackedModel, kernels: Kernels) -> N
 
 
 def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_says(
-    packed: PackedModel, kernels: Kernels
+    packed: PackedModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = packed.architecture.kv_heads
-    paying = partial(DoubleKvCache, break_even=heads * 40)
+    monkeypatch.setattr("sparsepack.runtime.cuda.double.kv_cache.pays_from", lambda *_: 40)
+    paying = partial(DoubleKvCache, where_it_pays=True)
     ours = CudaDecoder(packed, device_of(kernels), CONTEXT, "f32", kernels, paying)
     plain, theirs = oracle(replace(packed, attention=None)), oracle(packed)
-    assert "sparse attention from 40 tokens on" in ours.description
+    assert ours.attention_from == 40
     for one in (ours, plain):
         fill(one, 25)
     for id in IDS[25:39].tolist():
@@ -110,7 +110,7 @@ def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_say
     for one in (ours, theirs):
         one.reset()
     assert_near(ours.teacher_forced(IDS[:35], 0, True), theirs.teacher_forced(IDS[:35], 0, True))
-    assert "sparse attention from 40 tokens on" in ours.description
+    assert ours.attention_from == 40
 
 
 def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Kernels) -> None:
@@ -122,6 +122,21 @@ def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Ke
     for _ in range(30):
         id, other = ours.decode_next(id, True, greedy), theirs.decode_next(other, True, greedy)
         assert id == other
+
+
+def test_short_texts_are_read_whole_beside_long_ones(
+    packed: PackedModel, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsepack.runtime.cuda.double.kv_cache.pays_from", lambda *_: 40)
+    paying = partial(DoubleKvCache, where_it_pays=True)
+    ours = CudaBatch(packed, device_of(kernels), CONTEXT, 2, "f32", kernels, paying)
+    plain = oracle(replace(packed, attention=None))
+    for id in IDS[:44].tolist():
+        ours.step([id, id], False)
+    ours.truncate(0, 25)
+    fill(plain, 25)
+    for id in IDS[25:39].tolist():
+        assert_near(ours.step([id, id], True)[0], plain.step(id, True))
 
 
 def test_texts_of_different_length(packed: PackedModel, kernels: Kernels) -> None:

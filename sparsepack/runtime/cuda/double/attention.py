@@ -2,6 +2,7 @@
 and appends to the cache."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import KV_MACROS, AttentionParameters, Variant
 from sparsepack.runtime.cuda.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.shared_memory import shared_limit
+from sparsepack.runtime.kv_cache import AttentionShape
 
 CLUSTERS = (1, 2, 4, 8)
 """Blocks that can share a key head."""
@@ -32,9 +34,12 @@ MOST_TOKENS = 1 << 16
 """Of a segment, whose numbers have 16 bits."""
 FEWEST_TOKENS = 2048
 """Of a segment, where several blocks share a key head."""
-BREAK_EVEN = 3 << 15
-"""Key heads of all texts times tokens, from which on a step is no slower than one that reads everything: measured on an
-H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads (`benchmarks/attention_decode.py`)."""
+BREAK_EVEN = 45 << 20
+"""Bytes of keys and values that a step must be spared, of a layer and all texts, to take no longer than one that reads
+everything: measured on an H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads of 128 channels in bfloat16,
+labels of 32 and a share of 1/16 (`benchmarks/attention_decode.py`)."""
+NEVER = 2**31 - 1
+"""More tokens than any context has."""
 STATIC_BYTES = 6 << 10
 """Of shared memory that the kernel declares itself, and the system keeps, at most."""
 
@@ -47,6 +52,7 @@ class DoubleParameters:
     channels      -- int32 [kv_heads, R], -1 where a label has no channel
     codes, scales -- its labels: uint8 [B, kv_heads, context, R / 2], float16 [B, kv_heads, context]
     policy        -- how many tokens are read
+    largest_whole -- tokens of the longest text that is read whole, beside longer ones or by itself
     """
 
     dense: AttentionParameters
@@ -54,6 +60,7 @@ class DoubleParameters:
     codes: Tensor
     scales: Tensor
     policy: TokenPolicy
+    largest_whole: int
 
     @property
     def label_words(self) -> int:
@@ -77,8 +84,12 @@ class Room:
     total: int
 
 
-def double_parameters(dense: AttentionParameters, channels: Tensor, policy: TokenPolicy) -> DoubleParameters:
+def double_parameters(
+    dense: AttentionParameters, channels: Tensor, policy: TokenPolicy, from_tokens: int = 0
+) -> DoubleParameters:
     """Those of a layer with these heavy channels, int64 [kv_heads, r], its label cache empty.
+
+    from_tokens -- the most that `attend` will be given, where texts have different lengths
 
     Raises `UserError` as `cluster_for` does.
     """
@@ -90,7 +101,8 @@ def double_parameters(dense: AttentionParameters, channels: Tensor, policy: Toke
     batch, _, context, _ = dense.keys.shape
     codes = torch.zeros(batch, kv_heads, context, there.shape[1] // 2, dtype=torch.uint8, device=dense.keys.device)
     scales = torch.zeros(batch, kv_heads, context, dtype=torch.float16, device=dense.keys.device)
-    of = DoubleParameters(dense, there, codes, scales, policy)
+    whole = max(policy.min_context, from_tokens) - 1
+    of = DoubleParameters(dense, there, codes, scales, policy, whole)
     cluster_for(of)
     return of
 
@@ -119,19 +131,42 @@ def label_append(
     )
 
 
-def attend(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, cluster: int | None = None) -> None:
+def pays_from(shape: AttentionShape, channels: int, dtype: torch.dtype) -> int:
+    """From how many tokens of a text on a sparse step takes no longer than one that reads everything; `NEVER` where
+    labels take more than they spare.
+
+    channels -- of a label
+    dtype    -- of keys and values
+    """
+    assert shape.policy is not None
+    row = 2 * shape.head_dim * dtype.itemsize
+    spared = row * (1 - shape.policy.tokens) - padded_channels(channels) // 2 - torch.float16.itemsize
+    rows = shape.kv_heads * shape.sequences
+    return min(NEVER, ceil(BREAK_EVEN / (rows * spared))) if spared > 0 else NEVER
+
+
+def attend(
+    of: DoubleParameters,
+    qkv: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    from_tokens: int | None = None,
+    cluster: int | None = None,
+) -> None:
     """Put the attention of one new position per sequence on the current stream; see `cuda.attention.attend`, whose
     arguments these are, and `double.reference.DoubleKvCache`.
 
-    cluster -- blocks that share a key head, of `CLUSTERS`; None: as many as suit the GPU
+    from_tokens -- a position that sees fewer reads all of them; None: the policy's `min_context`
+    cluster     -- blocks that share a key head, of `CLUSTERS`; None: as many as suit the GPU
     """
     shape, layer, keys = of.dense.shape, of.dense.layer, of.dense.keys
     batch, kv_heads, context, _ = keys.shape
     device = keys.device.index or 0
     if cluster is None:
         cluster = cluster_for(of)
-    room = room_for(of, cluster)
     variant, policy = variant_for(of, cluster), of.policy
+    room = room_for(of, cluster, variant)
     launch(
         kernel(
             "double_attention",
@@ -143,27 +178,30 @@ def attend(of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *,
         variant.warps * 32,
         *(qkv, keys, of.dense.values, of.codes, of.scales, of.channels, positions, shape.cos, shape.sin),
         *(layer.q_norm, layer.k_norm, out, kv_heads, context, layer.window, float(shape.eps)),
-        *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent, policy.min_context),
-        *(room.first, room.list),
+        *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent),
+        *(policy.min_context if from_tokens is None else from_tokens, room.first, room.list),
         shared=room.total,
     )
 
 
 def variant_for(of: DoubleParameters, cluster: int) -> Variant:
-    """What the kernel is compiled for: more warps a block where there is no more than one on a multiprocessor."""
+    """What the kernel is compiled for: more warps a block where there is no more than one on a multiprocessor, and
+    shared memory has room for their rings."""
     variant, keys = of.dense.variant, of.dense.keys
+    many = replace(variant, warps=MANY_WARPS)
     alone = cluster == 1 and keys.shape[0] * keys.shape[1] <= multiprocessors(keys.device)
     wide = variant.head_dim * keys.dtype.itemsize > WIDEST_OF_MANY
-    return replace(variant, warps=MANY_WARPS) if alone and variant.warps < MANY_WARPS and not wide else variant
+    if not alone or wide or variant.warps > many.warps or not fits(room_for(of, cluster, many), keys.device):
+        return variant
+    return many
 
 
-def room_for(of: DoubleParameters, cluster: int) -> Room:
+def room_for(of: DoubleParameters, cluster: int, variant: Variant) -> Room:
     """What blocks need where so many share a key head."""
-    variant, layer = variant_for(of, cluster), of.dense.layer
-    context = of.dense.keys.shape[2]
+    layer, context = of.dense.layer, of.dense.keys.shape[2]
     seen = min(context, layer.window) if layer.window else context
     segment = -(-(seen + ALIGNMENT) // (cluster * ALIGNMENT)) * ALIGNMENT
-    most = max(of.policy.budget(seen), min(seen, of.policy.min_context - 1))  # below that, all are read
+    most = max(of.policy.budget(seen), min(seen, of.largest_whole))  # of fewer tokens all are read
     rings = variant.warps * variant.ring_bytes
     first = max(rings, -(-2 * segment // 16) * 16)
     listed = -(-min(segment, most) // 8) * 8
@@ -171,6 +209,11 @@ def room_for(of: DoubleParameters, cluster: int) -> Room:
     share = 0 if cluster == 1 else 4 * (most // cluster + 2)
     total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
     return Room(segment, first, listed, total)
+
+
+def fits(room: Room, device: torch.device) -> bool:
+    """Whether a block of a GPU has so much room."""
+    return room.total <= shared_limit(device) - STATIC_BYTES and room.segment <= MOST_TOKENS
 
 
 def cluster_for(of: DoubleParameters) -> int:
@@ -182,13 +225,13 @@ def cluster_for(of: DoubleParameters) -> int:
     device = of.dense.keys.device
     batch, kv_heads, context, _ = of.dense.keys.shape
     clusters = CLUSTERS if architecture(device.index or 0) >= HOPPER else CLUSTERS[:1]
-    rooms = {n: room_for(of, n) for n in clusters}
-    limit = shared_limit(device) - STATIC_BYTES
-    fitting = [n for n, room in rooms.items() if room.total <= limit and room.segment <= MOST_TOKENS]
+    rooms = {n: room_for(of, n, variant_for(of, n)) for n in clusters}
+    fitting = [n for n, room in rooms.items() if fits(room, device)]
     if not fitting:
         raise UserError(
-            f"a context of {context} tokens: sparse attention finds no room for their scores in this GPU's shared "
-            "memory; give a smaller context, or pack the model without --attention"
+            f"a context of {context} tokens of which {of.policy.tokens} are read: sparse attention finds no room for "
+            "their scores and numbers in this GPU's shared memory; give a smaller context, or pack the model with a "
+            "smaller share or without --attention"
         )
     chosen = fitting[0]
     for n in fitting[1:]:

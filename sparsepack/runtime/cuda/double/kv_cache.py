@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.dense import Product
-from sparsepack.runtime.cuda.double.attention import DoubleParameters
+from sparsepack.runtime.cuda.double.attention import DoubleParameters, pays_from
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.kv_cache import DenseKvCache
+from sparsepack.runtime.cuda.kv_cache import CACHE_TYPES, DenseKvCache
 from sparsepack.runtime.double.reference import attend_sparse
 from sparsepack.runtime.kv_cache import AttentionShape
 
@@ -18,7 +18,7 @@ class DoubleKvCache(DenseKvCache):
     read everything before. Labels are kept in any case, kv_heads * (R / 2 + 2) bytes for a position of a layer that is
     not dense.
 
-    break_even -- key heads of all texts times tokens, below which steps read everything, whatever the policy says
+    where_it_pays -- steps read everything while that takes no longer, whatever the policy says
 
     Raises `UserError` as `DenseKvCache` does, and for a context that the kernel has no room for.
     """
@@ -31,13 +31,16 @@ class DoubleKvCache(DenseKvCache):
         type: str,
         device: torch.device,
         kernels: Kernels = KERNELS,
-        break_even: int = 0,
+        where_it_pays: bool = False,
     ) -> None:
         super().__init__(shape, type, device, kernels)
         if shape.policy is None:
             raise ValueError("the shape has no policy")
         self._policy = shape.policy
-        self._pays_from = -(-break_even // (shape.kv_heads * shape.sequences))
+        self._pays_from = 0
+        if where_it_pays:
+            channels = max(layer.channels.shape[1] for layer in shape.layers if layer.channels is not None)
+            self._pays_from = pays_from(shape, channels, CACHE_TYPES[type])
         self._double = [self._parameters(number) for number in range(len(shape.layers))]
 
     @property
@@ -67,14 +70,15 @@ class DoubleKvCache(DenseKvCache):
             self._kernels.label_append(of, 0, 1, positions=self.positions.there)
             return out
         out = self._ready(of.dense, qkv, out)
-        self._kernels.attend_double(of, qkv, self.positions.there, out)
+        self._kernels.attend_double(of, qkv, self.positions.there, out, from_tokens=self.from_tokens)
         return out
 
     def _parameters(self, layer: int) -> DoubleParameters | None:
         dense = self._layers[layer]
         if dense.layer.channels is None or 0 < dense.layer.window < self._policy.min_context:
             return None
-        return self._kernels.double_parameters(dense, dense.layer.channels, self._policy)
+        several = self._pays_from if len(self.lengths) > 1 else 0  # a text by itself is not read whole by this kernel
+        return self._kernels.double_parameters(dense, dense.layer.channels, self._policy, several)
 
     def _attend_decoded(self, of: DoubleParameters, queries: Tensor, sequence: int) -> Tensor:
         """Of several decoded positions at once, by torch: for comparisons; engines decode one by one."""

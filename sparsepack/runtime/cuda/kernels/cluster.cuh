@@ -26,6 +26,19 @@ __device__ __forceinline__ void sync_cluster() {
 #endif
 }
 
+// Every block of the cluster has begun when `wait_for_cluster` returns, and calls `begin_in_cluster` first: nobody may
+// touch another's shared memory before.
+__device__ __forceinline__ void begin_in_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // A block's number in its cluster.
 __device__ __forceinline__ u32 block_in_cluster() {
 #if CLUSTER > 1

@@ -82,6 +82,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     scales += sequence * context;
     channels += kv_head * LABEL_CHANNELS;
 
+    begin_in_cluster();
     launch_dependents();
     {
         // A guess, which may be one step old.
@@ -179,6 +180,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     }
     __syncthreads();
 
+    wait_for_cluster();
     const int padded = segment.padded();
     const int budget = budget_of(position + 1 - segment.oldest, numerator, denominator, sinks, recent, min_context);
     const u32 found = selection.lowest(scores, padded, budget);

@@ -31,7 +31,8 @@ struct Reaching {
 #if __CUDA_ARCH__ >= 900
         u32 reached;
         asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(reached) : "r"(word), "r"(bound));
-        asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(counts) : "r"(reached));  // exact up to 256 in each half: 65,536 tokens a 128 threads
+        // Exact up to 256 in each half: a thread has 256 pairs of scores at most, of 65,536 tokens and 128 threads.
+        asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(counts) : "r"(reached));
 #else
         const float limit = bfloat_to_float((u16)bound);
         counts += (bfloat_to_float((u16)word) >= limit) + (__uint_as_float(word & 0xffff0000) >= limit);
