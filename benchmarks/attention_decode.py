@@ -18,10 +18,9 @@ from typing import Any
 
 import click
 import torch
-from cuda_attention import BACKENDS, with_backend
+from cuda_attention import torchs_runs
 from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsepack.bench.graph_timing import graph_seconds
@@ -131,14 +130,7 @@ def measure(case: Case, rounds: int, clusters: bool = False) -> dict[str, float]
     _check("sparse", case.errors(case.sparse(0), True))
     _check("dense", case.errors(case.dense(0), False))
     runs = {"sparse": graph_seconds(case.sparse, case.length), "dense": graph_seconds(case.dense, case.length)}
-    for backend in BACKENDS:
-        try:
-            with sdpa_kernel(backend):
-                found = case.torchs(0)
-        except RuntimeError:  # it has no kernel for this
-            continue
-        _check("torch", case.errors(found, False))
-        runs[backend.name.removesuffix("_ATTENTION").lower()] = graph_seconds(with_backend(case, backend), case.length)
+    runs |= torchs_runs(case, lambda found: _check("torch", case.errors(found, False)))
     if clusters:
         for n in double_attention.CLUSTERS:
             try:

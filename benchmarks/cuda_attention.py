@@ -11,7 +11,7 @@ before anything is timed.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import torch
@@ -36,6 +36,15 @@ FEWEST = 20
 LIMITS = {"ours": 1e-4, "torch": 1e-2}
 """Of the norm of a result; torch rounds its own to bfloat16."""
 ROUNDS = 9
+
+
+class TorchCase(Protocol):
+    """Steps over copies of a cache that take turns, `length` of them replayed together."""
+
+    length: int
+
+    def torchs(self, number: int) -> Tensor:
+        """Put a step by torch's attention on the current stream."""
 
 
 class Case:
@@ -89,7 +98,7 @@ def checked(name: str, error: float) -> None:
         raise RuntimeError(f"{name}: wrong by {error:.3g}, expected {LIMITS[name]}; not timed")
 
 
-def with_backend(case: Case, backend: SDPBackend) -> Callable[[int], None]:
+def _with_backend(case: TorchCase, backend: SDPBackend) -> Callable[[int], None]:
     """torch's step by one of its backends."""
 
     def run(number: int) -> None:
@@ -99,19 +108,29 @@ def with_backend(case: Case, backend: SDPBackend) -> Callable[[int], None]:
     return run
 
 
-def measure(heads: int, kv_heads: int, positions: int, rounds: int) -> dict[str, Any]:
-    """Seconds of ours and of each of torch's that can."""
-    case = Case(heads, kv_heads, positions)
-    checked("ours", case.error(case.ours(0)))
-    runs = {"ours": graph_seconds(case.ours, case.length)}
+def torchs_runs(case: TorchCase, check: Callable[[Tensor], None]) -> dict[str, Callable[[], float]]:
+    """Each of torch's backends that has a kernel for a case, its result checked: what replays it."""
+    runs = {}
     for backend in BACKENDS:
         try:
             with sdpa_kernel(backend):
                 found = case.torchs(0)
         except RuntimeError:  # it has no kernel for this
             continue
-        checked("torch", case.error(found))
-        runs[backend.name.removesuffix("_ATTENTION").lower()] = graph_seconds(with_backend(case, backend), case.length)
+        check(found)
+        name = backend.name.removesuffix("_ATTENTION").lower()
+        runs[name] = graph_seconds(_with_backend(case, backend), case.length)
+    return runs
+
+
+def measure(heads: int, kv_heads: int, positions: int, rounds: int) -> dict[str, Any]:
+    """Seconds of ours and of each of torch's that can."""
+    case = Case(heads, kv_heads, positions)
+    checked("ours", case.error(case.ours(0)))
+    runs = {
+        "ours": graph_seconds(case.ours, case.length),
+        **torchs_runs(case, lambda y: checked("torch", case.error(y))),
+    }
     return {"positions": positions, "nbytes": case.nbytes, "seconds": interleaved(runs, rounds)}
 
 
