@@ -25,19 +25,18 @@ from typing import Any
 import click
 import torch
 from accuracy_windows import Windows, windows_of
+from heavy_channels import attention_by, importances
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from sparsepack.calibrate.channels import importance
 from sparsepack.calibrate.folder import load
 from sparsepack.codecs.labels import encode_labels
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.standard_error import exp_mean, with_error
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.double import attention as double
 from sparsepack.runtime.double.reference import attend_selected, heavy, label_queries, label_scores, select_tokens
@@ -79,7 +78,9 @@ COLUMNS = (
 @click.option("--calibration", required=True, type=click.Path(path_type=Path))
 @click.option("--text", "texts", multiple=True, required=True)
 @click.option("--tokens", "shares", multiple=True, type=Fraction, default=("1/4", "1/8", "1/16", "1/32"))
-@click.option("--column", "named", multiple=True, help="Columns by their name, such as 'r=16, 4b' (default: all).")
+@click.option(
+    "--column", "named", multiple=True, type=click.Choice([each.name for each in COLUMNS]), help="Only these."
+)
 @click.option("--dense", default="0,1", help="Layers that read every token, by commas.")
 @click.option("--sinks", default=TokenPolicy.sinks)
 @click.option("--recent", default=TokenPolicy.recent)
@@ -105,10 +106,7 @@ def main(
 ) -> None:
     """Print the table for one model."""
     subject = open_subject(model, None, device)
-    statistics = load(calibration)
-    statistics.check_model(open_checkpoint(model))
-    ranked = [getattr(each, by) for each in importance(statistics)]
-    left = {int(layer) for layer in dense.split(",") if layer}
+    ranked = importances(model, calibration, by)
     columns = [column for column in COLUMNS if not named or column.name in named]
     rows = []
     for text in texts:
@@ -120,14 +118,13 @@ def main(
         for share in shares:
             began, cells = time.time(), []
             for column in columns:
-                chosen = (None if layer in left else _best(each, column.channels) for layer, each in enumerate(ranked))
-                attention = SparseAttention(TokenPolicy(share, sinks, recent), tuple(chosen))
+                attention = attention_by(ranked, column.channels, dense, TokenPolicy(share, sinks, recent))
                 ratio = exp_mean(_nll(subject, data, column, attention) - whole)
                 loss = {name: None if of is None else 100 * (of - (name == "value")) for name, of in ratio.items()}
                 cells.append(with_error(loss, 2))
                 rows.append({"text": text, "tokens": str(share), "column": column.name, "loss_percent": loss})
             print(f"| {share} | " + " | ".join(cells) + f" | {time.time() - began:.0f} |", flush=True)
-    tokens = statistics.manifest["tokens"]
+    tokens = load(calibration).manifest["tokens"]
     print(
         f"\nIn percent. Layers that read every token: {dense or 'none'}; {sinks} first and {recent} last tokens within "
         f"the share. Channels by {by}, calibrated on {tokens['windows']} windows of {tokens['context']}. Computed in "
@@ -135,11 +132,6 @@ def main(
     )
     if json_path:
         json_path.write_text(json.dumps(rows, indent=1))
-
-
-def _best(importance: Tensor, channels: int) -> Tensor:
-    """The most important channels of each head, ascending; 0: all. [kv_heads, D] -> int64 [kv_heads, channels]."""
-    return importance.topk(channels or importance.shape[1]).indices.sort().values
 
 
 def _nll(

@@ -22,13 +22,11 @@ from typing import Any
 import click
 import torch
 from accuracy_windows import windows_of
+from heavy_channels import attention_by, importances
 from torch import Tensor
 
-from sparsepack.calibrate.channels import importance
-from sparsepack.calibrate.folder import load
 from sparsepack.eval.standard_error import mean, with_error
 from sparsepack.eval.subject import open_subject
-from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.double.attention import attach, sparse_rows
 
@@ -75,12 +73,10 @@ def main(
 ) -> None:
     """Print the table for one model."""
     subject = open_subject(model, None, device)
-    statistics = load(calibration)
-    statistics.check_model(open_checkpoint(model))
-    left = {int(layer) for layer in dense.split(",") if layer}
-    ranked = [each.product.topk(channels).indices.sort().values for each in importance(statistics)]
-    chosen = tuple(None if layer in left else best for layer, best in enumerate(ranked))
-    policies = [SparseAttention(TokenPolicy(share, sinks, recent), chosen) for share in shares]
+    if context < TokenPolicy.min_context + asked + said:
+        raise click.UsageError(f"--context {context}: below {TokenPolicy.min_context} tokens every one is read")
+    ranked = importances(model, calibration)
+    policies = [attention_by(ranked, channels, dense, TokenPolicy(share, sinks, recent)) for share in shares]
     inputs, _ = windows_of(subject, text, trials, context=context)
     random = torch.Generator().manual_seed(seed)
     sentences = _sentences(subject.tokenizer, inputs, asked + said)
@@ -145,13 +141,14 @@ def _likelihoods(
 
 
 def _print(gains: Mapping[tuple[float, str], Tensor], depths: Sequence[float], names: Sequence[str]) -> None:
-    print("| depth | " + " | ".join(f"{what}, {name}" for what in ("hit", "gain") for name in names) + " |")
+    heads = [*(f"hit, {name}" for name in names), "gain, dense", *(f"gain lost, {name}" for name in names[1:])]
+    print("| depth | " + " | ".join(heads) + " |")
     print("|---" * (2 * len(names) + 1) + "|")
     for depth in depths:
         cells = [f"{(gains[depth, name].argmax(-1) == 0).double().mean():.0%}" for name in names]
         dense = gains[depth, "dense"][:, 0]
         cells.append(with_error(mean(dense), 3))
-        cells += [with_error(mean(gains[depth, name][:, 0] - dense), 3) for name in names[1:]]
+        cells += [with_error(mean(dense - gains[depth, name][:, 0]), 3) for name in names[1:]]
         print(f"| {depth:.0%} | " + " | ".join(cells) + " |")
 
 

@@ -1,0 +1,26 @@
+"""Heavy channels for the accuracy benchmarks of sparse attention, chosen from a calibration as `pack` chooses them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from sparsepack.calibrate.channels import importance
+from sparsepack.calibrate.folder import load
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+
+
+def importances(model: str, calibration: Path, by: str = "product") -> list[Tensor]:
+    """How important each channel of each head is, by a field of `calibrate.channels.Importance`: [kv_heads, D] a
+    layer. Raises `CalibrationError` for a calibration of another model."""
+    statistics = load(calibration)
+    statistics.check_model(open_checkpoint(model))
+    return [getattr(each, by) for each in importance(statistics)]
+
+
+def attention_by(ranked: Sequence[Tensor], channels: int, dense: str, policy: TokenPolicy) -> SparseAttention:
+    """Sparse attention by so many channels of each head (0: all), but in the layers of `dense`, numbers with commas."""
+    left = {int(layer) for layer in dense.split(",") if layer}
+    best = [each.topk(channels or each.shape[1]).indices.sort().values for each in ranked]
+    return SparseAttention(policy, tuple(None if n in left else each for n, each in enumerate(best)))
