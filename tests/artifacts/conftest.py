@@ -7,7 +7,9 @@ from artifacts_for_tests import write_zigzag
 from models_for_tests import SMALL, make_model
 from small_rules import rules
 
+import sparsepack
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.prune.options import PruneOptions
 
 ODD = {"intermediate_size": 300, "num_key_value_heads": 1, "attention_bias": True}
 """Widths that are no multiples of 256, and biases at q, k, v and o."""
@@ -29,3 +31,11 @@ def zigzag_files(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.Te
     for name, checkpoint in checkpoints.items():
         write_zigzag(checkpoint, rules(checkpoint), folder / f"{name}.gguf")
     return {name: folder / f"{name}.gguf" for name in checkpoints}
+
+
+@pytest.fixture(scope="session")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen2, of whose inputs 6 of 8 have weights; not to be changed."""
+    folder = tmp_path_factory.mktemp("pruned")
+    sparsepack.prune(make_model(folder / "m", "qwen2"), folder / "pruned", PruneOptions(6, 8, method="magnitude"))
+    return folder / "pruned"

@@ -7,25 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import make_model
 from safetensors.torch import load_file, save_file
 
-import sparsepack
 from sparsepack.errors import CheckpointError
 from sparsepack.files.shards import WEIGHTS
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.sources import SafetensorsSource
 from sparsepack.pack import PackRequest, plan_of
-from sparsepack.prune.options import PruneOptions
 
 FORMATS = ["slide-int8", "zigzag-q4_k", "f16"]
-
-
-@pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("changed")
-    sparsepack.prune(make_model(folder / "m", "qwen2"), folder / "pruned", PruneOptions(6, 8, method="magnitude"))
-    return folder / "pruned"
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import make_model
 
-import sparsepack
 from sparsepack.artifacts.folder import slid as slid_folder
 from sparsepack.artifacts.folder.layout import MANIFEST, sealed, unsealed
 from sparsepack.artifacts.folder.writer import FolderPlan
@@ -28,16 +26,8 @@ from sparsepack.files.hashing import combined, sha256_bytes
 from sparsepack.files.shards import WEIGHTS
 from sparsepack.models.source_hash import SourceHash
 from sparsepack.pack import PackRequest, pack
-from sparsepack.prune.options import PruneOptions
 
 AT_ONCE = [1, 2, 5]
-
-
-@pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pruned")
-    sparsepack.prune(make_model(folder / "m", "qwen2"), folder / "pruned", PruneOptions(6, 8, method="magnitude"))
-    return folder / "pruned"
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from models_for_tests import TEXT, make_model
+from models_for_tests import TEXT
 from safetensors.torch import load_file
 
-import sparsepack
 from sparsepack.artifacts.folder.layout import MANIFEST, sealed, unsealed
 from sparsepack.artifacts.folder.shards import Shard, shards_of
 from sparsepack.artifacts.folder.writer import FolderPlan
@@ -29,17 +28,9 @@ from sparsepack.files.hashing import sha256_file
 from sparsepack.files.shards import INDEX, WEIGHTS
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.pack import CARD, PackRequest, pack, plan_of
-from sparsepack.prune.options import PruneOptions
 
 SMALL = 100_000
 IDS = torch.arange(3, 60)[None]
-
-
-@pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    sparsepack.prune(make_model(folder / "m", "qwen2"), folder / "pruned", PruneOptions(6, 8, method="magnitude"))
-    return folder / "pruned"
 
 
 @pytest.fixture(scope="module")

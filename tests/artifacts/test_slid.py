@@ -46,13 +46,6 @@ def prune(model: Path, output: Path, keep: int = 6, of: int = 8, **options: Any)
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 with biases, pruned to keep 6 of 8."""
-    folder = tmp_path_factory.mktemp("slid")
-    return prune(make_model(folder / "m", "qwen2"), folder / "pruned")
-
-
-@pytest.fixture(scope="module")
 def slid(pruned: Path) -> dict[str, Path]:
     """It in every format."""
     folders = {format: pruned.parent / format for format in FORMATS}
