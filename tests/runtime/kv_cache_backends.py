@@ -1,14 +1,16 @@
 """The caches of every backend for tests: with each type of keys and values, and on the CPU each instruction set."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from backends import device_of, marks_of
 from native_build import instruction_set_params
+from torch import Tensor
 
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.dispatch import FORCED
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.operations import Operations
 
 CASES = [
@@ -31,6 +33,18 @@ class Backend:
         """Largest error of an output, of values up to 4. A key between two neighbours of its type may be rounded either
         way, which the softmax of a sharp head shows; GPUs compute many positions from rounded queries."""
         return {"f32": 1e-4, "f16": 1e-2, "bf16": 6e-2}[self.type]
+
+
+def moved(shape: AttentionShape, device: str) -> AttentionShape:
+    """What a cache is made for, all of it on a device."""
+
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
+
+    layers = tuple(
+        LayerAttention(it.window, there(it.q_norm), there(it.k_norm), there(it.channels)) for it in shape.layers
+    )
+    return replace(shape, cos=shape.cos.to(device), sin=shape.sin.to(device), layers=layers)
 
 
 def opened(name: str, type: str, isa: str | None) -> Iterator[Backend]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kv_cache_backends import CASES, Backend, opened
+from kv_cache_backends import CASES, Backend, moved, opened
 from torch import Tensor
 
 from sparsepack.runtime import reference, reference_operations
@@ -28,14 +28,7 @@ class Both:
     random: torch.Generator
 
     def __post_init__(self) -> None:
-        layers = tuple(
-            LayerAttention(it.window, *(n if n is None else n.to(self.backend.device) for n in (it.q_norm, it.k_norm)))
-            for it in self.shape.layers
-        )
-        tables = (self.shape.cos.to(self.backend.device), self.shape.sin.to(self.backend.device))
-        there = AttentionShape(
-            self.shape.heads, self.shape.kv_heads, self.shape.head_dim, 1e-5, *tables, layers, self.shape.sequences
-        )
+        there = moved(self.shape, self.backend.device)
         self.ours: KvCache = self.backend.operations.new_kv_cache(there, self.backend.device, self.backend.type)
         self.oracle = reference_operations.new_kv_cache(self.shape, "cpu", self.backend.type)
 

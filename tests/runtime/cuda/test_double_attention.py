@@ -1,10 +1,10 @@
 """A decoding step's attention to selected tokens on the GPU, against the oracle's cache of the same type."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from kv_cache_backends import moved
 from torch import Tensor
 
 from sparsepack.errors import UserError
@@ -44,21 +44,10 @@ def shape_of(
     return AttentionShape(heads, kv_heads, head_dim, 1e-5, angles.cos(), angles.sin(), (layer,), sequences, policy)
 
 
-def there(shape: AttentionShape) -> AttentionShape:
-    def moved(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.cuda()
-
-    layers = tuple(
-        replace(it, q_norm=moved(it.q_norm), k_norm=moved(it.k_norm), channels=moved(it.channels))
-        for it in shape.layers
-    )
-    return replace(shape, cos=shape.cos.cuda(), sin=shape.sin.cuda(), layers=layers)
-
-
 class Both:
     def __init__(self, shape: AttentionShape, type: str = "f32") -> None:
         self.shape, self.random = shape, torch.Generator().manual_seed(7)
-        self.ours = DoubleKvCache(there(shape), type, torch.device("cuda"))
+        self.ours = DoubleKvCache(moved(shape, "cuda"), type, torch.device("cuda"))
         self.oracle = reference.DoubleKvCache(shape, "cpu", type)
 
     def rows(self, count: int) -> Tensor:
@@ -225,7 +214,7 @@ def test_long_contexts_take_more_blocks_and_longer_ones_are_refused() -> None:
     few = TokenPolicy(Fraction(1, 64))
 
     def longest(context: int) -> double_attention.DoubleParameters:
-        cache = DoubleKvCache(there(shape_of(1, 1, 16, 4, context, policy=few)), "bf16", torch.device("cuda"))
+        cache = DoubleKvCache(moved(shape_of(1, 1, 16, 4, context, policy=few), "cuda"), "bf16", torch.device("cuda"))
         (of,) = cache._double
         assert of is not None
         return of

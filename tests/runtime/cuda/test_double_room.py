@@ -83,3 +83,11 @@ def test_it_pays_later_where_less_is_spared() -> None:
     assert first(head_dim=64) == pytest.approx(2 * usual, rel=0.01)
     assert first(tokens=Fraction(1, 2)) == pytest.approx(usual * 462 / 238, rel=0.01)
     assert first(tokens=Fraction(1)) == double_attention.NEVER
+
+
+@pytest.mark.parametrize(("share", "most"), [("1/16", (43_000, 65_000, 520_000)), ("1/2", (25_900, 52_000, 291_000))])
+def test_the_contexts_of_the_docs_are_the_longest(share: str, most: tuple[int, ...], gpu: str) -> None:
+    context = most[list(GPUS).index(gpu)]
+    parameters(32, 8, 128, context, tokens=Fraction(share))
+    with pytest.raises(UserError):
+        parameters(32, 8, 128, int(1.02 * context), tokens=Fraction(share))

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kv_cache_backends import CASES, Backend, opened
+from kv_cache_backends import CASES, Backend, moved, opened
 from torch import Tensor
 
 from sparsepack.models.sparse_attention import TokenPolicy
@@ -43,15 +43,7 @@ class Both:
     def cache(self, shape: AttentionShape) -> KvCache:
         """Another one of the backend's."""
         device = self.backend.device
-
-        def there(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device)
-
-        layers = tuple(
-            LayerAttention(it.window, there(it.q_norm), there(it.k_norm), there(it.channels)) for it in shape.layers
-        )
-        shape = replace(shape, cos=shape.cos.to(device), sin=shape.sin.to(device), layers=layers)
-        return self.backend.operations.new_kv_cache(shape, device, self.backend.type)
+        return self.backend.operations.new_kv_cache(moved(shape, device), device, self.backend.type)
 
     def rows(self, count: int) -> Tensor:
         shape = self.shape
