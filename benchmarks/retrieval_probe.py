@@ -73,8 +73,9 @@ def main(
 ) -> None:
     """Print the table for one model."""
     subject = open_subject(model, None, device)
-    if context < TokenPolicy.min_context + asked + said:
-        raise click.UsageError(f"--context {context}: below {TokenPolicy.min_context} tokens every one is read")
+    fewest = TokenPolicy.min_context + asked + said
+    if context < fewest:
+        raise click.UsageError(f"--context {context}: expected {fewest} or more; fewer tokens are all read")
     ranked = importances(model, calibration)
     policies = [attention_by(ranked, channels, dense, TokenPolicy(share, sinks, recent)) for share in shares]
     inputs, _ = windows_of(subject, text, trials, context=context)
