@@ -9,6 +9,7 @@ from sparsepack.calibrate.channels import importance
 from sparsepack.calibrate.folder import load
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.sparsity.attention import heaviest
 
 
 def importances(model: str, calibration: Path, by: str = "product") -> list[Tensor]:
@@ -22,5 +23,5 @@ def importances(model: str, calibration: Path, by: str = "product") -> list[Tens
 def attention_by(ranked: Sequence[Tensor], channels: int, dense: str, policy: TokenPolicy) -> SparseAttention:
     """Sparse attention by so many channels of each head (0: all), but in the layers of `dense`, numbers with commas."""
     left = {int(layer) for layer in dense.split(",") if layer}
-    best = [each.topk(channels or each.shape[1]).indices.sort().values for each in ranked]
+    best = [heaviest(each, channels or each.shape[1]) for each in ranked]
     return SparseAttention(policy, tuple(None if n in left else each for n, each in enumerate(best)))

@@ -58,7 +58,8 @@ void DoubleKvCache::append(int layer, int32_t kv_head, int64_t position, float* 
     DenseKvCache::append(layer, kv_head, position, q, k, v);
     const Labels& labels = labels_[layer];
     if (!labels.channels) return;
-    kernels_.label_key(key(layer, kv_head, position), channels_[layer].data() + int64_t(kv_head) * labels.channels, labels.channels,
+    const int32_t* channels = channels_[layer].data() + int64_t(kv_head) * labels.channels;
+    kernels_.label_key(key(layer, kv_head, position), channels, labels.channels,
                        codes(layer, kv_head) + position * (labels.padded() / 2), scales(layer, kv_head) + position);
 }
 
@@ -117,7 +118,7 @@ void DoubleKvCache::label_query(int layer, int32_t kv_head, const float* q, int8
 
 int64_t DoubleKvCache::scratch(int32_t positions) const {
     // Of one position at a time: which tokens, their scores, and a query as floats and bytes.
-    int64_t tokens = shape_.context, scores = (int64_t(shape_.context) + 1) / 2, query = most_channels_ + most_channels_ / 4;
+    int64_t tokens = shape_.context, scores = (tokens + 1) / 2, query = most_channels_ + most_channels_ / 4;
     return DenseKvCache::scratch(positions) + tokens + scores + query;
 }
 
