@@ -18,7 +18,7 @@ from sparsepack.runtime import reference
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference_kv_cache import DenseKvCache
 
-_QUERIES_AT_ONCE = 256
+QUERIES_AT_ONCE = 256
 """Of those that attend in one call: each has a score for every token."""
 
 
@@ -121,7 +121,7 @@ def attend_sparse(
     Returns float32 [S, heads * D].
     """
     outputs = []
-    for part in torch.split(queries, _QUERIES_AT_ONCE, dim=1):
+    for part in torch.split(queries, QUERIES_AT_ONCE, dim=1):
         last = first + part.shape[1]
         codes, scales, seen_keys, seen_values = (of[:, : last - oldest] for of in (*labels, keys, values))
         scores = label_scores(label_queries(part, channels), codes, scales)
