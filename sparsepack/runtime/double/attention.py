@@ -228,7 +228,7 @@ def _text(row: int, length: int, keys: int, attention_mask: Tensor | None, optio
             f"attn_implementation {NAME!r}: the attention mask of text {row} is not causal with padding; sparse "
             "attention needs that, take sdpa for other masks"
         )
-    return _Text(first + oldest, queries, columns, oldest)
+    return _Text(first + oldest, queries, columns if len(columns) < keys else None, oldest)
 
 
 AttentionInterface.register(NAME, attention_forward)
