@@ -21,7 +21,7 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
+    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str, offload: bool
 ) -> NativeDecoder:
     return NativeDecoder(packed, device, context, threads)
 
