@@ -227,15 +227,13 @@ def give_places(places: TokenPlaces, row: tuple[int, int], tokens: list[int], po
         past = position - int(last_read[place])
         return 255 if token_of[place] < 0 or past < 0 else min(past, 255)
 
-    free = sorted((place for place in range(len(token_of)) if place not in in_use), key=lambda place: -age(place))
-    ages = [age(place) for place in free]
-    bound = ages[len(missing) - 1] if missing else 0
-    older = [place for place in free if age(place) > bound]
-    chosen = [*older, *[place for place in free if age(place) == bound][: len(missing) - len(older)]]
-    for place in chosen if missing else []:
+    free = [place for place in range(len(token_of)) if place not in in_use]
+    oldest = sorted(free, key=lambda place: -age(place))[: len(missing)]  # of one age the first
+    chosen = sorted(oldest)
+    for place in chosen:
         if token_of[place] >= 0 and place_of[token_of[place]] == place:
             place_of[token_of[place]] = -1
-    for token, place in zip(missing, chosen, strict=False):
+    for token, place in zip(missing, chosen, strict=True):
         place_of[token], token_of[place], last_read[place] = place, token, position
     fetched = [*missing, *([position] if position in has else [])]
     places.counts[row], places.missed_counts[row] = len(tokens), len(fetched)
