@@ -95,11 +95,12 @@ class BackendModule(Protocol):
         context: int,
         threads: int | None,
         cache_type: str,
-        offload: bool,
+        *,
+        offload: bool = False,
     ) -> Decoder:
         """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know.
 
-        offload -- keys and values lie in the host's memory; asked of backends alone whose row `offloads`
+        offload -- keys and values lie in the host's memory; given to backends alone whose row `offloads`
         """
 
     def batch_decoder(
@@ -109,7 +110,8 @@ class BackendModule(Protocol):
         context: int,
         sequences: int,
         cache_type: str,
-        offload: bool,
+        *,
+        offload: bool = False,
     ) -> BatchDecoder:
         """What runs several texts together. Asked of backends alone whose row has more than one of `sequences`."""
 

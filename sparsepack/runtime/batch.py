@@ -50,7 +50,8 @@ class BatchEngine:
         if offload:
             row.check_offload(packed)
         self._module = row.open()
-        self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type, offload)
+        more = {"offload": True} if offload else {}
+        self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type, **more)
 
     @property
     def positions(self) -> tuple[int, ...]:

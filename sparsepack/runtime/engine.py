@@ -72,7 +72,8 @@ class Engine:
         if offload:
             row.check_offload(packed)
         self._module = row.open()
-        self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type, offload)
+        more = {"offload": True} if offload else {}
+        self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type, **more)
         self._ids: list[int] = []
 
     @property

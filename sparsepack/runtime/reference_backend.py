@@ -23,7 +23,7 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str, offload: bool
+    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
 ) -> OperationsDecoder:
     usable(device)
     return OperationsDecoder(packed, operations, device, context, threads, cache_type)

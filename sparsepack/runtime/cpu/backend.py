@@ -21,7 +21,7 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str, offload: bool
+    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
 ) -> NativeDecoder:
     return NativeDecoder(packed, device, context, threads)
 

@@ -23,14 +23,20 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str, offload: bool
+    packed: PackedModel,
+    device: torch.device,
+    context: int,
+    threads: int | None,
+    cache_type: str,
+    *,
+    offload: bool = False,
 ) -> of_one.CudaDecoder:
     cache = OffloadedKvCache if offload else new_cache
     return of_one.CudaDecoder(packed, device, context, cache_type=cache_type, new_cache=cache)
 
 
 def batch_decoder(
-    packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str, offload: bool
+    packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str, *, offload: bool = False
 ) -> of_batches.CudaBatch:
     cache = OffloadedKvCache if offload else new_cache
     return of_batches.CudaBatch(packed, device, context, sequences, cache_type=cache_type, new_cache=cache)

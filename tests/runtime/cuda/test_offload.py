@@ -163,9 +163,10 @@ def shape_of(
     *,
     window: int = 0,
     sequences: int = 1,
+    turned: bool = True,
 ) -> AttentionShape:
     random = torch.Generator().manual_seed(heads * head_dim)
-    angles = torch.rand(context, head_dim // 2, generator=random) * 6
+    angles = torch.rand(context, head_dim // 2, generator=random) * 6 * turned
     heavy = [torch.randperm(head_dim, generator=random)[: head_dim // 4].sort().values for _ in range(kv_heads)]
     norms = (1 + torch.rand(head_dim, generator=random) for _ in range(2))
     layer = LayerAttention(window, *norms, torch.stack(heavy))
@@ -213,7 +214,10 @@ class Pair:
         rows = self.rows(self.shape.sequences)
         before = TokenPlaces(*(getattr(self.places, name).clone() for name in TokenPlaces.__dataclass_fields__))
         found, expected = (cache.step(0, rows, True) for cache in (self.ours, self.theirs))
-        assert torch.equal(found, expected)
+        if self.theirs.selects(True):
+            assert torch.equal(found, expected)
+        else:  # another kernel, which adds in another order
+            assert (found - expected).abs().max() <= 1e-5
         self.check(before)
         for cache in (self.ours, self.theirs):
             for sequence in range(self.shape.sequences):
@@ -306,7 +310,7 @@ class TestOnTheGpu:
                 cache.advance(len(rows))
 
     def test_what_a_step_brings_falls_once_it_has_been_read(self) -> None:
-        pair = Pair(shape_of(8, 2, 64, 3000, EIGHTH), "bf16", 2.0)
+        pair = Pair(shape_of(8, 2, 64, 3000, EIGHTH, turned=False), "bf16", 2.0)
         pair.prefill(2800)
         brought = []
         for _ in range(20):
