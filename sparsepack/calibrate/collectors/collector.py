@@ -16,8 +16,10 @@ class Collector:
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
              many tokens a query sees at most, itself included (0: all before it);
              "window": the same of whole windows, the first positions too, which are left out elsewhere;
-             "block": of the hidden states that enter the block and those that leave it, [B, S, H] each
-    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE or else "attention"
+             "block": of the hidden states that enter the block and those that leave it, [B, S, H] each;
+             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate]
+    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" for
+             what is counted of them and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
     count -- of what comes to such a place, a tensor for every name, on the CPU
     add   -- what was counted in one part and in another, as that of both
@@ -25,7 +27,7 @@ class Collector:
     added_later -- calibrations made before there was this collector lack its tensors, and are read all the same
     """
 
-    at: Literal["site", "attention", "window", "block"]
+    at: Literal["site", "attention", "window", "block", "neurons"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
