@@ -32,6 +32,7 @@ class Backend:
     cache_types -- of keys and values, of "f32", "f16" and "bf16": the first unless told otherwise
     sequences   -- texts that it decodes together at most
     tunes       -- whether `sparsepack tune` can measure what suits the machine
+    neurons     -- whether it runs models whose MLPs are stored by neurons
     """
 
     name: str
@@ -42,6 +43,7 @@ class Backend:
     cache_types: tuple[str, ...]
     sequences: int = 1
     tunes: bool = False
+    neurons: bool = False
 
     def open(self) -> BackendModule:
         """The module that does the work."""
@@ -53,6 +55,15 @@ class Backend:
             raise UserError(
                 f"device {device}: the {self.name} backend runs on {self.hardware}; "
                 f"use device {self.devices[0]} or the reference backend"
+            )
+
+    def check_model(self, packed: PackedModel) -> None:
+        """Raise `UserError` for a model that it does not run."""
+        if packed.by_neurons and not self.neurons:
+            able = " and ".join(row.name for row in BACKENDS.values() if row.neurons)
+            raise UserError(
+                f"the {self.name} backend does not run models by neurons, {able} do; "
+                "use one of these, or pack the model as zigzag-q4_k"
             )
 
     def checked_cache_type(self, asked: str | None) -> str:
@@ -110,6 +121,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 devices=(),
                 module="sparsepack.runtime.reference_backend",
                 cache_types=("f32",),
+                neurons=True,
             ),
             Backend(
                 "cpu",
@@ -119,6 +131,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.cpu.backend",
                 cache_types=("f16",),
                 tunes=True,
+                neurons=True,
             ),
             Backend(
                 "cuda",
