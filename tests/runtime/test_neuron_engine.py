@@ -92,7 +92,7 @@ def test_steps_skip_inactive_neurons_and_dense_ones_none(backend: str) -> None:
 
 @every_backend
 def test_attention_may_have_thresholds_beside_neurons(backend: str) -> None:
-    packed, stock = models("grouped queries", rules=True)
+    packed, stock = models("odd count of neurons", rules=True)
     assert {site for _, site in packed.rules} == {"attn_in", "attn_out"}
     expected, _ = stock_logits(stock, packed, IDS, 6)
     dense, _ = stock_logits(stock, packed, IDS, len(IDS))
