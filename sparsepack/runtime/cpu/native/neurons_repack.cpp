@@ -11,12 +11,20 @@ constexpr int64_t RECORDS_AT_ONCE = 32;
 constexpr int64_t BYTES_AT_ONCE = 32 << 20;  // what of a file is held beside its copy
 constexpr int32_t UP_HEADER_BYTES = 16;
 
+void pack_up_nibbles(const uint8_t* file, uint8_t* to) {
+    for (int32_t byte = 0; byte < BAND_BYTES; byte++) {
+        int32_t sub = byte / 8 % 8, shift = sub % 2 * 4;
+        const uint8_t* from = file + sub / 2 * 32 + byte / 64 * 16 + byte % 8;
+        to[byte] = (uint8_t)((from[0] >> shift & 15) | (from[8] >> shift & 15) << 4);
+    }
+}
+
 void pack_record(const uint8_t* file, const Neurons& n, uint8_t* record) {
     uint8_t* up = record + neuron_up(&n);
     for (int32_t band = 0; band < n.bands; band++) {
         const uint8_t* block = file + band * FILE_BLOCK_BYTES;
         std::memcpy(up + n.bands * BAND_BYTES + band * UP_HEADER_BYTES, block, UP_HEADER_BYTES);
-        std::memcpy(up + band * BAND_BYTES, block + UP_HEADER_BYTES, BAND_BYTES);
+        pack_up_nibbles(block + UP_HEADER_BYTES, up + band * BAND_BYTES);
     }
     const uint8_t* down = file + n.bands * FILE_BLOCK_BYTES;
     for (int32_t band = 0; band < n.bands; band += QUAD_BANDS)
@@ -29,7 +37,7 @@ void unpack_record(const uint8_t* record, const Neurons& n, uint8_t* file) {
     for (int32_t band = 0; band < n.bands; band++) {
         uint8_t* block = file + band * FILE_BLOCK_BYTES;
         std::memcpy(block, up + n.bands * BAND_BYTES + band * UP_HEADER_BYTES, UP_HEADER_BYTES);
-        std::memcpy(block + UP_HEADER_BYTES, up + band * BAND_BYTES, BAND_BYTES);
+        neuron_nibbles_to_file(up + band * BAND_BYTES, block + UP_HEADER_BYTES);
     }
     uint8_t* down = file + n.bands * FILE_BLOCK_BYTES;
     for (int32_t band = 0; band < n.bands; band += QUAD_BANDS)
