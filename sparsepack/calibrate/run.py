@@ -24,6 +24,7 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.families import MLP_MID
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.windows import drawn_windows, window_length
@@ -134,7 +135,10 @@ def _run(
             norms = {site: column_norms(stream.block, names) for site, names in checkpoint.family.projections.items()}
 
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
-                collectors.count(into, "site", site, x[:, options.sinks :], norms[site])
+                x = x[:, options.sinks :]
+                collectors.count(into, "site", site, x, norms[site])
+                if site == MLP_MID:
+                    collectors.count(into, "neurons", "neurons", x)
 
             def watch(query: torch.Tensor, key: torch.Tensor, window: int, into: Any = statistics) -> None:
                 without = query[:, :, options.sinks :], key[:, :, options.sinks :]

@@ -136,8 +136,8 @@ class EngineSubject:
 
     @property
     def sparse(self) -> bool:
-        """Whether any site or any attention skips anything."""
-        return bool(self.packed.rules) or self.attention is not None
+        """Whether any site, any attention or any MLP skips anything."""
+        return bool(self.packed.rules) or self.attention is not None or self.packed.by_neurons
 
     @property
     def attention(self) -> SparseAttention | None:
@@ -160,9 +160,9 @@ class EngineSubject:
     def parameter_shares(self) -> Mapping[SiteKey, float]:
         """Each site's share of the parameters of all sites."""
         sizes = {
-            (n, name): site.matrix.rows * site.matrix.columns
+            (n, name): matrix.rows * matrix.columns
             for n, layer in enumerate(self.packed.layers)
-            for name, site in layer.sites.items()
+            for name, matrix in layer.matrices.items()
         }
         total = sum(sizes.values())
         return {key: size / total for key, size in sizes.items()}

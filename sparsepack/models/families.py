@@ -15,6 +15,9 @@ from sparsepack.errors import CheckpointError
 SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 """Where one hidden vector enters one or more projections of a decoder block, in order of execution."""
 
+MLP_MID = "mlp_mid"
+"""The site whose channels are the neurons of the MLP."""
+
 Rotary = Literal["half-split", "interleaved"]
 """Channel c of a head of n turns with c + n / 2 ("half-split", also called neox), or 2 c with 2 c + 1."""
 

@@ -8,17 +8,23 @@ from torch import Tensor
 from sparsepack.calibrate.collectors.attention import ATTENTION
 from sparsepack.calibrate.collectors.missed import MISSED
 from sparsepack.calibrate.collectors.moments import MOMENTS
+from sparsepack.calibrate.collectors.neurons import NEURONS
 from sparsepack.calibrate.collectors.products import PRODUCTS
 from sparsepack.calibrate.collectors.scores import SCORES
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS)
 
 Statistics = dict[str, Tensor]
 """What was collected in one decoder block, by PLACE.NAME: `mlp_in.second_moment`."""
 
 _OF_ATTENTION = ("attention",)
-_PLACES = {"site": SITES, "attention": _OF_ATTENTION, "window": _OF_ATTENTION}
+_PLACES = {
+    "site": SITES,
+    "attention": _OF_ATTENTION,
+    "window": _OF_ATTENTION,
+    "neurons": ("neurons",),
+}
 
 
 def count(into: Statistics, at: str, place: str, *seen: Any) -> None:

@@ -15,8 +15,10 @@ class Collector:
     at    -- "site": of each site's input x [B, S, columns] and the norms of its matrix's columns [columns];
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
              many tokens a query sees at most, itself included (0: all before it);
-             "window": the same of whole windows, the first positions too, which are left out elsewhere
-    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE or else "attention"
+             "window": the same of whole windows, the first positions too, which are left out elsewhere;
+             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate]
+    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" for
+             what is counted of them and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
     count -- of what comes to such a place, a tensor for every name, on the CPU
     add   -- what was counted in one part and in another, as that of both
@@ -24,7 +26,7 @@ class Collector:
     added_later -- calibrations made before there was this collector lack its tensors, and are read all the same
     """
 
-    at: Literal["site", "attention", "window"]
+    at: Literal["site", "attention", "window", "neurons"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
