@@ -24,6 +24,7 @@ from sparsepack.cli.report import report
 from sparsepack.cli.run import run
 from sparsepack.cli.serve import serve
 from sparsepack.cli.thresholds import thresholds
+from sparsepack.cli.trace import trace
 from sparsepack.cli.tune import tune
 from sparsepack.cli.verify import verify
 
@@ -62,6 +63,7 @@ VERBS = (
     tune,
     generate,
     serve,
+    trace,
     run,
     report,
     card,
@@ -70,7 +72,7 @@ VERBS = (
 for verb in VERBS:
     main.add_command(verb)
     add_quiet(verb)
-for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, run):
+for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, trace, run):
     add_signs_of_life(verb)
 
 _profile = copy.copy(tune)  # its name until 0.1
