@@ -29,6 +29,10 @@ class ThresholdsError(UserError):
     """A thresholds table that is damaged, out of range, or belongs to another model."""
 
 
+class PlacementError(UserError):
+    """A trace of active neurons that is damaged or of another model, or a placement that cannot be made."""
+
+
 class ArtifactError(UserError):
     """A packed file that is damaged, unknown, or cannot do what was asked of it."""
 

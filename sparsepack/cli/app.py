@@ -23,7 +23,9 @@ from sparsepack.cli.quiet import add_quiet, add_signs_of_life, quiet_option
 from sparsepack.cli.report import report
 from sparsepack.cli.run import run
 from sparsepack.cli.serve import serve
+from sparsepack.cli.simulate import simulate
 from sparsepack.cli.thresholds import thresholds
+from sparsepack.cli.trace import trace
 from sparsepack.cli.tune import tune
 from sparsepack.cli.verify import verify
 
@@ -62,6 +64,8 @@ VERBS = (
     tune,
     generate,
     serve,
+    trace,
+    simulate,
     run,
     report,
     card,
@@ -70,7 +74,7 @@ VERBS = (
 for verb in VERBS:
     main.add_command(verb)
     add_quiet(verb)
-for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, run):
+for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)
 
 _profile = copy.copy(tune)  # its name until 0.1

@@ -33,6 +33,29 @@ def calibration_table(manifest: Mapping[str, Any]) -> str:
     )
 
 
+def trace_table(manifest: Mapping[str, Any]) -> str:
+    """What a trace was made of."""
+    model, rule, sessions = manifest["model"], manifest["rule"], manifest["sessions"]
+    documents = sum(row["document"] is not None for row in sessions)
+    lengths = sorted({row["tokens"] for row in sessions})
+    prompts = sorted({row["prompt"] for row in sessions})
+    which = "not zero" if rule["active"] == "nonzero" else f"above a threshold that {100 * rule['share']:g} % pass"
+    return _pairs(
+        {
+            "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
+            "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
+            "sessions": f"{len(sessions)} of {_range(lengths)} tokens, the first {_range(prompts)} of them prompt; "
+            f"{documents} from the middle of a document of their own",
+            "neurons": f"{manifest['intermediate']:,} in a block; active: {which}",
+            "computed in": _precision(manifest["compute"]),
+        }
+    )
+
+
+def _range(values: Sequence[int]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
 def _precision(compute: Mapping[str, Any]) -> str:
     """In which type, where; calibrations made before weights were named do not name them."""
     weights = f"; weights stored in {compute['weights']}" if "weights" in compute else ""

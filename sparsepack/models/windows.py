@@ -105,6 +105,34 @@ def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:
     return windows[chosen].long()
 
 
+def session_windows(tokenizer: Any, text: Text, context: int, count: int) -> tuple[torch.Tensor, list[int | None]]:
+    """The inputs of `count` windows that have little to do with each other, in the order of the text: int64
+    [windows, positions], and of each the number of the document that it is from.
+
+    Each is from the middle of a document of its own, documents evenly spread; one that is too short gives way to the
+    next. Where fewer documents than `count` are long enough, they are evenly spread over all windows of the text as a
+    whole, and from no document. Raises as `rolling_windows`.
+    """
+    found = _middles(tokenizer, text, context, count) if text.count >= count else []
+    if len(found) < count:
+        windows = spread_windows(_windows(tokenizer, text, context), count)
+        return _inputs(tokenizer, windows), [None] * len(windows)
+    return _inputs(tokenizer, torch.stack([window for _, window in found])), [number for number, _ in found]
+
+
+def _middles(tokenizer: Any, text: Text, context: int, count: int) -> list[tuple[int | None, torch.Tensor]]:
+    """Documents by number, each with its middle `context` tokens: int64 [context]."""
+    found: list[tuple[int | None, torch.Tensor]] = []
+    for number, document in enumerate(text.documents):
+        if len(found) < count and number >= len(found) * text.count // count:
+            alone = replace(text, documents=(document,), count=1)
+            ids = tokenise(tokenizer, alone)
+            start = (len(ids) - context) // 2
+            if start >= 0:
+                found.append((number, ids[start : start + context].long()))
+    return found
+
+
 def _windows(tokenizer: Any, text: Text, context: int, most: int | None = None) -> torch.Tensor:
     """int32 [windows, context]."""
     ids = tokenise(tokenizer, text, None if most is None else most * context)

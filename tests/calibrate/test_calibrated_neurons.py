@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 from models_for_tests import make_model
 
 from sparsepack.calibrate import folder
 from sparsepack.calibrate.neurons import activity
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
+from sparsepack.cli.inspect import inspect
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.hooks import site_hooks
@@ -109,3 +111,13 @@ def test_counts_that_do_not_belong_together_are_refused(relu_calibration, change
     layers = (relu_calibration.layers[0], relu_calibration.layers[1] | tensors, relu_calibration.layers[2])
     with pytest.raises(CalibrationError, match=r"neurons\.active of block 1 is no count of the tokens"):
         activity(replace(relu_calibration, layers=layers))
+
+
+def test_inspect_shows_who_is_active_or_why_it_cannot(old, relu_calibration, small_calibration, tmp_path):
+    for name, calibration in (("old", old), ("relu", relu_calibration), ("silu", small_calibration)):
+        folder.save(calibration, tmp_path / name)
+    told = {name: CliRunner().invoke(inspect, [str(tmp_path / name)]).output for name in ("old", "relu", "silu")}
+    assert "neurons: the calibration of" in told["old"]
+    assert "| block | active | spread | hottest 10 % |" in told["relu"]
+    assert "own" not in told["relu"].split("neurons, over")[1], "one text has no drift between documents"
+    assert "placement cannot pay: 100.0 % of the neurons are active for every token" in told["silu"]

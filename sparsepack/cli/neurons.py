@@ -1,0 +1,33 @@
+"""Who is active in a model's MLP, as text for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsepack.markdown import table
+
+
+def neurons_table(report: Mapping[str, Any] | str) -> str:
+    """What `inspect` found of neurons in a calibration or a trace (`placement.activity_report`)."""
+    if isinstance(report, str):
+        return f"neurons: {report}"
+    tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]
+    drifts = report["drift"] is not None
+    rows = [[number, *_row(layer, drifts, f"{layer['spread']:.3f}")] for number, layer in enumerate(report["layers"])]
+    rows.append(["all", *_row(report, drifts, "")])
+    lines = [
+        f"neurons, over {report['tokens']:,} tokens",
+        "  active: share of the neurons that a token has active; spread: its standard deviation over tokens",
+        "  hottest: share of what is active that is of so many of the most used neurons of the block, or of all blocks",
+    ]
+    if drifts:
+        lines.append(
+            "  own, others: the same for the hottest 30 % of a document by its own counts, and by those of the others; "
+            "they are apart where documents differ"
+        )
+    head = ["block", "active", "spread", *tops, *(["own", "others"] if drifts else [])]
+    return "\n".join([*lines, "", table(head, rows), "", str(report["verdict"])])
+
+
+def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:
+    shares = [*part["hottest"], *(part["drift"].values() if drifts else [])]
+    return [f"{part['density']:.3f}", spread, *(f"{share:.2f}" for share in shares)]

@@ -1,0 +1,39 @@
+"""`sparsepack simulate`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options import PATH, emit, from_options, json_output
+from sparsepack.placement.options import SimulateOptions
+
+
+@click.command()
+@click.argument("trace", type=PATH)
+@click.option(
+    "--calibration",
+    type=PATH,
+    required=True,
+    help="A folder made by `sparsepack calibrate`: its frequencies give out the first places.",
+)
+@from_options(SimulateOptions, "--cached")
+@from_options(SimulateOptions, "--policy")
+@from_options(SimulateOptions, "--group")
+@from_options(SimulateOptions, "--order")
+@from_options(SimulateOptions, "--machine")
+@from_options(SimulateOptions, "--shape")
+@from_options(SimulateOptions, "--vram")
+@json_output
+def simulate(trace: Path, calibration: Path, json_path: str | None, **asked: Any) -> None:
+    """Play TRACE under policies that say which neurons have places near the processor.
+
+    A policy gives out places for a share of the neurons and may move them after each token. Shown is how much of what
+    a token needs has a place when it is needed, and what is moved for that. With --machine, a model of a machine's
+    time says how fast a larger model whose neurons behave so would decode.
+    """
+    from sparsepack.cli.simulation import simulation_table
+    from sparsepack.placement.run import simulate as run_simulation
+
+    result = run_simulation(trace, calibration, SimulateOptions(**asked))
+    emit(result, json_path, simulation_table)

@@ -1,0 +1,55 @@
+"""`sparsepack trace`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
+from sparsepack.placement.options import TraceOptions
+
+
+@click.command()
+@click.argument("model")
+@click.argument("folders", nargs=-1, type=PATH)
+@click.option("--text", "texts", multiple=True, help="What to run; repeats.")
+@click.option("-o", "--output", type=PATH, required=True, help="The folder to make.")
+@from_options(TraceOptions, "--sessions")
+@from_options(TraceOptions, "--tokens")
+@from_options(TraceOptions, "--prompt")
+@from_options(TraceOptions, "--share")
+@click.option(
+    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, for the thresholds of --share."
+)
+@from_options(TraceOptions, "--batch")
+@compute
+@overwrite_flag
+def trace(
+    model: str,
+    folders: tuple[Path, ...],
+    texts: tuple[str, ...],
+    output: Path,
+    calibration: Path | None,
+    overwrite: bool,
+    **asked: Any,
+) -> None:
+    """Record which neurons of MODEL are active for each token; or `trace merge A B -o C` of two traces of one model.
+
+    A neuron is active where its activation, times what multiplies it, is not zero. `inspect` shows what a trace holds.
+    A run that was killed goes on where it stopped when the same command is given again.
+    """
+    from sparsepack.cli.tables import trace_table
+
+    if model == "merge":
+        from sparsepack.placement.trace import merge_folders
+
+        if len(folders) != 2 or texts:
+            raise click.UsageError("merge takes two traces and -o: sparsepack trace merge A B -o C")
+        made = merge_folders(folders[0], folders[1], output, overwrite)
+    else:
+        from sparsepack.placement.collect import trace as run_trace
+
+        if folders or not texts:
+            raise click.UsageError("give one MODEL and --text: sparsepack trace MODEL --text FILE -o FOLDER")
+        made = run_trace(model, texts, output, TraceOptions(**asked), calibration, overwrite)
+    click.echo(trace_table(made.manifest))

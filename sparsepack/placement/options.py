@@ -1,0 +1,127 @@
+"""What a trace and a simulation are asked for. Nothing heavy is imported here: the command line reads the defaults."""
+
+import re
+from dataclasses import dataclass
+
+from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.errors import PlacementError
+from sparsepack.option import check_options, option
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """How many sessions, how long, and who counts as active."""
+
+    sessions: int = option(
+        "Stretches of text, one from the middle of each of so many documents; where the text has fewer that are long "
+        "enough, evenly spread over the text as a whole.",
+        default=12,
+        least=1,
+        most=100_000,
+    )
+    tokens: int = option("Tokens of a session.", default=2048, least=2)
+    prompt: int = option("Its first tokens: they are known before anything is decoded.", default=256, least=0)
+    share: float | None = option(
+        "For models whose neurons are never exactly zero: the share of the neurons that counts as active, by a "
+        "threshold for each block that has it on the text of --calibration (default: all that are not zero).",
+        default=None,
+        above=0,
+        below=1,
+    )
+    batch: int = option("Sessions at a time.", default=2, least=1)
+    device: str = CalibrateOptions.device
+    dtype: str = CalibrateOptions.dtype
+
+    def check(self) -> None:
+        """Raise `PlacementError` for values that make no sense."""
+        check_options(self, PlacementError)
+        if self.prompt >= self.tokens - 1:
+            raise PlacementError(
+                f"prompt {self.prompt}, tokens {self.tokens}: nothing would be decoded; expected prompt < tokens - 1"
+            )
+
+
+POLICIES = (
+    "static",
+    "static-same-share",
+    "static-after-prompt",
+    "slow",
+    "lru",
+    "lfu",
+    "momentum",
+    "momentum-threshold",
+    "momentum-letter",
+    "oracle-static",
+    "belady-within-blocks",
+    "belady",
+)
+"""The names of `placement.policies`, in the order in which they are shown."""
+EXTRA = ("momentum-threshold", "momentum-letter", "belady-within-blocks")
+"""Those that are played only where they are asked for."""
+ORDERS = ("frequency", "random")
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What is played, for how many places."""
+
+    cached: str = option(
+        "Shares of the neurons that have places, with commas between them.", default="0.1,0.2,0.3,0.5,0.7"
+    )
+    policy: str | None = option(
+        f"What moves neurons, with commas between the names: of {', '.join(POLICIES)} (default: all but "
+        f"{', '.join(EXTRA)}).",
+        default=None,
+    )
+    group: int = option("Neurons of a block that move together.", default=1, least=1, most=255)
+    order: str = option(
+        "How groups are formed: of neurons that are active equally often, or at random.",
+        default="frequency",
+        choices=ORDERS,
+    )
+    machine: str | None = option(
+        "Also model tokens per second, on pcie3, pcie4, pcie5 or server, or on what a .json file describes "
+        "(default: no).",
+        default=None,
+    )
+    shape: str = option("The model whose speed is modelled.", default="70b", choices=("7b", "13b", "70b"))
+    vram: str | None = option(
+        "The GPU's memory, 24GB for one, instead of --cached: places are what it has beside all else (default: no).",
+        default=None,
+    )
+
+    def check(self) -> None:
+        """Raise `PlacementError` for values that make no sense."""
+        check_options(self, PlacementError)
+        if self.vram is not None and self.machine is None:
+            raise PlacementError(f"--vram {self.vram}: give the machine too, --machine pcie5 for one")
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """What `policy` says, in the order of POLICIES. Raises `PlacementError`."""
+        asked = [name for name in POLICIES if name not in EXTRA] if self.policy is None else self.policy.split(",")
+        for name in asked:
+            if name not in POLICIES:
+                raise PlacementError(f"--policy {name}: expected one of {', '.join(POLICIES)}")
+        return tuple(name for name in POLICIES if name in asked)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What `cached` says. Raises `PlacementError`."""
+        try:
+            found = tuple(float(part) for part in self.cached.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(0 <= share <= 1 for share in found):
+            raise PlacementError(f"--cached {self.cached}: expected shares from 0 to 1, as in 0.1,0.3,0.5")
+        return found
+
+    @property
+    def vram_bytes(self) -> float | None:
+        """What `vram` says, GB being 10^9 bytes. Raises `PlacementError`."""
+        if self.vram is None:
+            return None
+        found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) ?([GM])B", self.vram, re.IGNORECASE)
+        if not found:
+            raise PlacementError(f"--vram {self.vram}: expected gigabytes or megabytes, as in 24GB")
+        return float(found[1]) * (1e9 if found[2] in "gG" else 1e6)

@@ -1,0 +1,78 @@
+"""A placement: which neurons have places near the processor, and how the places are given out.
+
+Places go to the neurons that are active most often, whatever block they are in: that serves more than the same share of
+each block, since blocks differ more than neurons do. Within a block the neurons with places are the first ones of the
+order by falling frequency, so that an artifact whose neurons lie in that order needs one number for each block.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsepack.errors import PlacementError
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which neurons have places.
+
+    resident -- bool [blocks, neurons], read-only
+    record_bytes -- what a place takes
+    """
+
+    resident: np.ndarray
+    record_bytes: int
+
+    def __post_init__(self) -> None:
+        self.resident.setflags(write=False)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """How many places each block has."""
+        return tuple(int(count) for count in self.resident.sum(1))
+
+    @property
+    def bytes(self) -> int:
+        """What all places take."""
+        return sum(self.places) * self.record_bytes
+
+    @property
+    def share(self) -> float:
+        """The share of all neurons that have places."""
+        return float(self.resident.mean())
+
+
+def across_blocks(frequency: np.ndarray, budget: int, record_bytes: int = 1) -> Placement:
+    """Places for the most frequent neurons of all blocks, as many as fit into `budget` bytes.
+
+    frequency -- [blocks, neurons]; of two that are the same, the first neuron of the first block goes before
+
+    A larger budget keeps every place of a smaller one. Raises `PlacementError` for a budget that is none.
+    """
+    resident = np.zeros(frequency.size, np.bool_)
+    resident[_order(frequency.ravel())[: _count(budget, record_bytes)]] = True
+    return Placement(resident.reshape(frequency.shape), record_bytes)
+
+
+def same_share(frequency: np.ndarray, budget: int, record_bytes: int = 1) -> Placement:
+    """As `across_blocks`, with as many places in each block as in any other: the rest of the budget stays unused."""
+    resident = np.zeros(frequency.shape, np.bool_)
+    count = _count(budget, record_bytes) // len(frequency)
+    for row, frequencies in zip(resident, frequency, strict=True):
+        row[_order(frequencies)[:count]] = True
+    return Placement(resident, record_bytes)
+
+
+def budget_of(share: float, frequency: np.ndarray, record_bytes: int = 1) -> int:
+    """The bytes of places for a share of all neurons."""
+    return round(share * frequency.size) * record_bytes
+
+
+def _order(frequency: np.ndarray) -> np.ndarray:
+    return np.argsort(-frequency, kind="stable")
+
+
+def _count(budget: int, record_bytes: int) -> int:
+    if budget < 0 or record_bytes < 1:
+        raise PlacementError(f"{budget} bytes for records of {record_bytes}; expected at least 0, and at least 1")
+    return budget // record_bytes

@@ -1,0 +1,204 @@
+"""Policies: who has the places while a text is decoded. Each is a row of `POLICIES`.
+
+A policy sees one token after the other, and after each says who has places from then on. A session begins with the
+placement that the calibrated frequencies give, the same for all policies that know no more. Within a block as many
+neurons have places at any time as in the beginning, unless the policy ranks all blocks together.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from sparsepack.placement.choose import best, swapped
+from sparsepack.placement.oracles import Mover, belady
+from sparsepack.placement.placement import Placement, across_blocks, same_share
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a policy knows when a session begins.
+
+    frequency -- float64 [blocks, units], calibrated
+    places    -- of all blocks together
+    needed    -- uint8 [tokens, blocks, units], of the session: causal policies do not look at it
+    prompt    -- tokens of the prompt
+    size      -- neurons of a unit: `needed` says how many of them are
+    """
+
+    frequency: np.ndarray
+    places: int
+    needed: np.ndarray
+    prompt: int
+    size: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        """The places by calibrated frequency, across all blocks."""
+        return across_blocks(self.frequency, self.places)
+
+
+Policy = Callable[[Start], tuple[Placement, Mover | None]]
+"""The placement at the beginning of a session and what moves it; None: nothing."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy, what it is in a few words, and whether it may look ahead."""
+
+    begin: Policy
+    summary: str
+    clairvoyant: bool = False
+
+
+@dataclass(frozen=True)
+class Slow:
+    """The settings of the slow momentum; docs/placement.md says why these.
+
+    decay  -- lambda, for a token
+    margin -- a neuron comes where its score is better by more than this than that of the one that goes
+    every  -- tokens between two decisions
+    delay  -- tokens from a decision until the moves are done
+    """
+
+    decay: float = 0.995
+    margin: float = 0.02
+    every: int = 16
+    delay: int = 4
+
+
+def _static(start: Start) -> tuple[Placement, None]:
+    return start.placement, None
+
+
+def _static_same_share(start: Start) -> tuple[Placement, None]:
+    return same_share(start.frequency, start.places), None
+
+
+PRIOR = 256
+"""So many tokens the calibrated frequencies weigh as, where the prompt's counts are added to them."""
+
+
+def _static_after_prompt(start: Start) -> tuple[Placement, Mover]:
+    counts = start.frequency * start.size * PRIOR + _times(start.needed[: start.prompt])
+    after = across_blocks(counts, start.places).resident
+
+    def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
+        return after if token == start.prompt - 1 else resident
+
+    return start.placement, move
+
+
+def _oracle_static(start: Start) -> tuple[Placement, None]:
+    return across_blocks(_times(start.needed[start.prompt :]), start.places), None
+
+
+def _lru(start: Start) -> tuple[Placement, Mover]:
+    last = start.frequency.astype(np.float32)  # below 1: before every token
+
+    def rank(token: int, needed: np.ndarray) -> np.ndarray:
+        np.copyto(last, np.float32(token + 2), where=needed > 0)
+        return last
+
+    return start.placement, _ranked(start, rank)
+
+
+def _lfu(start: Start) -> tuple[Placement, Mover]:
+    counts = np.zeros(start.frequency.shape, np.float32)
+
+    def rank(token: int, needed: np.ndarray) -> np.ndarray:
+        np.add(counts, needed > 0, out=counts)
+        return counts
+
+    return start.placement, _ranked(start, rank)
+
+
+def momentum(decay: float, threshold: bool = False, drops: bool = False) -> Policy:
+    """KAIROX's scores: S = decay S + (1 - decay) A; of each block those with the highest stay (section 6, eq. 5).
+
+    threshold -- only who is above (1 - decay) may come, as the paper has it; its public code lacks this
+    drops     -- and who is not above it goes, even where nobody comes: Algorithm 1 to the letter
+    """
+
+    def begin(start: Start) -> tuple[Placement, Mover]:
+        score = start.frequency.astype(np.float32)
+        gain, tau = np.float32((1 - decay) / start.size), np.float32(1 - decay + 1e-6)
+        places = np.array(start.placement.places)
+
+        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
+            np.multiply(score, np.float32(decay), out=score)
+            np.add(score, gain * needed, out=score)
+            if not threshold:
+                return best(score, resident, places)
+            may_stay = score > tau if drops else (score > tau) | resident
+            chosen = best(np.where(may_stay, score, np.float32(0)), resident, places)
+            return chosen & may_stay
+
+        return start.placement, move
+
+    return begin
+
+
+def slow(settings: Slow | None = None) -> Policy:
+    """The same scores with a long memory, of all blocks together, and few moves."""
+    chosen = settings or Slow()
+
+    def begin(start: Start) -> tuple[Placement, Mover]:
+        score = start.frequency.astype(np.float32)
+        counts = np.zeros(score.shape, np.float32)
+        decay = np.float32(chosen.decay**chosen.every)
+        gain = (np.float32(1) - decay) / np.float32(chosen.every * start.size)
+        decided: list[np.ndarray] = []
+
+        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
+            np.add(counts, needed, out=counts)
+            since = (token + 1) % chosen.every
+            if since == 0:
+                np.multiply(score, decay, out=score)
+                np.add(score, gain * counts, out=score)
+                counts.fill(0)
+                decided[:] = [swapped(score.ravel(), resident.ravel(), chosen.margin).reshape(score.shape)]
+            return decided.pop() if since == chosen.delay and decided else resident
+
+        return start.placement, move
+
+    return begin
+
+
+def _belady(start: Start) -> tuple[Placement, Mover]:
+    return start.placement, belady(start.needed, start.prompt, start.placement)
+
+
+def _belady_within_blocks(start: Start) -> tuple[Placement, Mover]:
+    return start.placement, belady(start.needed, start.prompt, start.placement, across=False)
+
+
+def _ranked(start: Start, rank: Callable[[int, np.ndarray], np.ndarray]) -> Mover:
+    """Of each block the best by a score that `rank` keeps."""
+    places = np.array(start.placement.places)
+    return lambda token, needed, resident: best(rank(token, needed), resident, places)
+
+
+def _times(needed: np.ndarray) -> np.ndarray:
+    """How often each unit is needed: float64 [blocks, units]."""
+    times: np.ndarray = needed.sum(0, dtype=np.int64).astype(np.float64)
+    return times
+
+
+POLICIES: Mapping[str, Row] = MappingProxyType(
+    {
+        "static": Row(_static, "places by calibrated frequency, across blocks; nothing moves"),
+        "static-same-share": Row(_static_same_share, "the same with as many places in each block"),
+        "static-after-prompt": Row(_static_after_prompt, "placed anew once, when the prompt is known"),
+        "slow": Row(slow(), "momentum with a long memory: across blocks, every 16 tokens, by a margin"),
+        "lru": Row(_lru, "the least recently used goes"),
+        "lfu": Row(_lfu, "the least often used in this session goes"),
+        "momentum": Row(momentum(0.67), "KAIROX as its public code has it: lambda 0.67, every token, no threshold"),
+        "momentum-threshold": Row(momentum(0.67, True), "with the threshold of the paper"),
+        "momentum-letter": Row(momentum(0.67, True, True), "Algorithm 1 of the paper to the letter"),
+        "oracle-static": Row(_oracle_static, "the best places that never move, known beforehand", True),
+        "belady-within-blocks": Row(_belady_within_blocks, "as belady, each block with its places", True),
+        "belady": Row(_belady, "the best that loads what is needed when it is needed, and knows the future", True),
+    }
+)

@@ -1,0 +1,195 @@
+"""`simulate`: the sessions of a trace under several policies and numbers of places, with errors, as one result."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsepack.calibrate import folder as calibration_folder
+from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.neurons import activity
+from sparsepack.errors import PlacementError
+from sparsepack.eval.standard_error import mean
+from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
+from sparsepack.placement.options import SimulateOptions
+from sparsepack.placement.oracles import bound
+from sparsepack.placement.policies import POLICIES, Start
+from sparsepack.placement.simulate import Outcome, play
+from sparsepack.placement.trace import Trace, load
+from sparsepack.progress import progress
+
+PRICES = (1.0, 0.25)
+"""Of a move, in neurons that the processor would compute otherwise: what bounds are computed for."""
+_SEED = 0  # of groups at random
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is played: the policies, for so many places."""
+
+    policies: tuple[str, ...]
+    shares: tuple[float, ...]
+    group: int
+
+
+def simulate(
+    trace: Trace | Path, calibration: Calibration | Path, options: SimulateOptions | None = None
+) -> dict[str, Any]:
+    """Play a trace; JSON-able.
+
+    results -- for each share of `cached` and each policy: places; hit_rate, the share of the active neurons that had
+        places, of all sessions together, with its standard error over sessions; difference, of the sessions' hit rates
+        from those of the first policy; per token: needed, moves, unused (moves that were taken back before they were
+        of use), host_reads (neurons read from host memory: what had no place, and moves); with a machine
+        tokens_per_second, where the processor reads what has no place, and where the GPU helps over the bus
+    bounds -- for each share and price of a move: what hits less `price` times moves cannot exceed, as a share of the
+        active neurons; of single neurons only
+
+    Raises `PlacementError`, `CalibrationError`: they are not of one model, or the calibration has not counted neurons.
+    """
+    options = options or SimulateOptions()
+    options.check()
+    machine = None if options.machine is None else machine_of(options.machine)
+    vram = options.vram_bytes
+    shares = options.shares if vram is None else (share_in(vram, SHAPES[options.shape]),)
+    setting = _Setting(options.policies, shares, options.group)
+    trace = trace if isinstance(trace, Trace) else load(trace)
+    made = calibration if isinstance(calibration, Calibration) else calibration_folder.load(calibration)
+    frequency = _frequency(trace, made)
+    order = _order(frequency, options)
+    outcomes, limits = _played(trace, _grouped_frequency(frequency, order, options.group), order, setting)
+    density = _density(next(iter(outcomes.values())), frequency.size)
+    results = [
+        {"cached": share, "places": round(share * frequency.size), "policy": name}
+        | _summary(found, outcomes[share, setting.policies[0]], options.group)
+        | _speeds(machine, options.shape, density, found, options.group, frequency.size)
+        for (share, name), found in outcomes.items()
+    ]
+    return {
+        "kind": "simulation",
+        "trace": {"name": str(trace.path), "sha256": trace.sha256, "sessions": len(trace.sessions)},
+        "calibration": {"sha256": made.sha256},
+        "model": trace.manifest["model"],
+        "neurons": frequency.size,
+        "density": density,
+        "group": {"neurons": options.group, "order": options.order},
+        "policies": {name: POLICIES[name].summary for name in setting.policies},
+        "results": results,
+        "bounds": [{"cached": share, "price": price, "value": value} for (share, price), value in limits.items()],
+        "machine": _machine(machine, options, shares),
+    }
+
+
+def _frequency(trace: Trace, calibration: Calibration) -> np.ndarray:
+    """Calibrated, of all neurons: float64 [blocks, neurons]."""
+    trace.check_same_model(calibration.manifest["model"]["sha256"], "the calibration")
+    counted = activity(calibration)
+    widths = {len(layer.active) for layer in counted}
+    if len(counted) != trace.layers or widths != {trace.neurons}:
+        raise PlacementError(
+            f"{trace.path}: {trace.layers} blocks of {trace.neurons} neurons, the calibration has {len(counted)} of "
+            f"{max(widths)}; trace and calibrate again"
+        )
+    return torch.stack([layer.frequency for layer in counted]).numpy()
+
+
+def _order(frequency: np.ndarray, options: SimulateOptions) -> np.ndarray:
+    """The neurons of each block, those of a group side by side: int64 [blocks, groups, neurons of a group].
+
+    Groups are in the order of their first neurons. Raises `PlacementError` where a block does not divide into groups.
+    """
+    blocks, neurons = frequency.shape
+    if neurons % options.group:
+        raise PlacementError(f"--group {options.group}: {neurons} neurons of a block do not divide into such groups")
+    if options.order == "frequency":
+        order = np.argsort(-frequency, axis=1, kind="stable")
+    else:
+        random = np.random.default_rng(_SEED)
+        order = np.stack([random.permutation(neurons) for _ in range(blocks)])
+    groups = np.sort(order.reshape(blocks, -1, options.group), axis=2)
+    return np.stack([rows[rows[:, 0].argsort()] for rows in groups])
+
+
+def _grouped_frequency(frequency: np.ndarray, order: np.ndarray, group: int) -> np.ndarray:
+    found: np.ndarray = np.take_along_axis(frequency[:, None], order, axis=2).mean(2)
+    return found
+
+
+def _played(
+    trace: Trace, frequency: np.ndarray, order: np.ndarray, setting: _Setting
+) -> tuple[dict[tuple[float, str], list[Outcome]], dict[tuple[float, float], float]]:
+    """Of each share and policy, every session; of each share and price, the bound."""
+    outcomes: dict[tuple[float, str], list[Outcome]] = {
+        (share, name): [] for share in setting.shares for name in setting.policies
+    }
+    prices = PRICES if setting.group == 1 else ()
+    limits = {(share, price): 0.0 for share in setting.shares for price in prices}
+    with progress("simulating", len(trace.sessions) * (len(outcomes) + len(limits))) as advance:
+        for number, session in enumerate(trace.sessions):
+            needed = _needed(trace, number, order)
+            decoded = needed[session.prompt :].reshape(session.tokens - session.prompt, -1)
+            for share, name in outcomes:
+                start = Start(frequency, round(share * frequency.size), needed, session.prompt, setting.group)
+                outcomes[share, name].append(play(POLICIES[name].begin, start))
+                advance()
+            for share, price in limits:
+                limits[share, price] += bound(decoded, round(share * frequency.size), price)
+                advance()
+    total = sum(outcome.needed for outcome in next(iter(outcomes.values())))
+    return outcomes, {key: value / max(total, 1) for key, value in limits.items()}
+
+
+def _needed(trace: Trace, session: int, order: np.ndarray) -> np.ndarray:
+    """How many neurons of each group were active: uint8 [tokens, blocks, groups]."""
+    blocks = [trace.active(session, block)[:, order[block]].sum(2, dtype=np.uint8) for block in range(trace.layers)]
+    return np.stack(blocks, axis=1)
+
+
+def _density(outcomes: Sequence[Outcome], neurons: int) -> float:
+    """The share of the neurons that a decoded token needs."""
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    return sum(outcome.needed for outcome in outcomes) / tokens / neurons
+
+
+def _summary(outcomes: Sequence[Outcome], first: Sequence[Outcome], group: int) -> dict[str, Any]:
+    total = {name: sum(asdict(outcome)[name] for outcome in outcomes) for name in asdict(outcomes[0])}
+    rates, others = (torch.tensor([each.hit_rate for each in found]) for found in (outcomes, first))
+    tokens, moves = total["tokens"], group * total["moves"]
+    return {
+        "hit_rate": {"value": total["hits"] / max(total["needed"], 1), "stderr": mean(rates)["stderr"]},
+        "difference": mean(rates - others),
+        "needed": total["needed"] / tokens,
+        "moves": moves / tokens,
+        "unused": group * total["unused"] / tokens,
+        "host_reads": (total["needed"] - total["hits"] + moves) / tokens,
+    }
+
+
+def _speeds(
+    machine: Machine | None, shape: str, density: float, outcomes: Sequence[Outcome], group: int, neurons: int
+) -> dict[str, Any]:
+    if machine is None:
+        return {}
+    needed, tokens = sum(each.needed for each in outcomes), sum(each.tokens for each in outcomes)
+    hit_rate = sum(each.hits for each in outcomes) / max(needed, 1)
+    moved = group * sum(each.moves for each in outcomes) / tokens / neurons
+    by = {"processor": False, "and_bus": True}
+    given = (machine, SHAPES[shape], density, hit_rate, moved)
+    return {"tokens_per_second": {name: tokens_per_second(*given, over) for name, over in by.items()}}
+
+
+def _machine(machine: Machine | None, options: SimulateOptions, shares: Sequence[float]) -> dict[str, Any] | None:
+    if machine is None:
+        return None
+    shape = SHAPES[options.shape]
+    vram = [shape.least + share * shape.neurons * shape.record_bytes for share in shares]
+    return {
+        "name": options.machine,
+        **asdict(machine),
+        "shape": options.shape,
+        "vram": [options.vram_bytes or each for each in vram],
+        "dense_split": [dense_split(machine, shape, options.vram_bytes or each) for each in vram],
+    }

@@ -1,0 +1,33 @@
+"""A random model whose neurons are sparse, and its text; a trace of it that was made once."""
+
+from pathlib import Path
+
+import pytest
+from models_for_tests import TEXT, make_model
+
+from sparsepack.files.text import Text
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.placement.collect import trace
+from sparsepack.placement.options import TraceOptions
+from sparsepack.placement.trace import Trace
+
+OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
+
+
+@pytest.fixture(scope="session")
+def relu(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Three blocks of 500 neurons, which is no multiple of 8; no BOS."""
+    folder = tmp_path_factory.mktemp("relu") / "m"
+    changes = {"num_hidden_layers": 3, "hidden_act": "relu", "intermediate_size": 500}
+    return open_checkpoint(make_model(folder, "qwen2", **changes))
+
+
+@pytest.fixture(scope="session")
+def texts() -> Text:
+    """Four documents, of which one is too short for a session."""
+    return Text("topics", (TEXT[:1500], "Short.", TEXT[1500:3000], TEXT[3000:4500]), "topics", count=4)
+
+
+@pytest.fixture(scope="session")
+def traced(relu: Checkpoint, texts: Text, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return trace(relu, texts, Path(tmp_path_factory.mktemp("trace") / "t"), OPTIONS)

@@ -1,0 +1,57 @@
+"""The two ways to choose who stays, against plain sorting."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepack.placement.choose import best, swapped
+
+SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 3e7]), min_size=1, max_size=9)
+
+
+@st.composite
+def groups(draw):
+    """Scores [groups, units], who is there, and how many may."""
+    units, count = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    rows = [
+        draw(st.lists(st.sampled_from([0.0, 0.5, 0.75, 3e7]), min_size=units, max_size=units)) for _ in range(count)
+    ]
+    there = [draw(st.lists(st.booleans(), min_size=units, max_size=units)) for _ in range(count)]
+    places = draw(st.lists(st.integers(0, units), min_size=count, max_size=count))
+    return np.array(rows, np.float32), np.array(there), np.array(places)
+
+
+@given(groups())
+def test_the_best_are_those_with_the_highest_scores_then_who_is_there_then_the_first(case):
+    score, resident, places = case
+    found = best(score, resident, places)
+    for row, scores, there, count in zip(found, score, resident, places, strict=True):
+        order = sorted(range(len(scores)), key=lambda unit: (-scores[unit], not there[unit], unit))
+        assert np.flatnonzero(row).tolist() == sorted(order[:count])
+
+
+@given(groups())
+def test_swaps_without_a_margin_lead_to_scores_that_no_swap_betters(case):
+    score, resident, _ = (each[0] for each in case)
+    after = swapped(score, resident, 0)
+    assert after.sum() == resident.sum()
+    assert (
+        np.sort(score[after]).tolist()
+        == np.sort(score[best(score[None], resident[None], [resident.sum()])[0]]).tolist()
+    )
+
+
+@given(groups(), st.sampled_from([0.0, 0.1, 0.5, 10.0]))
+def test_each_swap_gains_more_than_the_margin(case, margin):
+    score, resident, _ = (each[0] for each in case)
+    after = swapped(score, resident, margin)
+    came, went = np.sort(score[after & ~resident])[::-1], np.sort(score[resident & ~after])
+    assert len(came) == len(went)
+    assert (came > went + np.float32(margin)).all()
+
+
+def test_with_a_margin_no_pair_is_left_that_gains_more():
+    score = np.array([0.5, 0.6, 0.1, 0.9], np.float32)
+    resident = np.array([True, True, False, False])
+    assert swapped(score, resident, 0.05).tolist() == [False, True, False, True]
+    assert swapped(score, resident, 0.5).tolist() == [True, True, False, False]
