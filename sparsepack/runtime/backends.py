@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from sparsepack.models.packed import PackedModel
     from sparsepack.runtime.decoder import BatchDecoder, Decoder
+    from sparsepack.runtime.hybrid.decoder import Places
     from sparsepack.runtime.operations import Operations
     from sparsepack.runtime.tuning import Shape
 
@@ -34,6 +35,7 @@ class Backend:
     offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     neurons     -- whether it runs models whose MLPs are stored by neurons
+    places      -- whether some of these neurons can have places of their own
     """
 
     name: str
@@ -46,6 +48,7 @@ class Backend:
     offloads: bool = False
     tunes: bool = False
     neurons: bool = False
+    places: bool = False
 
     def open(self) -> BackendModule:
         """The module that does the work."""
@@ -87,6 +90,14 @@ class Backend:
                 "pack the model with --attention double"
             )
 
+    def check_places(self, packed: PackedModel) -> None:
+        """Raise `UserError` where neurons cannot have places of their own."""
+        if not self.places:
+            able = " or ".join(row.name for row in BACKENDS.values() if row.places)
+            raise UserError(f"cached: the {self.name} backend gives neurons no places; use backend {able}")
+        if not packed.by_neurons:
+            raise UserError("cached: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+
 
 class BackendModule(Protocol):
     """What a backend's module offers.
@@ -108,10 +119,12 @@ class BackendModule(Protocol):
         cache_type: str,
         *,
         offload: bool = False,
+        places: Places | None = None,
     ) -> Decoder:
         """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know.
 
         offload -- keys and values lie in the host's memory; given to backends alone whose row `offloads`
+        places  -- who has places; given to backends alone whose row has `places`. It is a `HybridDecoder` then
         """
 
     def batch_decoder(
@@ -154,6 +167,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.reference_backend",
                 cache_types=("f32",),
                 neurons=True,
+                places=True,
             ),
             Backend(
                 "cpu",
@@ -164,6 +178,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 cache_types=("f16",),
                 tunes=True,
                 neurons=True,
+                places=True,
             ),
             Backend(
                 "cuda",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
 from sparsepack.runtime.backends import backend_for, backend_named
+from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places, Served
 from sparsepack.runtime.sampling import Sampler
 
 DEFAULT_CONTEXT = 4096
@@ -35,6 +37,8 @@ class Engine:
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
     offload  -- keys and values lie in the host's memory, so that longer texts fit on the device; there are the labels,
                 and the tokens that were read last. For models with sparse attention, with the same result
+    places   -- how many neurons have places, computed by one half of the processor, all others by the other half; for
+                models by neurons. The result is the same but for rounding
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
@@ -43,8 +47,8 @@ class Engine:
     `description` what runs in a few words.
 
     Raises `UserError` for an unknown backend or device, a backend that cannot run there or not run this model, a cache
-    type that it does not have, a context the model was not made for, or an offload that the backend or the model does
-    not know.
+    type that it does not have, a context the model was not made for, or an offload or places that the backend or the
+    model does not know.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Engine:
         threads: int | None = None,
         cache_type: str | None = None,
         offload: bool = False,
+        places: Places | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise UserError(f"threads {threads}: expected at least 1")
@@ -73,7 +78,10 @@ class Engine:
         if offload:
             row.check_offload(packed)
         self._module = row.open()
-        more = {"offload": True} if offload else {}
+        more: dict[str, Any] = {"offload": True} if offload else {}
+        if places is not None:
+            row.check_places(packed)
+            more["places"] = places
         self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type, **more)
         self._ids: list[int] = []
 
@@ -101,6 +109,11 @@ class Engine:
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
         self._module.synchronise(self.device)
+
+    @property
+    def served(self) -> Served | None:
+        """What decoded tokens needed since the reset, and how much of it had places; None: there are no places."""
+        return self._decoder.served if isinstance(self._decoder, HybridDecoder) else None
 
     def reset(self) -> None:
         """Forget the text and the activity counted so far."""

@@ -5,6 +5,8 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.runtime import reference_operations as operations
+from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
+from sparsepack.runtime.operations import NeuronFfn
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 
 __all__ = ["decoder", "describe", "operations", "synchronise", "usable"]
@@ -23,10 +25,23 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
-) -> OperationsDecoder:
+    packed: PackedModel,
+    device: torch.device,
+    context: int,
+    threads: int | None,
+    cache_type: str,
+    *,
+    places: Places | None = None,
+) -> OperationsDecoder | HybridDecoder:
     usable(device)
+    if places is not None:
+        return HybridDecoder(packed, operations, _beside, device, context, threads, cache_type, places)
     return OperationsDecoder(packed, operations, device, context, threads, cache_type)
+
+
+def _beside(threads: int) -> NeuronFfn:
+    """Torch runs for several threads at a time, and has the number of its own from what runs it."""
+    return operations.neuron_ffn
 
 
 def synchronise(device: torch.device) -> None:

@@ -6,12 +6,14 @@ from sparsepack.runtime.double.reference import DoubleKvCache
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import (
     collect,
+    copy_neurons,
     load_neurons,
     load_rows,
     load_zigzag,
     matmul,
     neuron_ffn,
     neuron_matmul,
+    new_neurons,
     zigzag_gemv,
     zigzag_matmul,
 )
@@ -19,6 +21,7 @@ from sparsepack.runtime.reference_kv_cache import DenseKvCache
 
 __all__ = [
     "collect",
+    "copy_neurons",
     "load_neurons",
     "load_rows",
     "load_zigzag",
@@ -26,6 +29,7 @@ __all__ = [
     "neuron_ffn",
     "neuron_matmul",
     "new_kv_cache",
+    "new_neurons",
     "zigzag_gemv",
     "zigzag_matmul",
 ]

@@ -10,6 +10,7 @@ from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.tune import measure
+from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
 from sparsepack.runtime.tuning import Shape
 
 __all__ = ["decoder", "describe", "operations", "synchronise", "tune", "usable"]
@@ -21,8 +22,17 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
-) -> NativeDecoder:
+    packed: PackedModel,
+    device: torch.device,
+    context: int,
+    threads: int | None,
+    cache_type: str,
+    *,
+    places: Places | None = None,
+) -> NativeDecoder | HybridDecoder:
+    if places is not None:
+        beside = operations.neuron_ffn_beside
+        return HybridDecoder(packed, operations, beside, device, context, threads, cache_type, places)
     return NativeDecoder(packed, device, context, threads)
 
 

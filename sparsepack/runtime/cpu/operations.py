@@ -5,6 +5,7 @@ a mapped file back, so that a model is held once. Threads are torch's (`torch.se
 same bits every run with as many threads.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.cpu.dispatch import operations
+from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.cpu.tile_config import tile_config
 from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.operations import NeuronFfn
 
 ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
 """As layout.h numbers them."""
@@ -79,10 +81,30 @@ def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> A
     return operations().load_neurons(records.blocks.contiguous())
 
 
+def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> Any:
+    """Room for so many records of zeros, as `load_neurons` gives them."""
+    backend_named("cpu").check_device(device)
+    return native().Operations.new_neurons(count, hidden)
+
+
+def copy_neurons(to: Any, places: Tensor, source: Any, records: Tensor) -> None:
+    """Copy loaded records to places of others; see `reference.copy_neurons`. May go on beside products."""
+    native().Operations.copy_neurons(to, places.contiguous(), source, records.contiguous())
+
+
 def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """The sum over active neurons; see `reference.neuron_ffn`. Same bits every run with as many threads."""
+    return _neuron_ffn(operations(), neurons, x, gate, indices, count)
+
+
+def neuron_ffn_beside(threads: int) -> NeuronFfn:
+    """`neuron_ffn` on so many threads of its own, which may run at the same time as all other operations."""
+    return partial(_neuron_ffn, native().Operations(instruction_set(), threads))
+
+
+def _neuron_ffn(kernels: Any, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     y = torch.empty(neurons.hidden)
-    operations().neuron_ffn(neurons, x.contiguous(), gate.contiguous(), indices.contiguous(), int(count), y)
+    kernels.neuron_ffn(neurons, x.contiguous(), gate.contiguous(), indices.contiguous(), int(count), y)
     return y
 
 

@@ -15,10 +15,11 @@ from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.rows import RowsMatrix
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
-from sparsepack.runtime.reference import load_neurons, neuron_ffn, neuron_matmul
+from sparsepack.runtime.reference import copy_neurons, load_neurons, neuron_ffn, neuron_matmul, new_neurons
 
 __all__ = [
     "collect",
+    "copy_neurons",
     "load_neurons",
     "load_rows",
     "load_zigzag",
@@ -26,6 +27,7 @@ __all__ = [
     "neuron_ffn",
     "neuron_matmul",
     "new_kv_cache",
+    "new_neurons",
     "zigzag_gemv",
     "zigzag_matmul",
 ]

@@ -74,6 +74,19 @@ NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands
     return {view, std::move(memory)};
 }
 
+NeuronMatrix new_neurons(int64_t count, int32_t bands) {
+    Neurons view = {nullptr, count, bands};
+    Memory memory(count * neuron_stride(&view));
+    view.data = memory.data();
+    return {view, std::move(memory)};
+}
+
+void copy_neurons(NeuronMatrix& to, const int32_t* places, const Neurons& from, const int32_t* records, int64_t count) {
+    int64_t stride = neuron_stride(&from);
+    for (int64_t i = 0; i < count; i++)
+        std::memcpy(to.memory.data() + places[i] * stride, from.data + records[i] * stride, stride);
+}
+
 void unpack_neurons(const Neurons& n, uint8_t* records, Pool& pool) {
     int64_t stride = neuron_stride(&n), bytes = neuron_file_bytes(&n);
     for_each_record(0, n.count, pool, [&](int64_t neuron) {

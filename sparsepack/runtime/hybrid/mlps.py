@@ -1,0 +1,147 @@
+"""MLPs by neurons on two devices: the operations of a decoder (`runtime/operations.py`), those on neurons divided.
+
+    device   lists the active neurons | hot ones, out of slots | the last cold ones, out of the host's records | adds
+    worker                            | the first cold ones, out of the host's records                         |
+
+Hot has a slot, cold has none. The sums of the three parts are added in this order. Who is active never depends on it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepack.codecs.matrices import PackedMatrix
+from sparsepack.codecs.neurons import record_bytes
+from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
+from sparsepack.runtime.hybrid.split import Links, over_the_bus
+from sparsepack.runtime.hybrid.worker import Worker
+from sparsepack.runtime.operations import NeuronFfn, Operations
+
+STAGED_BYTES = 8 << 20
+"""Of stored records that prefill moves at once."""
+
+
+@dataclass(frozen=True)
+class HostNeurons:
+    """The records of a block as the host keeps them, all of them, loaded."""
+
+    block: int
+    records: Any
+    count: int
+
+
+class DividedMlps:
+    """The operations of a backend on the CPU, those on neurons divided between two workers.
+
+    operations -- of the backend
+    beside     -- its `neuron_ffn`, for the second worker, which runs at the same time
+    shape      -- blocks, neurons of each; hidden: channels
+
+    Several positions at once stream all records of the block through two staging buffers, one being filled by the
+    worker while the other is multiplied: what they give does not depend on who has a slot.
+    """
+
+    def __init__(
+        self,
+        operations: Operations,
+        beside: NeuronFfn,
+        shape: tuple[int, int],
+        hidden: int,
+        places: int,
+        links: Links,
+    ) -> None:
+        self.load_zigzag, self.load_rows = operations.load_zigzag, operations.load_rows
+        self.collect, self.matmul = operations.collect, operations.matmul
+        self.zigzag_gemv, self.zigzag_matmul = operations.zigzag_gemv, operations.zigzag_matmul
+        self.new_neurons, self.copy_neurons = operations.new_neurons, operations.copy_neurons
+        self.new_kv_cache = operations.new_kv_cache
+        self._operations, self._beside, self._links = operations, beside, links
+        self._worker = Worker()
+        self._blocks: list[HostNeurons] = []
+        self.residency = Residency(shape, places)
+        self._slots = operations.new_neurons(self.residency.slots, hidden)
+        self._slot_gates = torch.zeros(self.residency.slots)
+        pieces = -(-shape[1] * record_bytes(hidden) // STAGED_BYTES)
+        self._piece = -(-shape[1] // pieces)
+        self._staging = [operations.new_neurons(self._piece, hidden) for _ in range(2)]
+        self._seen: list[list[np.ndarray]] = [[] for _ in range(shape[0])]
+
+    def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> HostNeurons:
+        """The next block's."""
+        loaded = self._operations.load_neurons(records, device)
+        self._blocks.append(HostNeurons(len(self._blocks), loaded, records.rows))
+        return self._blocks[-1]
+
+    def place(self, resident: np.ndarray, *, anew: bool) -> None:
+        """Give slots: bool [blocks, neurons]. Between two tokens; `anew` when a text begins."""
+        (self.residency.restart if anew else self.residency.change)(resident, self._copy)
+
+    def forget(self) -> None:
+        """What was seen of a pass that begins, or was interrupted, counts no more."""
+        for rows in self._seen:
+            rows.clear()
+
+    def needed(self) -> Iterator[np.ndarray]:
+        """Of each position since `forget`, who was active: uint8 [blocks, neurons]."""
+        blocks = [np.concatenate(rows) for rows in self._seen if rows]  # none where no position passed
+        count = self.residency.table.shape[1]
+        return (np.unpackbits(np.stack(rows), axis=1, count=count) for rows in zip(*blocks, strict=True))
+
+    def neuron_ffn(self, neurons: HostNeurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+        """See `reference.neuron_ffn`: the same but for the order of the sum."""
+        self._saw(neurons.block, gate[None])
+        active = indices[: int(count)].to(torch.int32)
+        places = torch.from_numpy(self.residency.table[neurons.block])[active.long()]
+        is_hot = places != NOWHERE
+        hot, slots = active[is_hot], places[is_hot]
+        cold = active[~is_hot]
+        bus = over_the_bus(len(hot), len(cold), self._links)
+        beside, own = cold[: len(cold) - bus], cold[len(cold) - bus :]
+        number = self._worker.post(_part(self._beside, neurons.records, x, gate, beside)) if len(beside) else None
+        self._slot_gates[slots.long()] = gate[hot.long()]
+        y: Tensor = _part(self._operations.neuron_ffn, self._slots, x, self._slot_gates, slots.sort().values)()
+        y = y + _part(self._operations.neuron_ffn, neurons.records, x, gate, own)()
+        return y if number is None else y + self._worker.take(number)
+
+    def neuron_matmul(self, neurons: HostNeurons, x: Tensor, gate: Tensor) -> Tensor:
+        """See `reference.neuron_matmul`: the same but for the order of the sum."""
+        self._saw(neurons.block, gate)
+        y = torch.zeros_like(x)
+        starts = range(0, neurons.count, self._piece)
+        number = self._worker.post(self._fill(neurons, starts[0], 0))
+        for piece, start in enumerate(starts):
+            self._worker.take(number)
+            if piece + 1 < len(starts):
+                number = self._worker.post(self._fill(neurons, starts[piece + 1], piece + 1))
+            gates = gate[:, start : start + self._piece]
+            rest = self._piece - gates.shape[1]  # in whose records lies what was there before
+            gates = F.pad(gates, (0, rest))
+            y = y + self._operations.neuron_matmul(self._staging[piece % 2], x, gates)
+        return y
+
+    def _fill(self, neurons: HostNeurons, start: int, piece: int) -> Callable[[], None]:
+        """What brings a piece of a block's records into a staging buffer."""
+        copy, to = self.copy_neurons, self._staging[piece % 2]
+        slots = torch.from_numpy(self.residency.table[neurons.block])[start : start + self._piece]
+        is_hot, position = slots != NOWHERE, torch.arange(len(slots), dtype=torch.int32)
+
+        def fill() -> None:
+            copy(to, position[is_hot], self._slots, slots[is_hot])
+            copy(to, position[~is_hot], neurons.records, start + position[~is_hot])
+
+        return fill
+
+    def _copy(self, block: int, neurons: np.ndarray, slots: np.ndarray) -> None:
+        self.copy_neurons(self._slots, torch.from_numpy(slots), self._blocks[block].records, torch.from_numpy(neurons))
+
+    def _saw(self, block: int, gate: Tensor) -> None:
+        self._seen[block].append(np.packbits(gate.numpy() != 0, axis=1))
+
+
+def _part(ffn: NeuronFfn, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor) -> Callable[[], Tensor]:
+    return lambda: ffn(neurons, x, gate, indices, torch.tensor(len(indices), dtype=torch.int32))

@@ -1,0 +1,37 @@
+"""What a hybrid engine is asked for. Nothing heavy is imported here: the command line reads the defaults."""
+
+from dataclasses import dataclass
+
+from sparsepack.errors import UserError
+from sparsepack.option import check_options, option
+from sparsepack.placement.options import ONLINE
+
+DEFAULT_POLICY = "slow"
+
+
+@dataclass(frozen=True)
+class PlacesOptions:
+    """Who has places. Raises `UserError` for values that make no sense."""
+
+    cached: float | None = option(
+        "Give this share of the neurons places: they are computed from there, the others by a second worker from where "
+        "the host keeps them. For files of the format neuron-q4_k, on the CPU (default: no such division).",
+        default=None,
+        least=0,
+        most=1,
+    )
+    policy: str | None = option(
+        f"What moves neurons between places, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
+        default=None,
+        choices=ONLINE,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, UserError)
+        if self.cached is None and self.policy is not None:
+            raise UserError(f"policy {self.policy}: nothing has places; give cached too, 0.3 for one")
+
+    @property
+    def mover(self) -> str:
+        """The policy that is meant."""
+        return self.policy or DEFAULT_POLICY

@@ -1,0 +1,75 @@
+"""The second worker: work is done in order, and a worker that is gone ends in an error, not in a wait."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sparsepack.runtime.hybrid.worker import Worker
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_results_come_in_the_order_of_their_numbers() -> None:
+    worker = Worker()
+    for expected in range(1, 200):
+        number = worker.post(lambda value=expected: value * value)
+        assert (number, worker.take(number)) == (expected, expected * expected)
+
+
+def test_what_nobody_took_is_left_behind() -> None:
+    worker = Worker()
+    worker.post(lambda: "of a call that was interrupted")
+    assert worker.take(worker.post(lambda: "next")) == "next"
+
+
+@pytest.mark.parametrize("error", [ValueError("no memory"), SystemExit(3), MemoryError()], ids=repr)
+def test_work_that_fails_is_an_error_now_and_from_then_on(error: BaseException) -> None:
+    worker = Worker()
+    number = worker.post(raises(error))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the worker of the cold neurons failed"):
+            worker.take(number)
+    with pytest.raises(RuntimeError, match="failed"):
+        worker.post(lambda: 1)
+
+
+def test_a_worker_that_does_not_answer_is_given_up() -> None:
+    worker, go_on = Worker(longest=0.2), threading.Event()
+    number = worker.post(go_on.wait)
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.2 s"):
+        worker.take(number)
+    with pytest.raises(RuntimeError, match="is gone; load the model again"):
+        worker.post(lambda: 1)
+    go_on.set()
+
+
+def test_a_thread_that_is_gone_is_an_error() -> None:
+    worker = Worker()
+    worker.close()
+    with pytest.raises(RuntimeError, match="is gone"):
+        worker.post(lambda: 1)
+
+
+def test_a_forgotten_worker_ends_its_thread() -> None:
+    def threads() -> int:
+        return sum(thread.name == "cold neurons" for thread in threading.enumerate())
+
+    gc.collect()
+    before, worker = threads(), Worker()
+    worker.take(worker.post(lambda: 1))
+    assert threads() == before + 1
+    del worker
+    gc.collect()
+    end = time.monotonic() + 10
+    while threads() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threads() == before
