@@ -133,3 +133,33 @@ def test_several_positions_by_several_threads(backend: Backend) -> None:
     finally:
         torch.set_num_threads(before)
     assert_close(backend.many, first, records, x, gate)
+
+
+@pytest.mark.parametrize("hidden", [256, 1280])
+def test_copied_records_are_those_that_were_loaded(backend: Backend, hidden: int) -> None:
+    records, x, gate = packed(70, hidden), normal(hidden, seed=2), gates(70, 30)
+    loaded = backend.operations.load_neurons(records, backend.device)
+    room = backend.operations.new_neurons(100, hidden, backend.device)
+    taken = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:40].to(torch.int32)
+    places = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:40].to(torch.int32)
+    backend.operations.copy_neurons(room, places[:0], loaded, taken[:0])
+    nothing = torch.ones(100, device=backend.device)
+    y = backend.operations.neuron_matmul(room, x[None].to(backend.device), nothing[None])
+    assert not y.any(), "room is not empty"
+    backend.operations.copy_neurons(room, places[:15], loaded, taken[:15])
+    backend.operations.copy_neurons(room, places[15:], loaded, taken[15:])
+    in_places = torch.zeros(100).index_put((places.long(),), gate[taken.long()])
+    y = backend.operations.neuron_matmul(room, x[None].to(backend.device), in_places[None].to(backend.device)).cpu()
+    kept = torch.zeros(70).index_put((taken.long(),), gate[taken.long()])
+    assert_close(backend.many, y[0], records, x, kept)
+
+
+def test_records_keep_their_bits_when_they_are_copied(backend: Backend) -> None:
+    records, x, gate = packed(64, 512), normal(512, seed=4).to(backend.device), gates(64, 20).to(backend.device)
+    loaded = backend.operations.load_neurons(records, backend.device)
+    room = backend.operations.new_neurons(64, 512, backend.device)
+    everybody = torch.arange(64, dtype=torch.int32)
+    backend.operations.copy_neurons(room, everybody, loaded, everybody)
+    indices, count = backend.operations.collect(gate, torch.zeros((), device=backend.device))
+    expected = backend.operations.neuron_ffn(loaded, x, gate, indices, count)
+    assert torch.equal(backend.operations.neuron_ffn(room, x, gate, indices, count), expected)

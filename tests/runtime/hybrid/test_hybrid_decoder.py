@@ -1,0 +1,282 @@
+"""Engines whose hot neurons have places: the same logits whoever has places, the same bits for the same history."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from artifacts_for_tests import plan_neurons
+from backends import SHARE, engine_of, marks_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_models import by_neurons, random_model
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sparsepack.artifacts.open import read_packed
+from sparsepack.errors import UserError
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.packed import PackedModel
+from sparsepack.placement.options import ONLINE
+from sparsepack.placement.placement import Placement, budget_of
+from sparsepack.placement.policies import POLICIES, Policy, Start
+from sparsepack.placement.simulate import play
+from sparsepack.runtime import backends, operations_decoder
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid import mlps
+from sparsepack.runtime.hybrid.decoder import Places
+from sparsepack.runtime.hybrid.split import Links
+from sparsepack.runtime.sampling import Sampler, Sampling
+
+IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+EXACT = {"reference": 1e-5, "cpu": 2e-3}
+"""Relative, of all logits. The cpu backend multiplies in 16 bits and keeps keys and values in half precision."""
+
+every_backend = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in backends.BACKENDS.values() if row.places],
+)
+links = st.builds(Links, *[st.sampled_from([1e-3, 1.0, 1e3])] * 3, st.sampled_from([0.0, 1.0, 1e9]))
+
+
+@cache
+def model(intermediate: int = 300) -> PackedModel:
+    changes = {"hidden_size": 256, "intermediate_size": intermediate, "hidden_act": "relu"}
+    return by_neurons(random_model("llama", **changes))
+
+
+@cache
+def dense_logits(backend: str) -> Tensor:
+    return engine_of(model(), backend, dense=True).teacher_forced(IDS, len(IDS))
+
+
+@pytest.fixture(scope="module")
+def trained(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    """books-26m-relu."""
+    path = tmp_path_factory.mktemp("real") / "relu.gguf"
+    plan_neurons(open_checkpoint(shared / "models" / "books-26m-relu")).write(path)
+    return read_packed(path)
+
+
+def by_chance(seed: int, every: int) -> Policy:
+    """Anybody has places, others after each `every` tokens, up to all of the places and down to none."""
+
+    def begin(start: Start) -> tuple[Placement, Any]:
+        generator = np.random.default_rng(seed)
+
+        def anybody() -> np.ndarray:
+            resident = np.zeros(start.frequency.shape, np.bool_)
+            count = generator.choice([0, start.places // 2, start.places])
+            resident.ravel()[generator.permutation(resident.size)[:count]] = True
+            return resident
+
+        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
+            return resident if (token + 1) % every else anybody()
+
+        return Placement(anybody(), 1), move
+
+    return begin
+
+
+def run(engine: Engine, prompt: int, ids: list[int] = IDS) -> Tensor:
+    engine.reset()
+    logits = [engine.prefill(ids[:prompt])] if prompt else []
+    return torch.stack(logits + [engine.step(id) for id in ids[prompt:]])
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@every_backend
+@settings(max_examples=30, deadline=None)
+@given(
+    cached=st.sampled_from([0.0, 0.01, 0.3, 0.7, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+    every=st.integers(1, 8),
+    prompt=st.integers(0, len(IDS) - 1),
+    links=links,
+)
+def test_logits_are_the_dense_ones_whoever_has_places_and_whatever_moves(
+    backend: str, cached: float, seed: int, every: int, prompt: int, links: Links
+) -> None:
+    engine = engine_of(model(), backend, places=Places(cached, by_chance(seed, every), links))
+    found = run(engine, prompt)
+    assert difference(found, dense_logits(backend)[-len(found) :]) < EXACT[backend]
+    assert torch.equal(run(engine, prompt), found), "the same text, other bits"
+    again = engine_of(model(), backend, places=Places(cached, by_chance(seed, every), links))
+    assert torch.equal(run(again, prompt), found), "the same text, other bits in another engine"
+
+
+@every_backend
+@pytest.mark.parametrize("start", [0, 7, len(IDS)])
+def test_a_text_at_once_is_that_of_steps(backend: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = engine_of(model(), backend, places=Places(0.3, by_chance(5, 3)))
+    at_once = engine_of(model(), backend, places=Places(0.3, by_chance(5, 3)))
+    monkeypatch.setattr(operations_decoder, "CHUNK", 4)
+    logits = at_once.teacher_forced(IDS, start)
+    assert difference(logits, dense_logits(backend)) < EXACT[backend]
+    run(steps, start)
+    assert steps.served is not None
+    assert at_once.served is not None
+    assert at_once.served.tokens == len(IDS) - start
+    close = {"abs": SHARE[backend] * max(steps.served.needed, 1)}
+    assert dataclasses.astuple(at_once.served) == pytest.approx(dataclasses.astuple(steps.served), **close)
+
+
+@every_backend
+@pytest.mark.parametrize("bytes_at_once", [1, 7 * 288, 100 * 288])
+def test_prefill_is_the_same_whoever_has_places(
+    backend: str, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlps, "STAGED_BYTES", bytes_at_once)
+    found = [
+        engine_of(model(), backend, places=Places(cached, by_chance(seed, 1))).prefill(IDS)
+        for cached, seed in [(0.0, 0), (0.3, 1), (1.0, 2), (1.0, 3)]
+    ]
+    assert difference(found[0], dense_logits(backend)[-1]) < EXACT[backend]
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+@every_backend
+def test_a_dense_engine_reads_every_neuron(backend: str) -> None:
+    engine = engine_of(model(), backend, dense=True, places=Places(0.3))
+    assert difference(run(engine, 5), dense_logits(backend)[4:][: len(IDS) - 4]) < EXACT[backend]
+    assert set(engine.activity().values()) == {1.0}
+
+
+class Watched:
+    """A policy that writes down what it sees."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.rows = policy, list[np.ndarray]()
+
+    def begin(self, start: Start) -> tuple[Placement, Any]:
+        self.rows.clear()
+        placement, mover = self.policy(start)
+
+        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
+            assert token == len(self.rows)
+            self.rows.append(needed.copy())
+            return resident if mover is None else mover(token, needed, resident)
+
+        return placement, move
+
+
+@every_backend
+@pytest.mark.parametrize("policy", ONLINE)
+def test_what_is_served_and_moved_is_what_the_simulator_says(backend: str, policy: str) -> None:
+    watched = Watched(POLICIES[policy].begin)
+    engine = engine_of(model(), backend, places=Places(0.3, watched.begin))
+    ids = (IDS * 3)[:60]
+    run(engine, 21, ids)
+    start = start_of(model(), np.stack(watched.rows), 21, 0.3)
+    outcome, served = play(POLICIES[policy].begin, start), engine.served
+    assert served is not None
+    assert (served.tokens, served.needed, served.hits, served.moves) == (
+        outcome.tokens,
+        outcome.needed,
+        outcome.hits,
+        outcome.moves,
+    )
+    assert served.hits > 0
+    by_name = engine_of(model(), backend, places=Places(0.3, policy))
+    run(by_name, 21, ids)
+    assert by_name.served == served
+
+
+def start_of(packed: PackedModel, needed: np.ndarray, prompt: int, cached: float) -> Start:
+    frequency = np.stack([neurons_of(layer).frequency.double().numpy() for layer in packed.layers])
+    return Start(frequency, budget_of(cached, frequency), needed, prompt)
+
+
+def neurons_of(layer: Any) -> Any:
+    assert layer.neurons is not None
+    return layer.neurons
+
+
+def dies(after: int, ffn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    left = [after]
+
+    def failing(*asked: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no memory")
+        return ffn(*asked)
+
+    return failing
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_worker_that_dies_ends_in_an_error(after: int) -> None:
+    engine = engine_of(model(), "reference", places=Places(0.1))
+    divided = engine._decoder._mlps  # type: ignore[attr-defined]
+    divided._beside = dies(after, divided._beside)
+    with pytest.raises(RuntimeError, match="the worker of the cold neurons failed: MemoryError"):
+        run(engine, 0)
+    engine.reset()
+    with pytest.raises(RuntimeError, match="the worker of the cold neurons failed"):
+        engine.step(1)
+    with pytest.raises(RuntimeError, match="the worker of the cold neurons failed"):
+        engine.prefill([1, 2])
+
+
+def test_an_interrupted_step_leaves_an_engine_that_can_be_reset() -> None:
+    engine = engine_of(model(), "reference", places=Places(0.3, by_chance(3, 2)))
+    expected = run(engine, 3)
+    divided = engine._decoder._mlps  # type: ignore[attr-defined]
+
+    def interrupted(*asked: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divided._operations, "neuron_ffn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(1)
+    assert torch.equal(run(engine, 3), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "cuda"}, "cached: the cuda backend gives neurons no places; use backend reference or cpu"),
+        ({"backend": "reference", "device": "meta"}, "two workers share the CPU so far; use device cpu"),
+    ],
+)
+def test_what_cannot_have_places_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Engine(model() if options["backend"] != "cuda" else random_model(), places=Places(0.3), **options)
+
+
+def test_a_model_without_neurons_is_refused() -> None:
+    with pytest.raises(UserError, match="cached: the model's MLPs are not stored by neurons; pack it with --format"):
+        Engine(random_model(), backend="cpu", places=Places(0.3))
+
+
+@every_backend
+def test_a_trained_model_says_the_same_and_serves_what_the_simulator_says(
+    backend: str, trained: PackedModel, shared: Path
+) -> None:
+    text = read_text(str(shared / "text" / "books.validation.jsonl.xz"))
+    ids = [0, *Tokenizer.from_str(trained.tokenizer_json).encode(next(text.pieces())[:4000]).ids][:120]
+    dense = engine_of(trained, backend, dense=True)
+    dense.prefill(ids)
+    watched = Watched(POLICIES["slow"].begin)
+    engine = engine_of(trained, backend, places=Places(0.3, watched.begin))
+    engine.prefill(ids)
+    greedy, mine, theirs = Sampler(Sampling()), [11], [11]
+    for _ in range(256):
+        theirs.append(dense.decode_next(theirs[-1], greedy))
+        mine.append(engine.decode_next(mine[-1], greedy))
+    assert mine == theirs
+    served = engine.served
+    assert served is not None
+    outcome = play(POLICIES["slow"].begin, start_of(trained, np.stack(watched.rows), len(ids), 0.3))
+    assert (served.needed, served.hits, served.moves) == (outcome.needed, outcome.hits, outcome.moves)
+    assert 0.5 < served.hit_rate < 0.8
+    assert served.moves > 0
