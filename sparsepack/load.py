@@ -26,6 +26,7 @@ from sparsepack.runtime.generate import (
     open_tokenizer,
     prompt_tokens,
 )
+from sparsepack.runtime.hybrid.decoder import Places
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 from sparsepack.verb_module import callable_as
 
@@ -112,6 +113,7 @@ def load(
     backend: str | None = None,
     threads: int | None = None,
     offload: bool = False,
+    places: Places | None = None,
     verify: bool = True,
 ) -> Model:
     """Open an artifact to run it; see `runtime.engine.Engine` for the options.
@@ -121,7 +123,9 @@ def load(
     Raises `ArtifactError` for a file that is damaged or cannot be run, `UserError` for what the engine refuses.
     """
     packed = read_packed(Path(path), verify=verify)
-    engine = Engine(packed, device, context, dense=dense, backend=backend, threads=threads, offload=offload)
+    engine = Engine(
+        packed, device, context, dense=dense, backend=backend, threads=threads, offload=offload, places=places
+    )
     return Model(packed, engine, packed.chat_template)
 
 

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +21,7 @@ from sparsepack.runtime.backends import backend_named, batch_backend
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid.decoder import Served, places_of
 from sparsepack.runtime.operations_decoder import torch_threads
 
 SCHEMA = 1
@@ -69,7 +70,14 @@ def bench_decode(
     with torch_threads(settings.threads):
         if settings.batch == 1:
             tokens = texts[0]
-            engine = Engine(packed, settings.device, longest, backend=settings.backend, threads=settings.threads)
+            engine = Engine(
+                packed,
+                settings.device,
+                longest,
+                backend=settings.backend,
+                threads=settings.threads,
+                places=places_of(settings.places),
+            )
             say(f"runtime: {engine.description}", *engine.notes)
             check = {mode: _difference(engine, mode, tokens) for mode in modes}
         else:
@@ -78,9 +86,13 @@ def bench_decode(
             engine = BatchEngine(packed, settings.device, longest, sequences=settings.batch, backend=settings.backend)
             say(f"runtime: {engine.description}", *engine.notes)
             check = {mode: _difference_of_batch(engine, mode, texts[0], expected[mode]) for mode in modes}
-        samples, activities = _measured(engine, tests, tokens, settings.repetitions)
+        samples, activities, served = _measured(engine, tests, tokens, settings.repetitions)
         bandwidth = read_bandwidth(engine.device)
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
+    for test, row in zip(tests, rows, strict=True):
+        if (of_test := served.get(test)) is not None:
+            row["served"] = asdict(of_test)
+            notes.append(f"{test.name}, {test.mode}: {of_test.in_words}")
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
     return {
         "schema": SCHEMA,
@@ -188,10 +200,11 @@ def _small(differences: Sequence[float], backend: str, mode: str) -> float:
 
 def _measured(
     engine: Engine | BatchEngine, tests: Sequence[_Test], tokens: Sequence[Any], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity]]:
-    """Nanoseconds of every repetition, and the activity (the same in all of them)."""
+) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, Served]]:
+    """Nanoseconds of every repetition, the activity (the same in all of them), and who was served from places."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, traffic.Activity] = {}
+    served: dict[_Test, Served] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
             _timed(engine, test, tokens)
@@ -200,8 +213,10 @@ def _measured(
             for test in tests:
                 samples[test].append(_timed(engine, test, tokens))
                 activities[test] = engine.activity()
+                if test.n_gen and isinstance(engine, Engine) and engine.served is not None:
+                    served[test] = engine.served
                 advance()
-    return samples, activities
+    return samples, activities, served
 
 
 def _timed(engine: Engine | BatchEngine, test: _Test, tokens: Sequence[Any]) -> int:

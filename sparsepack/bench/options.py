@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_SEED, check_options, option
 from sparsepack.runtime.backends import BACKENDS, backend_named, batch_backend, most_sequences
+from sparsepack.runtime.hybrid.options import PlacesOptions
 
 MOST_THREADS = 1024
 
@@ -35,6 +36,8 @@ class BenchSettings:
         most=most_sequences(),
     )
 
+    places: PlacesOptions | None = None
+
     @property
     def longest(self) -> int:
         """Tokens of the longest test."""
@@ -49,6 +52,8 @@ class BenchSettings:
         check_options(self, UserError)
         if self.backend is not None:
             backend_named(self.backend).check_device(self.device)
+        if self.batch > 1 and self.places is not None and self.places.cached is not None:
+            raise UserError(f"batch {self.batch}: cached is for one text at a time; give one of them")
         if self.batch > 1 and not self.generate:
             raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:

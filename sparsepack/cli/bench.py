@@ -6,7 +6,16 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.options import PATH, backend_option, device_option, emit, from_options, json_output
+from sparsepack.cli.options import (
+    PATH,
+    backend_option,
+    device_option,
+    emit,
+    from_options,
+    json_output,
+    places,
+    places_options,
+)
 
 
 @click.command()
@@ -17,6 +26,7 @@ from sparsepack.cli.options import PATH, backend_option, device_option, emit, fr
 @click.option("--text", help="Run this text's tokens (default: random ones, which skip less than text does).")
 @from_options(BenchSettings, "--seed")
 @from_options(BenchSettings, "--batch")
+@places
 @device_option
 @backend_option
 @from_options(BenchSettings, "--threads")
@@ -31,5 +41,5 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
     from sparsepack.bench.run import bench as measure
     from sparsepack.bench.table import bench_table
 
-    result = measure(path, BenchSettings(**asked), text)
+    result = measure(path, BenchSettings(places=places_options(asked), **asked), text)
     emit(result, json_path, linears_table if "products" in result else bench_table)

@@ -12,6 +12,8 @@ from sparsepack.cli.options import (
     from_options,
     json_output,
     offload_flag,
+    places,
+    places_options,
     text_of,
     torch_threads,
 )
@@ -46,6 +48,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
     help="Room for so many tokens (default: what the model was made for, at most 4096).",
 )
 @offload_flag
+@places
 @device_option
 @backend_option
 @torch_threads
@@ -79,25 +82,29 @@ def generate(
         raise click.UsageError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --chat")
     if len(files) != len(set(files)):
         raise click.UsageError("--prompt-file: a file is named twice")
+    asked_places = places_options(asked)
     texts = [*prompts, *(text_of(file) for file in files)]
     template = None if chat_template is None else text_of(chat_template)
+
+    if len(texts) > 1 and not chat and asked_places.cached is not None:
+        raise click.UsageError("--cached is for one text at a time: give one prompt")
 
     from dataclasses import replace
 
     from sparsepack.cli.chat import converse
     from sparsepack.cli.streaming import print_one, print_together
     from sparsepack.load import load, load_several
+    from sparsepack.runtime.hybrid.decoder import places_of
 
-    options = GenerateOptions(**asked)
+    options, with_places = GenerateOptions(**asked), places_of(asked_places)
     if chat:
         if called.get_parameter_source("tokens") is click.core.ParameterSource.DEFAULT:
             options = replace(options, tokens=CHAT_TOKENS)
-        model = load(path, device, context, dense=dense, backend=backend, offload=offload)
+        model = load(path, device, context, dense=dense, backend=backend, offload=offload, places=with_places)
         converse(replace(model, chat_template=template or model.chat_template), texts, options, system, json_path)
     elif len(texts) == 1:
-        print_one(
-            load(path, device, context, dense=dense, backend=backend, offload=offload), texts[0], options, json_path
-        )
+        model = load(path, device, context, dense=dense, backend=backend, offload=offload, places=with_places)
+        print_one(model, texts[0], options, json_path)
     else:
         several = load_several(path, len(texts), device, context, dense=dense, backend=backend, offload=offload)
         print_together(several, texts, options, json_path)

@@ -18,6 +18,7 @@ from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.cli.streams import json_text, printable
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
+from sparsepack.runtime.hybrid.options import PlacesOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -113,6 +114,14 @@ offload_flag = click.option(
     help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for: it has "
     "their labels and the tokens read last. For files packed with --attention double.",
 )
+places = _options(from_options(PlacesOptions, "--cached"), from_options(PlacesOptions, "--policy"))
+
+
+def places_options(asked: dict[str, Any]) -> PlacesOptions:
+    """The flags of places for neurons, taken out of `asked`."""
+    return PlacesOptions(**{field.name: asked.pop(field.name) for field in fields(PlacesOptions)})
+
+
 compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(

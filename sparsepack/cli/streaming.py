@@ -44,8 +44,9 @@ class Answers:
 
     def add(self, prompt: str, made: Generated) -> None:
         """A text that has ended."""
-        say(summary(made))
-        record = self._record(prompt, made)
+        served = self._engine.served if isinstance(self._engine, Engine) else None
+        say(summary(made) + (f"; {served.in_words}" if served else ""))
+        record = self._record(prompt, made) | {"served": asdict(served) if served else None}
         if self._path == "-":
             _write(f"{json_text(record)}\n")
         elif self._path is not None:

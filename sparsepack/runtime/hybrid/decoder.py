@@ -12,6 +12,7 @@ from sparsepack.models.packed import PackedModel
 from sparsepack.placement.placement import budget_of
 from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.runtime.hybrid.mlps import DividedMlps
+from sparsepack.runtime.hybrid.options import PlacesOptions
 from sparsepack.runtime.hybrid.split import HALVES, Links
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
@@ -31,6 +32,11 @@ class Places:
     links: Links = HALVES
 
 
+def places_of(options: PlacesOptions | None) -> Places | None:
+    """What was asked for; None: no neuron has a place of its own."""
+    return None if options is None or options.cached is None else Places(options.cached, options.mover)
+
+
 @dataclass(frozen=True)
 class Served:
     """What happened to decoded tokens since the reset.
@@ -48,6 +54,12 @@ class Served:
     def hit_rate(self) -> float:
         """The share of what was needed that had a place."""
         return self.hits / max(self.needed, 1)
+
+    @property
+    def in_words(self) -> str:
+        """Both in a few words."""
+        moves = self.moves / max(self.tokens, 1)
+        return f"{100 * self.hit_rate:.1f} % of the active neurons had places, {moves:.1f} moved per token"
 
 
 class HybridDecoder:

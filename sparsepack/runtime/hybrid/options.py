@@ -14,8 +14,9 @@ class PlacesOptions:
     """Who has places. Raises `UserError` for values that make no sense."""
 
     cached: float | None = option(
-        "Give this share of the neurons places: they are computed from there, the others by a second worker from where "
-        "the host keeps them. For files of the format neuron-q4_k, on the CPU (default: no such division).",
+        "Give this share of the neurons places, and compute the others by a second worker, as with a GPU that has no "
+        "room for all: says how often a neuron had a place. So far both are on the CPU, which is slower than without. "
+        "For files of the format neuron-q4_k (default: no such division).",
         default=None,
         least=0,
         most=1,

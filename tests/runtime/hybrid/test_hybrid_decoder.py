@@ -13,7 +13,7 @@ from artifacts_for_tests import plan_neurons
 from backends import SHARE, engine_of, marks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_models import by_neurons, random_model
+from packed_models import by_neurons, random_model, stock_logits, stock_model
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -188,6 +188,19 @@ def test_what_is_served_and_moved_is_what_the_simulator_says(backend: str, polic
     by_name = engine_of(model(), backend, places=Places(0.3, policy))
     run(by_name, 21, ids)
     assert by_name.served == served
+
+
+def test_who_is_served_is_who_is_active_in_the_stock_model() -> None:
+    watched = Watched(POLICIES["slow"].begin)
+    engine = engine_of(model(), "reference", places=Places(0.3, watched.begin))
+    run(engine, 0)
+    _, stock = stock_logits(stock_model(model()), model(), IDS, 0)
+    for number, layer in enumerate(model().layers):
+        expected = stock.inputs[number, "mlp_mid"] != 0  # in the order of the model
+        found = torch.from_numpy(np.stack(watched.rows)[:, number]).bool()
+        assert torch.equal(found, expected[:, neurons_of(layer).order])
+    assert engine.served is not None
+    assert engine.served.needed == sum(n for (_, name), n in engine.counts().active.items() if name == "mlp_records")
 
 
 def start_of(packed: PackedModel, needed: np.ndarray, prompt: int, cached: float) -> Start:
