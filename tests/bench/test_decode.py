@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import random_model, stock_model, with_rules
+from packed_models import by_neurons, random_model, stock_model, with_rules
 
 from sparsepack.bench import decode, machine, traffic
 from sparsepack.bench.decode import bench_decode
@@ -19,6 +19,7 @@ from sparsepack.models.packed import PackedModel
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid.options import PlacesOptions
 
 TEXT = list(range(20, 36))
 SETTINGS = BenchSettings(prompt=8, generate=12, repetitions=3, threads=1, backend="reference")
@@ -144,6 +145,25 @@ def test_sparse_attention_alone_is_measured_and_tells_from_where_on_it_is_sparse
         found = bench_decode(dataclasses.replace(packed, attention=attention), SETTINGS)
         assert [row["mode"] for row in found["tests"]] == ["dense", "dense", "sparse"]
         assert found["notes"][-1] == f"attention is sparse where {first:,} tokens or more are there{said}"
+
+
+def test_neurons_with_places_are_told_for_each_decoding_test() -> None:
+    packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
+    with_places = dataclasses.replace(SETTINGS, places=PlacesOptions(cached=0.3, policy="lru"))
+    prefill, *decoding = (found := bench_decode(packed, with_places, "model.gguf", TEXT))["tests"]
+    assert "served" not in prefill
+    for row in decoding:
+        assert row["served"]["tokens"] == 12
+        assert 0 < row["served"]["hits"] < row["served"]["needed"]
+    assert decoding[0]["served"] == decoding[1]["served"]
+    assert "30 % of the neurons with places, lru" in found["runtime"]
+    assert [note.partition(": ")[0] for note in found["notes"]] == ["tg12, dense", "tg12, sparse"]
+    assert "served" not in result()["tests"][1]
+
+
+def test_places_are_for_one_text() -> None:
+    with pytest.raises(UserError, match="cached is for one text at a time"):
+        BenchSettings(batch=2, device="cuda", places=PlacesOptions(cached=0.3))
 
 
 def test_random_tokens_repeat_and_begin_with_bos() -> None:

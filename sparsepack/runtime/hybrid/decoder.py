@@ -73,7 +73,7 @@ class HybridDecoder:
     beside     -- given a number of threads, its `neuron_ffn` on threads of its own
     threads    -- for both workers together, a half each and at least one
 
-    Raises `UserError` for a model whose MLPs are not stored by neurons, or a device other than the CPU.
+    Raises `UserError` for a device other than the CPU.
     """
 
     def __init__(
@@ -88,10 +88,8 @@ class HybridDecoder:
         places: Places,
     ) -> None:
         frequencies = [layer.neurons.frequency for layer in packed.layers if layer.neurons is not None]
-        if not frequencies:
-            raise UserError("places for neurons: the model's MLPs are not stored by neurons; pack it as neuron-q4_k")
         if device.type != "cpu":
-            raise UserError(f"places for neurons on device {device}: two workers share the CPU so far; use device cpu")
+            raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
         threads = threads or torch.get_num_threads()
         second = max(1, threads // 2)
         self._frequency = torch.stack(frequencies).double().numpy()
@@ -175,7 +173,8 @@ class HybridDecoder:
 
     def _token_boundary(self, prompt: int) -> None:
         """Count what the positions of a pass needed, ask the policy, and move. `prompt`: of these, not decoded."""
-        resident, now = self.resident, self._served
+        before = self.resident
+        resident, now = before, self._served
         tokens, needed, hits, moves = now.tokens, now.needed, now.hits, now.moves
         for number, row in enumerate(self._mlps.needed()):
             decoded = number >= prompt
@@ -189,5 +188,5 @@ class HybridDecoder:
                 resident = after
             self._seen += 1
         self._served = Served(tokens, needed, hits, moves)
-        if self._move is not None:
+        if not np.array_equal(resident, before):
             self._mlps.place(resident, anew=False)

@@ -17,13 +17,17 @@ LONGEST = 60.0
 _LOOK = 0.1  # seconds between two looks whether the worker lives
 
 
+def _nothing() -> None:
+    """What is there to do where nothing was posted."""
+
+
 class _Shared:
     """What both sides see. It knows nothing of the caller, so that a forgotten caller ends the thread."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.posted = self.done = 0
-        self.work: Callable[[], Any] | None = None
+        self.work: Callable[[], Any] = _nothing
         self.result: Any = None
         self.error: BaseException | None = None
         self.closed = False
@@ -92,9 +96,9 @@ def _serve(shared: _Shared) -> None:
             shared.changed.wait_for(lambda: shared.closed or shared.posted > shared.done)
             if shared.closed:
                 return
-            work, shared.work = shared.work, None
+            work, shared.work = shared.work, _nothing
         try:
-            result = work() if work is not None else None
+            result = work()
         except BaseException as error:
             with shared.changed:
                 shared.error = error

@@ -1,0 +1,44 @@
+"""`generate --cached`: the same text whoever has places, and what was served is told."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from artifacts_for_tests import plan_neurons
+from click.testing import CliRunner
+
+from sparsepack.cli import main
+from sparsepack.models.checkpoint import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model by neurons, as if it had been trained with ReLU. Its text makes no sense, which is no matter."""
+    folder = tmp_path_factory.mktemp("cached")
+    shutil.copytree(open_checkpoint("shipped:tiny").path, folder / "relu")
+    config = folder / "relu" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "relu"}))
+    plan_neurons(open_checkpoint(folder / "relu")).write(folder / "m.gguf")
+    return folder / "m.gguf"
+
+
+def test_text_is_the_same_and_what_had_places_is_told(model: Path) -> None:
+    def made(*flags: str) -> tuple[dict[str, object], str]:
+        asked = ["generate", str(model), "--prompt", "The for statement", "-n", "40", "--json", "-", *flags]
+        result = CliRunner().invoke(main, asked)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout), result.stderr
+
+    plain, said = made()
+    assert plain["served"] is None
+    assert "had places" not in said
+    for policy in ("slow", "static"):
+        found, said = made("--cached", "0.3", "--policy", policy)
+        assert found["text"] == plain["text"]
+        assert f"30 % of the neurons with places, {policy}" in said
+        assert "of the active neurons had places" in said
+        served = found["served"]
+        assert isinstance(served, dict)
+        assert served["tokens"] in (39, 40)
+        assert 0 < served["hits"] < served["needed"]
