@@ -56,19 +56,19 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 
 @pytest.fixture(
-    scope="module", params=["llama", "llama, all layers", "qwen3, wide heads, yarn", "mistral, sliding window"]
+    scope="module", params=[("llama", 1), ("llama", 0), ("qwen3, wide heads, yarn", 1), ("mistral, sliding window", 1)]
 )
 def packed(request: pytest.FixtureRequest) -> PackedModel:
-    packed = random_model(request.param.removesuffix(", all layers"))
+    variant, dense_layers = request.param
+    packed = random_model(variant)
     a = packed.architecture
     random = torch.Generator().manual_seed(3)
     heavy = [
         torch.stack([torch.randperm(a.head_dim, generator=random)[:4].sort().values for _ in range(a.kv_heads)])
         for _ in range(a.layers)
     ]
-    return replace(
-        packed, attention=SparseAttention(POLICY, (heavy[0] if "all" in request.param else None, *heavy[1:]))
-    )
+    channels = (*(None,) * dense_layers, *heavy[dense_layers:])
+    return replace(packed, attention=SparseAttention(POLICY, channels))
 
 
 def decoder(packed: PackedModel, kernels: Kernels, places: float = 1.0) -> CudaDecoder:
@@ -205,7 +205,7 @@ def test_a_file_is_not_read_for_a_device_that_has_no_other_memory(tmp_path: Path
 
 def test_memory_that_the_host_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    with pytest.raises(UserError, match="4503599.6 GB of the host's memory for keys and values, pinned: not to be had"):
+    with pytest.raises(UserError, match=r"4503599\.6 GB of the host's memory for keys and values, pinned: not"):
         host_tensors(1, (1 << 52,), torch.uint8, torch.device("cuda"))
 
 
@@ -380,15 +380,18 @@ class TestOnTheGpu:
         for _ in range(12):
             pair.step()
 
-    def test_many_queries_read_what_lies_with_the_host(self) -> None:
-        shape = shape_of(4, 2, 64, 300, EIGHTH)
+    @pytest.mark.parametrize("window", [0, 30, 70])
+    @pytest.mark.parametrize("sequence", [0, 1])
+    def test_many_queries_read_what_lies_with_the_host(self, sequence: int, window: int) -> None:
+        shape = shape_of(4, 2, 64, 300, EIGHTH, window=window, sequences=2)
         pair, random = Pair(shape, "bf16", 1.0), torch.randn(90, 8 * 64, device="cuda")
         for first in (0, 50):
             rows = random[first : first + 50]
-            found, expected = (cache.attend(0, cache.append(0, rows)) for cache in (pair.ours, pair.theirs))
+            caches = (pair.ours, pair.theirs)
+            found, expected = (cache.attend(0, cache.append(0, rows, sequence), sequence) for cache in caches)
             assert torch.equal(found, expected)
-            for cache in (pair.ours, pair.theirs):
-                cache.advance(len(rows))
+            for cache in caches:
+                cache.advance(len(rows), sequence)
 
     def test_what_a_step_brings_falls_once_it_has_been_read(self) -> None:
         pair = Pair(shape_of(8, 2, 64, 3000, EIGHTH, turned=False), "bf16", 2.0)
