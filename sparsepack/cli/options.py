@@ -111,8 +111,8 @@ backend_option = from_options(
 offload_flag = click.option(
     "--offload",
     is_flag=True,
-    help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for: it has "
-    "their labels and the tokens read last. For files packed with --attention double.",
+    help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for; on the "
+    "GPU are their labels and the tokens read last. For files packed with --attention double.",
 )
 places = _options(from_options(PlacesOptions, "--cached"), from_options(PlacesOptions, "--policy"))
 
@@ -120,6 +120,15 @@ places = _options(from_options(PlacesOptions, "--cached"), from_options(PlacesOp
 def places_options(asked: dict[str, Any]) -> PlacesOptions:
     """The flags of places for neurons, taken out of `asked`."""
     return PlacesOptions(**{field.name: asked.pop(field.name) for field in fields(PlacesOptions)})
+
+
+def check_dense_offload(offload: bool, dense: bool) -> None:
+    """Refuse --offload together with --dense."""
+    if offload and dense:
+        raise click.UsageError(
+            "--dense reads every token at each step, which takes too long from the host's memory: give --dense or "
+            "--offload"
+        )
 
 
 compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
-from sparsepack.runtime.backends import backend_for, backend_named
+from sparsepack.runtime.backends import backend_for, backend_named, check_offload
 from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places, Served
 from sparsepack.runtime.sampling import Sampler
 
@@ -35,8 +35,9 @@ class Engine:
     backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where
                 what it needs is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
-    offload  -- keys and values lie in the host's memory, so that longer texts fit on the device; there are the labels,
-                and the tokens that were read last. For models with sparse attention, with the same result
+    offload  -- keys and values lie in the host's memory, so that longer texts fit on the device, which has their
+                labels and the tokens that were read last. For models with sparse attention, which then select tokens
+                wherever the policy says, also where reading all would be faster on the device
     places   -- how many neurons have places, computed by one half of the processor, all others by the other half; for
                 models by neurons. The result is the same but for rounding
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
@@ -76,7 +77,8 @@ class Engine:
         cache_type = row.checked_cache_type(cache_type)
         self.offload = offload
         if offload:
-            row.check_offload(packed)
+            row.check_offloads()
+            check_offload(packed)
         self._module = row.open()
         more: dict[str, Any] = {"offload": True} if offload else {}
         if places is not None:
@@ -229,10 +231,11 @@ def described_attention(first: int | None, context: int, offload: bool) -> str:
     """
     if first is None:
         return ""
+    if offload:
+        return f", keys and values in the host's memory, sparse attention from {first:,} tokens on"
     if first > context:
         return f", sparse attention not in use: reading every token is faster here below {first:,} of them"
-    where = ", keys and values in the host's memory" if offload else ""
-    return f", sparse attention from {first:,} tokens on{where}"
+    return f", sparse attention from {first:,} tokens on"
 
 
 def check_ids(vocabulary: int, lowest: int, highest: int) -> None:
