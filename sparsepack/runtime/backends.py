@@ -31,6 +31,7 @@ class Backend:
     module      -- what offers the functions of `BackendModule`
     cache_types -- of keys and values, of "f32", "f16" and "bf16": the first unless told otherwise
     sequences   -- texts that it decodes together at most
+    offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     neurons     -- whether it runs models whose MLPs are stored by neurons
     """
@@ -42,6 +43,7 @@ class Backend:
     module: str
     cache_types: tuple[str, ...]
     sequences: int = 1
+    offloads: bool = False
     tunes: bool = False
     neurons: bool = False
 
@@ -72,6 +74,15 @@ class Backend:
             raise UserError(f"cache type {asked!r}: the {self.name} backend has {', '.join(self.cache_types)}")
         return asked or self.cache_types[0]
 
+    def check_offloads(self) -> None:
+        """Raise `UserError` where keys and values cannot lie away from the device."""
+        if not self.offloads:
+            others = " or ".join(row.devices[0] for row in BACKENDS.values() if row.offloads)
+            raise UserError(
+                f"offload: the {self.name} backend keeps keys and values where it computes; use device {others}, or "
+                "leave it out"
+            )
+
 
 class BackendModule(Protocol):
     """What a backend's module offers.
@@ -85,12 +96,29 @@ class BackendModule(Protocol):
         """Raise `UserError` where it cannot run on a device, saying what is missing."""
 
     def decoder(
-        self, packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        threads: int | None,
+        cache_type: str,
+        *,
+        offload: bool = False,
     ) -> Decoder:
-        """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know."""
+        """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know.
+
+        offload -- keys and values lie in the host's memory; given to backends alone whose row `offloads`
+        """
 
     def batch_decoder(
-        self, packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        sequences: int,
+        cache_type: str,
+        *,
+        offload: bool = False,
     ) -> BatchDecoder:
         """What runs several texts together. Asked of backends alone whose row has more than one of `sequences`."""
 
@@ -142,6 +170,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.cuda.backend",
                 cache_types=("bf16", "f16", "f32"),
                 sequences=8,
+                offloads=True,
                 tunes=True,
             ),
         )
@@ -182,6 +211,23 @@ def batch_backend(sequences: int, device: torch.device | str, asked: str | None 
 def most_sequences() -> int:
     """Texts that any backend decodes together at most."""
     return max(row.sequences for row in BACKENDS.values())
+
+
+def check_offload(packed: PackedModel) -> None:
+    """Raise `UserError` for a model none of whose layers selects what it reads: over the bus that would take too
+    long."""
+    attention, windows = packed.attention, packed.architecture.sliding_windows
+    if attention is None:
+        raise UserError(
+            "offload: the model reads every token at each step, which takes too long from the host's memory; pack it "
+            "with --attention double, or leave it out"
+        )
+    layers, policy = zip(attention.channels, windows, strict=True), attention.policy
+    if not any(channels is not None and policy.selects_within(window) for channels, window in layers):
+        raise UserError(
+            f"offload: every layer reads all that it sees, which is fewer than {policy.min_context} tokens "
+            "(--min-context); pack the model with fewer, or leave it out"
+        )
 
 
 def tuning_backend(device: torch.device | str) -> Backend:
