@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsepack.artifacts.open import read_packed
 from sparsepack.errors import UserError
+from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel
@@ -143,3 +144,13 @@ def test_a_trained_model_says_the_same_with_neurons_left_out(backend: str, train
     assert (sparse.argmax(-1) == dense.argmax(-1)).float().mean() >= 0.99
     divergence = (dense.softmax(-1) * (dense.log_softmax(-1) - sparse.log_softmax(-1))).sum(-1)
     assert divergence.mean() < 1e-5
+
+
+@every_backend
+def test_eval_counts_the_neurons_that_steps_skip(backend: str) -> None:
+    packed, _ = models("grouped queries")
+    scorer = EngineScorer(packed, backend)
+    scorer.hidden(torch.tensor([IDS]), None, torch.tensor([6]))
+    realised = scorer.realised()
+    assert set(realised) == {(0, "mlp_records"), (1, "mlp_records")}
+    assert all(0.3 < share < 0.7 for share in realised.values())

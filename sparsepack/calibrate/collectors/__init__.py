@@ -19,12 +19,7 @@ Statistics = dict[str, Tensor]
 """What was collected in one decoder block, by PLACE.NAME: `mlp_in.second_moment`."""
 
 _OF_ATTENTION = ("attention",)
-_PLACES = {
-    "site": SITES,
-    "attention": _OF_ATTENTION,
-    "window": _OF_ATTENTION,
-    "neurons": ("neurons",),
-}
+_PLACES = {"site": SITES, "attention": _OF_ATTENTION, "window": _OF_ATTENTION, "neurons": ("neurons",)}
 
 
 def count(into: Statistics, at: str, place: str, *seen: Any) -> None:

@@ -75,7 +75,7 @@ static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->colu
 // A band is 256 channels of the hidden vector. The 16 bytes of a band of the up row are the file's (codecs/q4_k.py draws
 // them). Its nibbles are in another order: byte 64 h + 8 sub + j has channel 32 sub + 16 h + j of the band in its low half
 // and channel 32 sub + 16 h + 8 + j in its high half, so that a vector's lane is of one sub-block, whichever half is taken.
-enum { MOST_NEURON_BANDS = MAX_SPAN * QUAD_BANDS, NEURON_TILE_BYTES = 192 << 10, MOST_NEURON_POSITIONS = 32 };
+enum { MOST_NEURON_BANDS = MAX_SPAN * QUAD_BANDS, NEURON_TILE_BYTES = 192 << 10, MOST_NEURON_POSITIONS = 64 };
 
 struct Neurons {
     const uint8_t* data;  // 64-byte aligned

@@ -80,9 +80,10 @@ void neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, const f
 
 void share_neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, const float* x, const float* gate,
                          int32_t positions, float* y) {
-    // Each group decodes the records that it needs anew.
-    int32_t size = std::min<int32_t>((positions + pool.threads() - 1) / pool.threads(), MOST_NEURON_POSITIONS);
+    // Each group decodes the records that it needs anew; its inputs and sums should stay in the cache.
     int64_t hidden = neuron_hidden(&n);
+    int32_t most = std::max<int32_t>(MOST_NEURON_POSITIONS / 2, int32_t(MOST_NEURON_POSITIONS * 1024 / hidden));
+    int32_t size = std::min({(positions + pool.threads() - 1) / pool.threads(), most, int32_t(MOST_NEURON_POSITIONS)});
     pool.share((positions + size - 1) / size, [&](int group, int) {
         int64_t first = (int64_t)group * size;
         kernels.neuron_matmul(&n, x + first * hidden, gate + first * n.count,
