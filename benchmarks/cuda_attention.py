@@ -9,6 +9,7 @@ before anything is timed.
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +37,8 @@ FEWEST = 20
 LIMITS = {"ours": 1e-4, "torch": 1e-2}
 """Of the norm of a result; torch rounds its own to bfloat16."""
 ROUNDS = 9
+WHY_NOT = r"(?s).*Triggered internally at .*sdp_utils"
+"""Warnings in which torch says why a backend has no kernel for a case."""
 
 
 class TorchCase(Protocol):
@@ -113,7 +116,8 @@ def torchs_runs(case: TorchCase, check: Callable[[Tensor], None]) -> dict[str, C
     runs = {}
     for backend in BACKENDS:
         try:
-            with sdpa_kernel(backend):
+            with warnings.catch_warnings(), sdpa_kernel(backend):
+                warnings.filterwarnings("ignore", WHY_NOT, UserWarning)
                 found = case.torchs(0)
         except RuntimeError:  # it has no kernel for this
             continue

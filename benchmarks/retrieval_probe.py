@@ -12,6 +12,7 @@ dense, as a prompt is; the asked tokens and the continuation read their share (p
           what sounds likely anyway would hide it; the gain does not count that
 """
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -81,22 +82,32 @@ def main(
     inputs, _ = windows_of(subject, text, trials, context=context)
     random = torch.Generator().manual_seed(seed)
     sentences = _sentences(subject.tokenizer, inputs, asked + said)
-    gains: dict[tuple[float, str], list[Tensor]] = {}
-    for number, window in enumerate(inputs):
+    rows_of = []
+    for number in range(len(inputs)):
         others = [sentence for at, sentence in sentences if at != number]
         picked = torch.randperm(len(others), generator=random)[:candidates].tolist()
         rows = torch.stack([others[n] for n in picked])  # the first is planted; all go on from its beginning
         rows[:, :asked] = rows[0, :asked]
-        prompt = window[: context - asked - said]
-        without = _likelihoods(subject.model, prompt.to(device), rows.to(device), asked, policies)
-        for depth in depths:
-            at = int(depth * (len(prompt) - asked - said))
-            planted = torch.cat([prompt[:at], rows[0], prompt[at + asked + said :]])
-            within = _likelihoods(subject.model, planted.to(device), rows.to(device), asked, policies)
-            for name, likelihood in within.items():
-                gains.setdefault((depth, name), []).append(likelihood - without[name])
-    joined = {key: torch.stack(of) for key, of in gains.items()}  # [trials, candidates]
-    _print(joined, depths, list(without))
+        rows_of.append(rows.to(device))
+    prompts = inputs[:, : context - asked - said].to(device)
+
+    def likelihoods(depth: float | None) -> list[dict[str, Tensor]]:
+        found = []
+        for prompt, rows in zip(prompts, rows_of, strict=True):
+            if depth is not None:
+                at = int(depth * (len(prompt) - asked - said))
+                prompt = torch.cat([prompt[:at], rows[0], prompt[at + asked + said :]])
+            found.append(_likelihoods(subject.model, prompt, rows, asked, policies))
+        return found
+
+    names = ["dense", *(str(policy.policy.tokens) for policy in policies)]
+    without, results = likelihoods(None), []
+    _print_head(names)
+    for depth in depths:
+        pairs = list(zip(likelihoods(depth), without, strict=True))
+        gains = {name: torch.stack([of[name] - base[name] for of, base in pairs]) for name in names}
+        _print_row(depth, gains)
+        results += [{"depth": depth, "tokens": name, "gains": of.tolist()} for name, of in gains.items()]
     print(
         f"\n{len(inputs)} trials of {context} tokens of {Path(text).name}, {candidates} candidates (chance "
         f"{1 / candidates:.1%}), {asked} tokens asked and {said} said; {channels} channels in 4 bits, layers that read "
@@ -104,7 +115,6 @@ def main(
         f"{subject.precision['dtype']} on {device}."
     )
     if json_path:
-        results = [{"depth": key[0], "tokens": key[1], "gains": of.tolist()} for key, of in joined.items()]
         json_path.write_text(json.dumps(results, indent=1))
 
 
@@ -122,35 +132,50 @@ def _sentences(tokenizer: Any, inputs: Tensor, length: int) -> list[tuple[int, T
 def _likelihoods(
     model: Any, prompt: Tensor, rows: Tensor, asked: int, policies: Sequence[SparseAttention]
 ) -> dict[str, Tensor]:
-    """Mean log-likelihood by token of each continuation after a prompt, dense and by each policy: float64 [rows]."""
+    """Mean log-likelihood by token of each continuation after a prompt, dense and by each policy: float64 [rows]. What
+    is asked is read once for all of them."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
     model.set_attn_implementation("sdpa")
     model.model(prompt[None], past_key_values=cache, use_cache=True)
-    cache.batch_repeat_interleave(len(rows))
     found = {}
     for name, attention in [("dense", None), *((str(each.policy.tokens), each) for each in policies)]:
         if attention is not None:
             attach(model, attention)
+        with sparse_rows(torch.zeros(1, dtype=torch.int64)):
+            first = model(rows[:1, :asked], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        each = copy.copy(cache)
+        each.layers = [_for_each(layer, len(rows)) for layer in cache.layers]
         with sparse_rows(torch.zeros(len(rows), dtype=torch.int64)):
-            logits = model(rows, past_key_values=cache, use_cache=True).logits[:, asked - 1 : -1].float()
-        cache.crop(-rows.shape[1])
+            later = model(rows[:, asked:-1], past_key_values=each, use_cache=True).logits
+        cache.crop(-asked)
+        logits = torch.cat([first.expand(len(rows), -1, -1), later], dim=1).float()
         of = logits.log_softmax(-1).gather(-1, rows[:, asked:, None])[..., 0]  # [rows, said]
         found[name] = of.double().mean(-1).cpu()
     return found
 
 
-def _print(gains: Mapping[tuple[float, str], Tensor], depths: Sequence[float], names: Sequence[str]) -> None:
+def _for_each(layer: Any, rows: int) -> Any:
+    """A layer of a cache of one text for several that go on from it; what they append goes to new tensors."""
+    each = copy.copy(layer)
+    each.keys, each.values = (of.expand(rows, -1, -1, -1) for of in (layer.keys, layer.values))
+    return each
+
+
+def _print_head(names: Sequence[str]) -> None:
     heads = [*(f"hit, {name}" for name in names), "gain, dense", *(f"gain lost, {name}" for name in names[1:])]
     print("| depth | " + " | ".join(heads) + " |")
-    print("|---" * (2 * len(names) + 1) + "|")
-    for depth in depths:
-        cells = [f"{(gains[depth, name].argmax(-1) == 0).double().mean():.0%}" for name in names]
-        dense = gains[depth, "dense"][:, 0]
-        cells.append(with_error(mean(dense), 3))
-        cells += [with_error(mean(dense - gains[depth, name][:, 0]), 3) for name in names[1:]]
-        print(f"| {depth:.0%} | " + " | ".join(cells) + " |")
+    print("|---" * (2 * len(names) + 1) + "|", flush=True)
+
+
+def _print_row(depth: float, gains: Mapping[str, Tensor]) -> None:
+    """gains -- by name, dense first: [trials, candidates], of which the first is the right one"""
+    cells = [f"{(of.argmax(-1) == 0).double().mean():.0%}" for of in gains.values()]
+    dense, *others = (of[:, 0] for of in gains.values())
+    cells.append(with_error(mean(dense), 3))
+    cells += [with_error(mean(dense - of), 3) for of in others]
+    print(f"| {depth:.0%} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

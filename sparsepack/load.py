@@ -111,6 +111,7 @@ def load(
     dense: bool = False,
     backend: str | None = None,
     threads: int | None = None,
+    offload: bool = False,
     verify: bool = True,
 ) -> Model:
     """Open an artifact to run it; see `runtime.engine.Engine` for the options.
@@ -120,7 +121,7 @@ def load(
     Raises `ArtifactError` for a file that is damaged or cannot be run, `UserError` for what the engine refuses.
     """
     packed = read_packed(Path(path), verify=verify)
-    engine = Engine(packed, device, context, dense=dense, backend=backend, threads=threads)
+    engine = Engine(packed, device, context, dense=dense, backend=backend, threads=threads, offload=offload)
     return Model(packed, engine, packed.chat_template)
 
 
@@ -132,11 +133,12 @@ def load_several(
     *,
     dense: bool = False,
     backend: str | None = None,
+    offload: bool = False,
 ) -> ModelOfSeveral:
     """Open an artifact to continue so many texts together; see `runtime.batch.BatchEngine`. Raises as `load`."""
     batch_backend(sequences, device, backend)  # before a large file is read
     packed = read_packed(path)
-    engine = BatchEngine(packed, device, context, sequences=sequences, dense=dense, backend=backend)
+    engine = BatchEngine(packed, device, context, sequences=sequences, dense=dense, backend=backend, offload=offload)
     return ModelOfSeveral(packed, engine)
 
 

@@ -27,7 +27,7 @@ from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import Rotary
 from sparsepack.models.heads import Heads, heads_of, heads_of_config
-from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, SparseAttention, TokenPolicy
+from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, SparseAttention, TokenPolicy, described
 
 ATTENTION = "attention"
 """The section's key."""
@@ -85,19 +85,22 @@ class AttentionSection(_Section):
                 raise ValueError(f"channels: expected ascending numbers below {self.head_dim} without repetition")
         return self
 
+    def attention(self) -> SparseAttention:
+        """As engines take it."""
+        policy = TokenPolicy(Fraction(self.tokens), self.sinks, self.recent, self.min_context)
+        channels = (None if heads is None else torch.tensor(heads, dtype=torch.int64) for heads in self.channels)
+        return SparseAttention(policy, tuple(channels))
+
 
 def attention_section(sparse: SparseAttention, heads: Heads, calibration: str) -> dict[str, Any]:
     """The section of a model's sparse attention, JSON-able.
 
     heads -- of that model; calibration -- SHA-256 of the one that the channels are from
     """
-    policy = sparse.policy
+    numbers = described(sparse)
     return {
         "kind": _KIND,
-        "tokens": f"{policy.tokens.numerator}/{policy.tokens.denominator}",
-        "sinks": policy.sinks,
-        "recent": policy.recent,
-        "min_context": policy.min_context,
+        **{name: numbers[name] for name in ("tokens", "sinks", "recent", "min_context")},
         "label_bits": LABEL_BITS,
         **{name: value for name, value in heads.to_json().items() if name != "heads"},
         "groups": "mean",
@@ -124,9 +127,7 @@ def sparse_attention_of(
         _check_fits(section, model)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last ones of a strange configuration
         raise ArtifactError(f"{where}: {ATTENTION}: {shown(error)}; pack the model again") from error
-    policy = TokenPolicy(Fraction(section.tokens), section.sinks, section.recent, section.min_context)
-    channels = tuple(None if heads is None else torch.tensor(heads, dtype=torch.int64) for heads in section.channels)
-    return SparseAttention(policy, channels)
+    return section.attention()
 
 
 def _check_fits(section: AttentionSection, model: Architecture | Any) -> None:

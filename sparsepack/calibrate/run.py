@@ -147,11 +147,7 @@ def _run(
 
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
                 for batch in torch.split(hidden, options.batch):
-                    after = stream(batch)
-                    collectors.count(
-                        statistics, "block", "attention", batch[:, options.sinks :], after[:, options.sinks :]
-                    )
-                    batch.copy_(after)  # in place: the states of all windows are there once
+                    batch.copy_(stream(batch))  # in place: the states of all windows are there once
                     advance()
             layers.append(statistics)
             resume.save(layer, statistics, hidden)

@@ -1,4 +1,4 @@
-"""What a calibration knows of reading few tokens: what attention would miss, and whose tokens can be guessed early."""
+"""What a calibration knows of reading few tokens: what attention would miss."""
 
 from fractions import Fraction
 from typing import Any
@@ -17,24 +17,10 @@ def missed(calibration: Calibration) -> tuple[tuple[float, ...], ...]:
     return tuple(_means(calibration, "missed", layer) for layer in range(len(calibration.layers)))
 
 
-def next_similarity(calibration: Calibration) -> tuple[float, ...]:
-    """Of every layer, the cosine of what enters it and what leaves it, which enters the next one, mean over positions.
-
-    Raises `CalibrationError` where the calibration is too old to say.
-    """
-    return tuple(_means(calibration, "next_similarity", layer)[0] for layer in range(len(calibration.layers)))
-
-
 def token_report(calibration: Calibration) -> dict[str, Any]:
-    """Both in a few numbers, JSON-able: `shares` as text, and of each of `layers` its `missed` and `next_similarity`.
-
-    Raises `CalibrationError` where the calibration is too old to say.
-    """
-    layers = zip(missed(calibration), next_similarity(calibration), strict=True)
-    return {
-        "shares": [str(share) for share in MEASURED],
-        "layers": [{"missed": list(lost), "next_similarity": similar} for lost, similar in layers],
-    }
+    """The same, JSON-able: `shares` as text, and of each of `layers` what is `missed`. Raises as `missed` does."""
+    layers = [{"missed": list(lost)} for lost in missed(calibration)]
+    return {"shares": [str(share) for share in MEASURED], "layers": layers}
 
 
 def _means(calibration: Calibration, name: str, layer: int) -> tuple[float, ...]:

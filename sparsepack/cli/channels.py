@@ -41,14 +41,13 @@ def channels_table(result: Mapping[str, Any]) -> str:
 
 
 def _tokens_head(tokens: Mapping[str, Any] | str) -> list[str]:
-    return [] if isinstance(tokens, str) else [*(f"{share} misses" for share in tokens["shares"]), "next"]
+    return [] if isinstance(tokens, str) else [f"{share} misses" for share in tokens["shares"]]
 
 
 def _tokens_row(tokens: Mapping[str, Any] | str, layer: int) -> list[str]:
     if isinstance(tokens, str):
         return []
-    row = tokens["layers"][layer]
-    return [*map(_percent, row["missed"]), f"{row['next_similarity']:.2f}"]
+    return [_percent(share) for share in tokens["layers"][layer]["missed"]]
 
 
 def _tokens_lines(tokens: Mapping[str, Any] | str) -> list[str]:
@@ -57,7 +56,6 @@ def _tokens_lines(tokens: Mapping[str, Any] | str) -> list[str]:
     return [
         f"  {tokens['shares'][0]} misses: share of the attention weight that is not on the best {tokens['shares'][0]} "
         "of the tokens; a block that misses most of it should read all",
-        "  next: cosine of what enters the block and what enters the next one",
     ]
 
 

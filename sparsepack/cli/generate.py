@@ -11,6 +11,7 @@ from sparsepack.cli.options import (
     device_option,
     from_options,
     json_output,
+    offload_flag,
     text_of,
     torch_threads,
 )
@@ -44,6 +45,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
     type=click.IntRange(2),
     help="Room for so many tokens (default: what the model was made for, at most 4096).",
 )
+@offload_flag
 @device_option
 @backend_option
 @torch_threads
@@ -60,6 +62,7 @@ def generate(
     chat_template: Path | None,
     dense: bool,
     context: int | None,
+    offload: bool,
     device: str,
     backend: str | None,
     json_path: str | None,
@@ -89,10 +92,12 @@ def generate(
     if chat:
         if called.get_parameter_source("tokens") is click.core.ParameterSource.DEFAULT:
             options = replace(options, tokens=CHAT_TOKENS)
-        model = load(path, device, context, dense=dense, backend=backend)
+        model = load(path, device, context, dense=dense, backend=backend, offload=offload)
         converse(replace(model, chat_template=template or model.chat_template), texts, options, system, json_path)
     elif len(texts) == 1:
-        print_one(load(path, device, context, dense=dense, backend=backend), texts[0], options, json_path)
+        print_one(
+            load(path, device, context, dense=dense, backend=backend, offload=offload), texts[0], options, json_path
+        )
     else:
-        several = load_several(path, len(texts), device, context, dense=dense, backend=backend)
+        several = load_several(path, len(texts), device, context, dense=dense, backend=backend, offload=offload)
         print_together(several, texts, options, json_path)

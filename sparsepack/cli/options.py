@@ -107,6 +107,12 @@ backend_option = from_options(
     default="auto",
     callback=lambda context, parameter, name: None if name == "auto" else name,
 )
+offload_flag = click.option(
+    "--offload",
+    is_flag=True,
+    help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for: it has "
+    "their labels and the tokens read last. For files packed with --attention double.",
+)
 compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, backend_option, device_option, from_options, text_of, torch_threads
+from sparsepack.cli.options import (
+    PATH,
+    backend_option,
+    device_option,
+    from_options,
+    offload_flag,
+    text_of,
+    torch_threads,
+)
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions
 
@@ -59,6 +67,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     type=click.IntRange(2),
     help="Room for so many tokens (default: what the model was made for, at most 4096).",
 )
+@offload_flag
 @device_option
 @backend_option
 @torch_threads
@@ -75,6 +84,7 @@ def serve(
     send_timeout: float,
     dense: bool,
     context: int | None,
+    offload: bool,
     device: str,
     backend: str | None,
 ) -> None:
@@ -94,7 +104,7 @@ def serve(
 
     options = ServeOptions(host, port, model_name, api_key, queue, cors_origins, grace, send_timeout)
     with bound_socket(host, port, send_timeout) as listening:  # before a large file is read
-        model = load(path, device, context, dense=dense, backend=backend)
+        model = load(path, device, context, dense=dense, backend=backend, offload=offload)
         model = replace(model, chat_template=chat_template or model.chat_template)
         say(*what_runs(model.engine))
         serve_model(model, path.resolve().stem, options, listening)

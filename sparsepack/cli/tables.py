@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparsepack.eval.standard_error import with_error
 from sparsepack.markdown import table
 from sparsepack.models.skipped import shown
+from sparsepack.models.sparse_attention import in_words
 
 if TYPE_CHECKING:
     from sparsepack.models.pruned import Pruned, PrunedMatrix
@@ -236,18 +237,9 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
             reads = True
             parts.append(f"read in tasks: {_share_read(result['tasks']['tokens_read'])} of the tokens seen")
     if (attention := result["subject"]["attention"]) is not None:
-        parts.append(_attention(attention) if reads else f"attention: not used by protocol {result['protocol']}")
+        told = f"{in_words(attention)}\ntokens read: by layers that read a share"
+        parts.append(f"attention: {told if reads else 'not used by protocol ' + result['protocol']}")
     return "\n\n".join(parts)
-
-
-def _attention(attention: Mapping[str, Any]) -> str:
-    """Which tokens decoded positions read."""
-    policy = (
-        f"{attention['tokens']} of the tokens, {attention['sinks']} first and {attention['recent']} last ones among "
-        f"them, by {attention['channels']} channels, where {attention['min_context']:,} or more are seen"
-    )
-    dense = ", ".join(map(str, attention["dense_layers"])) or "none"
-    return f"attention: {policy}\nlayers that read every token: {dense}; tokens read: by the others"
 
 
 def _share_read(read: Mapping[str, Any] | None) -> str:

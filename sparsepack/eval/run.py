@@ -16,9 +16,9 @@ from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.eval.tokens_read import described
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.skipped import skipped
+from sparsepack.models.sparse_attention import described
 from sparsepack.models.windows import rolling_windows, window_length
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 
@@ -73,7 +73,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
             "source_sha256": subject.source_sha256,
             "thresholds": str(request.thresholds) if request.thresholds else None,
             "target_sparsity": subject.target_sparsity,
-            "attention": described(subject.attention),
+            "attention": None if subject.attention is None else described(subject.attention),
         },
         "protocol": protocol,
         "against": request.against,

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -57,18 +56,3 @@ class TokensRead:
             "of_sparse_layers": of_sparse,
             "overall": sum(read) / sum(seen),
         }
-
-
-def described(attention: SparseAttention | None) -> dict[str, Any] | None:
-    """Sparse attention for results, JSON-able; None where the model reads all tokens."""
-    if attention is None:
-        return None
-    policy, channels = attention.policy, attention.channels
-    return {
-        "tokens": str(Fraction(policy.tokens)),
-        "sinks": policy.sinks,
-        "recent": policy.recent,
-        "min_context": policy.min_context,
-        "channels": max((each.shape[1] for each in channels if each is not None), default=0),
-        "dense_layers": [n for n, each in enumerate(channels) if each is None],
-    }

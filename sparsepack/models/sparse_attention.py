@@ -9,9 +9,10 @@ It ranks them by a few heavy channels of their keys (`codecs/labels.py`), and at
 Cheap to import: the options of `pack` take their defaults from here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsepack.errors import UserError
 
@@ -69,3 +70,33 @@ class SparseAttention:
 
     policy: TokenPolicy
     channels: "tuple[Tensor | None, ...]"
+
+
+def described(attention: SparseAttention) -> dict[str, Any]:
+    """Sparse attention in a few numbers, JSON-able: the policy, how many channels rank tokens, how many layers there
+    are, and which of them are dense."""
+    policy, channels = attention.policy, attention.channels
+    return {
+        "tokens": f"{policy.tokens.numerator}/{policy.tokens.denominator}",
+        "sinks": policy.sinks,
+        "recent": policy.recent,
+        "min_context": policy.min_context,
+        "channels": max((each.shape[1] for each in channels if each is not None), default=0),
+        "layers": len(channels),
+        "dense_layers": [n for n, each in enumerate(channels) if each is None],
+    }
+
+
+def in_words(description: Mapping[str, Any]) -> str:
+    """What `described` says, for people."""
+    dense = description["dense_layers"]
+    named = (
+        f"layer{'s' * (len(dense) > 1)} {', '.join(map(str, dense))} of {description['layers']}"
+        if dense
+        else "no layer"
+    )
+    return (
+        f"from {description['min_context']:,} tokens on a decoded one reads {description['tokens']} of them: the first "
+        f"{description['sinks']}, the last {description['recent']}, and those that {description['channels']} channels "
+        f"rank best; {named} read{'s' * (len(dense) < 2)} all"
+    )

@@ -31,6 +31,7 @@ class Backend:
     module      -- what offers the functions of `BackendModule`
     cache_types -- of keys and values, of "f32", "f16" and "bf16": the first unless told otherwise
     sequences   -- texts that it decodes together at most
+    offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     """
 
@@ -41,6 +42,7 @@ class Backend:
     module: str
     cache_types: tuple[str, ...]
     sequences: int = 1
+    offloads: bool = False
     tunes: bool = False
 
     def open(self) -> BackendModule:
@@ -61,6 +63,19 @@ class Backend:
             raise UserError(f"cache type {asked!r}: the {self.name} backend has {', '.join(self.cache_types)}")
         return asked or self.cache_types[0]
 
+    def check_offload(self, packed: PackedModel) -> None:
+        """Raise `UserError` where keys and values cannot lie in the host's memory."""
+        if not self.offloads:
+            others = " or ".join(row.devices[0] for row in BACKENDS.values() if row.offloads)
+            raise UserError(
+                f"offload: the {self.name} backend keeps keys and values where it computes; use device {others}"
+            )
+        if packed.attention is None:
+            raise UserError(
+                "offload: the model reads every token at each step, which takes too long over the bus; "
+                "pack the model with --attention double"
+            )
+
 
 class BackendModule(Protocol):
     """What a backend's module offers.
@@ -74,12 +89,29 @@ class BackendModule(Protocol):
         """Raise `UserError` where it cannot run on a device, saying what is missing."""
 
     def decoder(
-        self, packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        threads: int | None,
+        cache_type: str,
+        *,
+        offload: bool = False,
     ) -> Decoder:
-        """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know."""
+        """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know.
+
+        offload -- keys and values lie in the host's memory; given to backends alone whose row `offloads`
+        """
 
     def batch_decoder(
-        self, packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        sequences: int,
+        cache_type: str,
+        *,
+        offload: bool = False,
     ) -> BatchDecoder:
         """What runs several texts together. Asked of backends alone whose row has more than one of `sequences`."""
 
@@ -129,6 +161,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.cuda.backend",
                 cache_types=("bf16", "f16", "f32"),
                 sequences=8,
+                offloads=True,
                 tunes=True,
             ),
         )

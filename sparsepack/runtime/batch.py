@@ -16,7 +16,7 @@ from sparsepack.runtime.sampling import Sampler
 class BatchEngine:
     """A packed model ready to run, with the static KV caches of 2 to 8 sequences.
 
-    packed, context, dense, backend, cache_type -- as the `Engine`'s; the context is that of every sequence
+    packed, context, dense, backend, cache_type, offload -- as the `Engine`'s; the context is that of every sequence
     device    -- one whose backend decodes batches: an NVIDIA GPU
     sequences -- how many texts
 
@@ -36,6 +36,7 @@ class BatchEngine:
         dense: bool = False,
         backend: str | None = None,
         cache_type: str | None = None,
+        offload: bool = False,
     ) -> None:
         self.device = torch.device(device)
         row = batch_backend(sequences, device, backend)
@@ -45,8 +46,12 @@ class BatchEngine:
         self.context = checked_context(context, packed.architecture.context)
         self.dense = dense
         cache_type = row.checked_cache_type(cache_type)
+        self.offload = offload
+        if offload:
+            row.check_offload(packed)
         self._module = row.open()
-        self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type)
+        more = {"offload": True} if offload else {}
+        self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type, **more)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -61,7 +66,7 @@ class BatchEngine:
     @property
     def description(self) -> str:
         """What runs: `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
-        attention = described_attention(self._decoder.attention_from, self.context)
+        attention = described_attention(self._decoder.attention_from, self.context, self.offload)
         return f"{self.backend}, {self._decoder.description}, {len(self.positions)} sequences{attention}"
 
     def synchronise(self) -> None:

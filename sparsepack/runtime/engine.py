@@ -33,6 +33,8 @@ class Engine:
     backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where
                 what it needs is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
+    offload  -- keys and values lie in the host's memory, so that longer texts fit on the device; there are the labels,
+                and the tokens that were read last. For models with sparse attention, with the same result
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
@@ -41,7 +43,7 @@ class Engine:
     `description` what runs in a few words.
 
     Raises `UserError` for an unknown backend or device, a backend that cannot run there, a cache type that it does not
-    have, or a context the model was not made for.
+    have, a context the model was not made for, or an offload that the backend or the model does not know.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine:
         backend: str | None = None,
         threads: int | None = None,
         cache_type: str | None = None,
+        offload: bool = False,
     ) -> None:
         if threads is not None and threads < 1:
             raise UserError(f"threads {threads}: expected at least 1")
@@ -65,8 +68,12 @@ class Engine:
         self.backend, self.notes = _chosen(backend, self.device)
         row = backend_named(self.backend)
         cache_type = row.checked_cache_type(cache_type)
+        self.offload = offload
+        if offload:
+            row.check_offload(packed)
         self._module = row.open()
-        self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type)
+        more = {"offload": True} if offload else {}
+        self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type, **more)
         self._ids: list[int] = []
 
     @property
@@ -87,7 +94,7 @@ class Engine:
     @property
     def description(self) -> str:
         """What runs: `cpu, avx512, 2 threads`."""
-        attention = described_attention(self._decoder.attention_from, self.context)
+        attention = described_attention(self._decoder.attention_from, self.context, self.offload)
         return f"{self.backend}, {self._decoder.description}{attention}"
 
     def synchronise(self) -> None:
@@ -201,13 +208,17 @@ class Engine:
         check_room(self.context, self.position, count)
 
 
-def described_attention(first: int | None, context: int) -> str:
-    """What an engine says of attention that is sparse from so many tokens of a text on; empty: it never is."""
+def described_attention(first: int | None, context: int, offload: bool) -> str:
+    """What an engine says of attention that is sparse from so many tokens of a text on; empty: it never is.
+
+    offload -- keys and values lie in the host's memory
+    """
     if first is None:
         return ""
     if first > context:
         return f", sparse attention not in use: reading every token is faster here below {first:,} of them"
-    return f", sparse attention from {first:,} tokens on"
+    where = ", keys and values in the host's memory" if offload else ""
+    return f", sparse attention from {first:,} tokens on{where}"
 
 
 def check_ids(vocabulary: int, lowest: int, highest: int) -> None:

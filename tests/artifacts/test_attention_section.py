@@ -178,7 +178,7 @@ def test_the_summary_counts_bytes_and_names_dense_layers(section: dict[str, Any]
     assert summary["label_bytes"] == 2 * (8 // 2 + 2), "three channels have the room of eight, and a scale"
     assert summary["key_value_bytes"] == 2 * 2 * 64 * 2 * 2
     told = summary["in_words"]
-    assert "reads 1/8 of them: the first 2, the last 5, and those that 3 of 64 channels rank best" in told
+    assert "reads 1/8 of them: the first 2, the last 5, and those that 3 channels rank best" in told
     assert "; layer 0 of 2 reads all; labels take 12 bytes a token, keys and values in 16 bits 1,024" in told
     for dense, said in (([], "no layer reads all"), ([0, 2], "layers 0, 2 of 3 read all")):
         layers = [None if layer in dense else CHANNELS.tolist() for layer in range(3)]

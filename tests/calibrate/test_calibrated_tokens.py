@@ -1,4 +1,4 @@
-"""What a calibration says of tokens that attention misses and of blocks that are alike: counted, merged, shown."""
+"""What a calibration says of tokens that attention misses: counted, merged, shown."""
 
 import json
 from dataclasses import replace
@@ -10,25 +10,12 @@ from click.testing import CliRunner
 from sparsepack.calibrate import folder
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
-from sparsepack.calibrate.tokens import MEASURED, missed, next_similarity
+from sparsepack.calibrate.tokens import MEASURED, missed
 from sparsepack.cli.inspect import inspect
 from sparsepack.errors import CalibrationError
-from sparsepack.models.whole import load_model
 
 OPTIONS = CalibrateOptions(context=40, samples=5, sinks=3)
-NAMES = ("missed", "missed_positions", "next_similarity", "next_similarity_positions")
-
-
-def test_similarity_is_that_of_the_stock_models_residual_stream(small, text, tmp_path):
-    made = calibrate(small, text, tmp_path / "c", OPTIONS)
-    seen = []
-    model = load_model(small)
-    for block in model.model.layers:
-        block.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
-    with torch.inference_mode():
-        model.model(made.windows.long())
-    expected = [float(torch.cosine_similarity(a[:, 3:], b[:, 3:], dim=-1).mean()) for a, b in seen]
-    assert next_similarity(made) == pytest.approx(expected, abs=1e-5)
+NAMES = ("missed", "missed_positions")
 
 
 def test_what_is_missed_grows_with_fewer_tokens(tiny_calibration):
@@ -48,10 +35,9 @@ def old(small_calibration):
 def test_a_calibration_from_before_is_read_and_says_what_is_missing(old, tmp_path):
     folder.save(old, tmp_path / "c")
     again = folder.load(tmp_path / "c")
-    for asked, name in ((missed, "missed"), (next_similarity, "next_similarity")):
-        with pytest.raises(CalibrationError, match=rf"has no attention\.{name}: it was made before") as caught:
-            asked(again)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(CalibrationError, match=r"has no attention\.missed: it was made before") as caught:
+        missed(again)
+    assert "\n" not in str(caught.value)
     told = CliRunner().invoke(inspect, [str(tmp_path / "c")])
     assert told.exit_code == 0
     assert "  tokens: the calibration of" in told.output
@@ -76,13 +62,13 @@ def test_merged_with_one_from_before_there_is_none_and_a_note(old, small_calibra
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("missed_positions", [0.0] * 4), ("missed", [5e9] * 4), ("next_similarity", [-5e9])],
+    [("missed_positions", [0.0] * 4), ("missed", [5e9] * 4)],
 )
 def test_what_is_no_mean_of_shares_is_refused(small_calibration, name, value):
     changed = {f"attention.{name}": torch.tensor(value, dtype=torch.float64)}
     layers = (small_calibration.layers[0] | changed, *small_calibration.layers[1:])
     with pytest.raises(CalibrationError, match=r"of block 0 is no mean of shares; calibrate again"):
-        (next_similarity if "next" in name else missed)(replace(small_calibration, layers=layers))
+        missed(replace(small_calibration, layers=layers))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3, dtype=torch.float64), torch.full((4,), -1.0, dtype=torch.float64)])
@@ -93,11 +79,11 @@ def test_a_folder_with_counts_that_are_none_is_refused(small_calibration, tmp_pa
         folder.load(tmp_path / "c")
 
 
-def test_inspect_shows_both_beside_the_channels(small_calibration, tmp_path):
+def test_inspect_shows_it_beside_the_channels(small_calibration, tmp_path):
     folder.save(small_calibration, tmp_path / "c")
     told = CliRunner().invoke(inspect, [str(tmp_path / "c")])
     head, row = [line for line in told.output.splitlines() if line.startswith("| ")][:2]
-    assert "| 1/4 misses | 1/8 misses | 1/16 misses | 1/32 misses | next |" in head
+    assert "| 1/4 misses | 1/8 misses | 1/16 misses | 1/32 misses |" in head
     assert row.count("|") == head.count("|")
     written = json.loads(CliRunner().invoke(inspect, [str(tmp_path / "c"), "--json", "-"]).output)["attention_tokens"]
     assert written["shares"] == ["1/4", "1/8", "1/16", "1/32"]

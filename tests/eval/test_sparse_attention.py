@@ -20,7 +20,7 @@ from sparsepack.eval.run import evaluate
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import open_subject
-from sparsepack.eval.tokens_read import TokensRead, described
+from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.heads import heads_of_config
@@ -116,19 +116,6 @@ def test_tokens_read_are_counted_by_layer_window_and_row():
     assert read.result() is None
 
 
-def test_results_name_the_policy_and_its_dense_layers():
-    attention = SparseAttention(POLICY, (None, torch.tensor([[0, 3], [1, 2]])))
-    assert described(attention) == {
-        "tokens": "1/4",
-        "sinks": 2,
-        "recent": 3,
-        "min_context": 8,
-        "channels": 2,
-        "dense_layers": [0],
-    }
-    assert described(None) is None
-
-
 def test_the_paths_agree_on_a_trained_model(tmp_path, shared):
     model = shared / "models" / "books-26m-silu"
     pack(PackRequest(str(model), tmp_path / "m.gguf"))
@@ -181,11 +168,11 @@ def test_a_file_is_measured_with_sparse_attention_and_sparse_columns(request_, r
     dense = evaluate(dataclasses.replace(request, protocol="dense"))
     assert dense["perplexity"][0]["tokens_read"] is None
     assert json.loads(json.dumps(result)) == result
-    assert evaluation_table(result).count("attention: 1/4 of the tokens") == 1
-    assert "layers that read every token: 0" in evaluation_table(result)
+    assert evaluation_table(result).count("a decoded one reads 1/4 of them") == 1
+    assert "; layer 0 of 3 reads all" in evaluation_table(result)
     assert f" {100 * row['tokens_read']['of_sparse_layers']:.1f} % (25.0 %) |" in evaluation_table(result)
     assert "attention: not used by protocol dense" in evaluation_table(dense)
-    assert "of the tokens" not in evaluation_table(dense)
+    assert "a decoded one reads" not in evaluation_table(dense)
 
 
 def test_a_table_of_rows_and_tasks_tells_the_policy_once(request_):
@@ -201,7 +188,7 @@ def test_a_table_of_rows_and_tasks_tells_the_policy_once(request_):
     assert table.count("attention: ") == 1
     assert "read in tasks: 30.0 % (25.0 %) of the tokens seen" in table
     alone = evaluation_table({**result, "perplexity": [], "tasks": tasks})
-    assert "attention: 1/4 of the tokens" in alone
+    assert "a decoded one reads 1/4 of them" in alone
 
 
 def test_the_engine_gives_the_stock_models_figures(request_):
@@ -226,4 +213,4 @@ def test_models_that_read_all_tokens_say_so(tmp_path):
     result = evaluate(request)
     assert result["subject"]["attention"] is None
     assert result["perplexity"][0]["tokens_read"] is None
-    assert "of the tokens" not in evaluation_table(result)
+    assert "a decoded one reads" not in evaluation_table(result)

@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 import pytest
+import torch
 
-from sparsepack.models.sparse_attention import TokenPolicy
+from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy, described, in_words
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,22 @@ def test_budgets(tokens: Fraction, seen: int, budget: int) -> None:
 def test_no_more_tokens_are_read_than_are_seen() -> None:
     policy = TokenPolicy(Fraction(1, 8), sinks=4, recent=64, min_context=0)
     assert [policy.budget(seen) for seen in (1, 30, 68, 69, 600)] == [1, 30, 68, 68, 75]
+
+
+def test_a_description_has_the_policy_the_channels_and_the_dense_layers() -> None:
+    policy = TokenPolicy(Fraction(1, 4), sinks=2, recent=3, min_context=1008)
+    numbers = described(SparseAttention(policy, (None, torch.tensor([[0, 3], [1, 2]]))))
+    assert numbers == {
+        "tokens": "1/4",
+        "sinks": 2,
+        "recent": 3,
+        "min_context": 1008,
+        "channels": 2,
+        "layers": 2,
+        "dense_layers": [0],
+    }
+    assert in_words(numbers) == (
+        "from 1,008 tokens on a decoded one reads 1/4 of them: the first 2, the last 3, and those that 2 channels rank "
+        "best; layer 0 of 2 reads all"
+    )
+    assert described(SparseAttention(TokenPolicy(Fraction(1)), (None,)))["tokens"] == "1/1"

@@ -11,10 +11,9 @@ from sparsepack.calibrate.collectors.moments import MOMENTS
 from sparsepack.calibrate.collectors.neurons import NEURONS
 from sparsepack.calibrate.collectors.products import PRODUCTS
 from sparsepack.calibrate.collectors.scores import SCORES
-from sparsepack.calibrate.collectors.similarity import SIMILARITY
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, SIMILARITY, NEURONS)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS)
 
 Statistics = dict[str, Tensor]
 """What was collected in one decoder block, by PLACE.NAME: `mlp_in.second_moment`."""
@@ -24,7 +23,6 @@ _PLACES = {
     "site": SITES,
     "attention": _OF_ATTENTION,
     "window": _OF_ATTENTION,
-    "block": _OF_ATTENTION,
     "neurons": ("neurons",),
 }
 

@@ -16,7 +16,6 @@ class Collector:
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
              many tokens a query sees at most, itself included (0: all before it);
              "window": the same of whole windows, the first positions too, which are left out elsewhere;
-             "block": of the hidden states that enter the block and those that leave it, [B, S, H] each;
              "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate]
     names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" for
              what is counted of them and "attention" for all others
@@ -27,7 +26,7 @@ class Collector:
     added_later -- calibrations made before there was this collector lack its tensors, and are read all the same
     """
 
-    at: Literal["site", "attention", "window", "block", "neurons"]
+    at: Literal["site", "attention", "window", "neurons"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]

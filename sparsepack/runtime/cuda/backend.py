@@ -10,6 +10,8 @@ from sparsepack.runtime.cuda import batch as of_batches
 from sparsepack.runtime.cuda import decoder as of_one
 from sparsepack.runtime.cuda import device as gpu
 from sparsepack.runtime.cuda import operations
+from sparsepack.runtime.cuda.caches import new_cache
+from sparsepack.runtime.cuda.double.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.tune import measure
 from sparsepack.runtime.tuning import Shape
 
@@ -21,15 +23,23 @@ def usable(device: torch.device) -> None:
 
 
 def decoder(
-    packed: PackedModel, device: torch.device, context: int, threads: int | None, cache_type: str
+    packed: PackedModel,
+    device: torch.device,
+    context: int,
+    threads: int | None,
+    cache_type: str,
+    *,
+    offload: bool = False,
 ) -> of_one.CudaDecoder:
-    return of_one.CudaDecoder(packed, device, context, cache_type=cache_type)
+    cache = OffloadedKvCache if offload else new_cache
+    return of_one.CudaDecoder(packed, device, context, cache_type=cache_type, new_cache=cache)
 
 
 def batch_decoder(
-    packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str
+    packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str, *, offload: bool = False
 ) -> of_batches.CudaBatch:
-    return of_batches.CudaBatch(packed, device, context, sequences, cache_type=cache_type)
+    cache = OffloadedKvCache if offload else new_cache
+    return of_batches.CudaBatch(packed, device, context, sequences, cache_type=cache_type, new_cache=cache)
 
 
 def synchronise(device: torch.device) -> None:

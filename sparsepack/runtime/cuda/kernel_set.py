@@ -12,12 +12,14 @@ from sparsepack.runtime.cuda import (
     elementwise,
     graph,
     handoff,
+    host_memory,
     prefill_attention,
     rows,
     sampling,
     zigzag,
 )
 from sparsepack.runtime.cuda.double import attention as double_attention
+from sparsepack.runtime.cuda.double import offload
 
 
 class Kernels:
@@ -45,6 +47,8 @@ class Kernels:
     load_rows = staticmethod(rows.load_rows)
 
     double_parameters = staticmethod(double_attention.double_parameters)
+    host_tensors = staticmethod(host_memory.host_tensors)
+    token_places = staticmethod(offload.token_places)
 
     # Steps.
     handoff_buffers = staticmethod(handoff.handoff_buffers)
@@ -56,6 +60,7 @@ class Kernels:
     batch = staticmethod(zigzag.batch)
     attend = staticmethod(attention.attend)
     attend_double = staticmethod(double_attention.attend)
+    attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_attention.label_append)
     gate = staticmethod(elementwise.gate)
     product = staticmethod(rows.product)

@@ -75,15 +75,10 @@ class DenseKvCache:
         if type not in CACHE_TYPES:
             raise UserError(f"cache type {type!r}: expected one of {', '.join(CACHE_TYPES)}")
         self.type = type
-        self.positions = Mirror(torch.zeros(shape.sequences, dtype=torch.int32, device=device), kernels)
         self._kernels = kernels
+        self.positions = Mirror(torch.zeros(shape.sequences, dtype=torch.int32, device=device), kernels)
         self.lengths = [0] * shape.sequences
-        room = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
-        # Each a tensor of its own, which begins at a multiple of 16 bytes whatever the context.
-        keys, values = (
-            [torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in shape.layers] for _ in range(2)
-        )
-        self._layers = attention_parameters(shape, keys, values)
+        self._layers = attention_parameters(shape, *self._room(shape, CACHE_TYPES[type], device))
 
     @property
     def from_tokens(self) -> int | None:
@@ -118,6 +113,15 @@ class DenseKvCache:
 
     def reset(self) -> None:
         self.lengths = [0] * len(self.lengths)
+
+    def _room(
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Where keys and values of every layer lie: each a tensor of its own, which begins at a multiple of 16 bytes
+        whatever the context."""
+        room = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
+        keys, values = ([torch.zeros(room, dtype=dtype, device=device) for _ in shape.layers] for _ in range(2))
+        return keys, values
 
     def _ready(self, of: AttentionParameters, qkv: Tensor, out: Tensor | None) -> Tensor:
         """Where a step leaves its result; memory of its own where the positions are to be written, too."""

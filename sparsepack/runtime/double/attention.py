@@ -24,7 +24,7 @@ from sparsepack.errors import UserError
 from sparsepack.models.families import family_of
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime import reference
-from sparsepack.runtime.double.reference import attend_sparse, heavy
+from sparsepack.runtime.double.reference import QUERIES_AT_ONCE, attend_sparse, heavy
 
 NAME = "sparsepack_double"
 _LAYER = "sparsepack_double"
@@ -134,16 +134,19 @@ def attention_forward(
         output, _ = _dense(module, query, key, value, attention_mask, scaling=scaling, **options)
     # The oracle scales by 1 / sqrt(D), as every supported model does: then this factor is one.
     factor = 1.0 if scaling is None else scaling * head_dim**0.5
-    for row, start in enumerate(starts):
-        text = _text(row, length, key.shape[2], attention_mask, options) if start < length else None
+    alike = _alike(starts, attention_mask, options)
+    for rows in [range(texts)] if alike else [range(row, row + 1) for row in range(texts)]:
+        start = starts[rows.start]
+        text = _text(rows.start, length, key.shape[2], attention_mask, options) if start < length else None
         if text is None or text.queries.stop <= start:
             continue
         sparse = slice(max(start, text.queries.start), text.queries.stop)
         first, keys = text.first + sparse.start - text.queries.start, _keys(text)
-        found = _attend(
-            layer, query[row, :, sparse].float() * factor, key[row][:, keys], value[row][:, keys], first, text, options
-        )
-        output[row, sparse] = found.view(len(found), -1, head_dim).to(output.dtype)
+        for some in _slices(rows, sparse.stop - sparse.start):
+            queries = query[some, :, sparse].float() * factor
+            output[some, sparse] = _attend(
+                layer, queries, key[some][:, :, keys], value[some][:, :, keys], first, text, options
+            ).to(output.dtype)
     return output, None
 
 
@@ -168,13 +171,29 @@ def _keys(text: _Text) -> Tensor | slice:
     return slice(text.first + len(text.queries)) if text.keys is None else text.keys
 
 
+def _alike(starts: list[int], attention_mask: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether all texts of a call lie at the same places, so that they are attended as one text of more heads."""
+    places = [of for of in (attention_mask, options.get("position_ids")) if of is not None]
+    return len(set(starts)) == 1 and all(torch.equal(row, of[0]) for of in places for row in of[1:])
+
+
+def _slices(rows: range, queries: int) -> list[slice]:
+    """Texts that are attended together: as many as have the queries of one long text."""
+    step = max(1, QUERIES_AT_ONCE // queries)
+    return [slice(n, min(n + step, rows.stop)) for n in range(rows.start, rows.stop, step)]
+
+
 def _attend(
     layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor, first: int, text: _Text, options: dict[str, Any]
 ) -> Tensor:
+    """Texts at the same places: queries [B, heads, S, D], keys and values [B, kv_heads, T, D] -> [B, S, heads, D]."""
     assert layer.channels is not None
-    channels = layer.channels.to(queries.device)
+    texts, heads, length, head_dim = queries.shape
+    channels = layer.channels.to(queries.device).repeat(texts, 1)
+    queries, keys, values = (of.flatten(0, 1) for of in (queries, keys, values))
     labels = encode_labels(heavy(keys, channels))
-    return attend_sparse(queries, keys, values, labels, channels, layer.policy, first, _window(options), text.oldest)
+    found = attend_sparse(queries, keys, values, labels, channels, layer.policy, first, _window(options), text.oldest)
+    return found.view(length, texts, heads, head_dim).transpose(0, 1)
 
 
 def _window(options: dict[str, Any]) -> int:
@@ -209,7 +228,7 @@ def _text(row: int, length: int, keys: int, attention_mask: Tensor | None, optio
             f"attn_implementation {NAME!r}: the attention mask of text {row} is not causal with padding; sparse "
             "attention needs that, take sdpa for other masks"
         )
-    return _Text(first + oldest, queries, columns, oldest)
+    return _Text(first + oldest, queries, columns if len(columns) < keys else None, oldest)
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -18,7 +18,7 @@ from sparsepack.runtime import reference
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference_kv_cache import DenseKvCache
 
-_QUERIES_AT_ONCE = 256
+QUERIES_AT_ONCE = 256
 """Of those that attend in one call: each has a score for every token."""
 
 
@@ -91,10 +91,11 @@ def attend_selected(queries: Tensor, keys: Tensor, values: Tensor, selected: Ten
     Returns float32 [S, heads * D].
     """
     heads, length, head_dim = queries.shape
-    grouped = queries.view(len(keys), -1, length, head_dim)
-    scores = torch.matmul(grouped, keys[:, None].transpose(2, 3)) * head_dim**-0.5
+    grouped = queries.reshape(len(keys), -1, head_dim)  # [kv_heads, group * S, D]: keys are not copied for each head
+    scores = torch.matmul(grouped, keys.transpose(1, 2)) * head_dim**-0.5
+    scores = scores.view(len(keys), -1, *selected.shape[1:])  # [kv_heads, group, S, T]
     weights = scores.masked_fill(~selected[:, None], -torch.inf).softmax(-1)
-    attn_output = torch.matmul(weights, values[:, None]).view(heads, length, head_dim)
+    attn_output = torch.matmul(weights.flatten(1, 2), values).view(heads, length, head_dim)
     return attn_output.transpose(0, 1).reshape(length, -1)
 
 
@@ -121,7 +122,7 @@ def attend_sparse(
     Returns float32 [S, heads * D].
     """
     outputs = []
-    for part in torch.split(queries, _QUERIES_AT_ONCE, dim=1):
+    for part in torch.split(queries, QUERIES_AT_ONCE, dim=1):
         last = first + part.shape[1]
         codes, scales, seen_keys, seen_values = (of[:, : last - oldest] for of in (*labels, keys, values))
         scores = label_scores(label_queries(part, channels), codes, scales)

@@ -24,6 +24,7 @@ from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import dense, elementwise, kernel_set, shared_memory, tile_config, zigzag
 from sparsepack.runtime.cuda.attention import AttentionParameters
 from sparsepack.runtime.cuda.double.attention import DoubleParameters
+from sparsepack.runtime.cuda.double.offload import TokenPlaces
 from sparsepack.runtime.cuda.handoff import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.handoff import handoff_buffers as real_handoff_buffers
 from sparsepack.runtime.cuda.tile_config import BAND_ROWS, CHUNK, TileConfig
@@ -189,6 +190,55 @@ def attend_double(
         selected = double.select_tokens(scores, here, policy, layer.window)
         cached = (x[n, :, : here + 1].float() for x in (keys, values))
         out[n] = double.attend_selected(q, *cached, selected)[0]
+
+
+def attend_offloaded(of: DoubleParameters, places: TokenPlaces, qkv: Tensor, positions: Tensor, out: Tensor) -> None:
+    attend_double(of, qkv, positions, out)  # which appends, too
+    shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
+    for n, here in enumerate(positions.tolist()):
+        q = qkv[n, : shape.heads * shape.head_dim].view(1, -1, shape.head_dim)
+        q = _apply_rope(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
+        codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
+        scores = double.label_scores(double.label_queries(q, of.channels), codes, scales)
+        selected = double.select_tokens(scores, here, of.policy, layer.window)
+        for head, tokens in enumerate(selected[:, 0]):
+            found = give_places(places, (n, head), tokens.nonzero().flatten().tolist(), here)
+            for token in found:
+                place = places.place_of[n, head, token]
+                places.keys[n, head, place] = keys[n, head, token]
+                places.values[n, head, place] = values[n, head, token]
+        heads = torch.arange(len(selected))[:, None]
+        listed = places.listed[n, :, : places.counts[n, 0]].long()
+        cached = (x[n][heads, listed].float() for x in (places.keys, places.values))
+        everything = torch.ones(len(selected), 1, listed.shape[1], dtype=torch.bool, device=listed.device)
+        out[n] = double.attend_selected(q, *cached, everything)[0]
+
+
+def give_places(places: TokenPlaces, row: tuple[int, int], tokens: list[int], position: int) -> list[int]:
+    """`kernels/token_places.cu` for one key head. Returns the tokens that must be fetched."""
+    place_of, token_of, last_read = (x[row] for x in (places.place_of, places.token_of, places.last_read))
+    has = [t for t in tokens if place_of[t] >= 0 and token_of[place_of[t]] == t]
+    missing = [t for t in tokens if t not in has]
+    for token in has:
+        last_read[place_of[token]] = position
+    in_use = {int(place_of[t]) for t in has}
+
+    def age(place: int) -> int:
+        past = position - int(last_read[place])
+        return 255 if token_of[place] < 0 or past < 0 else min(past, 255)
+
+    free = [place for place in range(len(token_of)) if place not in in_use]
+    oldest = sorted(free, key=lambda place: -age(place))[: len(missing)]  # of one age the first
+    chosen = sorted(oldest)
+    for place in chosen:
+        if token_of[place] >= 0 and place_of[token_of[place]] == place:
+            place_of[token_of[place]] = -1
+    for token, place in zip(missing, chosen, strict=True):
+        place_of[token], token_of[place], last_read[place] = place, token, position
+    fetched = [*missing, *([position] if position in has else [])]
+    places.counts[row], places.missed_counts[row] = len(tokens), len(fetched)
+    places.listed[row][: len(tokens)] = place_of[tokens]
+    return fetched
 
 
 def _apply_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -366,6 +416,8 @@ class SimulatedKernels(kernel_set.Kernels):
     double_parameters = staticmethod(double_parameters)
     label_append = staticmethod(label_append)
     attend_double = staticmethod(attend_double)
+    attend_offloaded = staticmethod(attend_offloaded)
+    host_tensors = staticmethod(lambda count, shape, *of: [torch.zeros(shape, dtype=of[0]) for _ in range(count)])
     product = staticmethod(product)
     pick_likeliest = staticmethod(pick_likeliest)
     matmul = staticmethod(matmul)

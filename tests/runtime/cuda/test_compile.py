@@ -44,7 +44,7 @@ VARIANTS = {
     "double_attention": [
         (
             *(f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", "STAGES=3"),
-            *(f"LABEL_WORDS={words}", f"CLUSTER={cluster}"),
+            *(f"LABEL_WORDS={words}", f"CLUSTER={cluster}", f"SELECTS={selects}", f"ATTENDS={attends}"),
         )
         for width, ratio, type, warps, words, cluster in (
             (128, 1, 1, 16, 4, 1),
@@ -52,7 +52,9 @@ VARIANTS = {
             (256, 16, 3, 4, 32, 2),
             (16, 7, 1, 8, 1, 4),
         )
+        for selects, attends in ((1, 1), (1, 0), (0, 1))
     ],
+    "token_places": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4",)],
     "quantise_slide": [

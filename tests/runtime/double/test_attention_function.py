@@ -113,6 +113,24 @@ def test_rows_from_a_position_on_read_what_a_loop_finds_and_those_before_read_al
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("at_once", [1, 8, 256])
+@pytest.mark.parametrize("window", [0, 7])
+def test_texts_at_the_same_places_are_attended_together_as_each_alone(monkeypatch, at_once, window):
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", at_once)
+    query, key, value = drawn(batch=5)
+    channels = torch.stack([torch.randperm(8)[:4].sort().values for _ in range(2)])
+    at = torch.arange(20)
+    mask = ((at <= at[:, None]) & (at > at[:, None] - (window or 20))).expand(5, 1, 20, 20)
+    options = {"sliding_window": window or None, "position_ids": at[None]}
+    for alike in (True, False):
+        starts = torch.tensor([16, 16, 16, 16, 16 if alike else 5])
+        with sparse_rows(starts):
+            found, _ = attention_forward(Module(4, channels), query, key, value, mask, **options)
+        for row, start in enumerate(starts.tolist()):
+            expected = naive(query[row], key[row], value[row], channels, POLICY, window, start)
+            torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_without_a_word_one_query_is_sparse_and_several_are_dense():
     query, key, value = drawn()
     module = Module(4, torch.tensor([[0, 1, 2, 3]] * 2))

@@ -2,6 +2,7 @@
 and appends to the cache."""
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import ceil
 
 import torch
@@ -44,6 +45,14 @@ STATIC_BYTES = 6 << 10
 """Of shared memory that the kernel declares itself, and the system keeps, at most."""
 
 
+class Part(Enum):
+    """What a launch does: whether it selects, and whether it attends."""
+
+    WHOLE = (1, 1)
+    SELECT = (1, 0)
+    ATTEND = (0, 1)
+
+
 @dataclass(frozen=True)
 class DoubleParameters:
     """What sparse attention of a layer takes at every step.
@@ -66,6 +75,10 @@ class DoubleParameters:
     def label_words(self) -> int:
         """Words of 32 bits in a label."""
         return self.channels.shape[1] // CHANNELS_OF_WORD
+
+    def most_read(self, seen: int) -> int:
+        """Tokens that a position reads at most, where it sees up to so many."""
+        return max(self.policy.budget(seen), min(seen, self.largest_whole))  # of fewer tokens all are read
 
 
 @dataclass(frozen=True)
@@ -160,26 +173,56 @@ def attend(
     from_tokens -- a position that sees fewer reads all of them; None: the policy's `min_context`
     cluster     -- blocks that share a key head, of `CLUSTERS`; None: as many as suit the GPU
     """
-    shape, layer, keys = of.dense.shape, of.dense.layer, of.dense.keys
-    batch, kv_heads, context, _ = keys.shape
-    device = keys.device.index or 0
-    if cluster is None:
-        cluster = cluster_for(of)
+    cluster = cluster_for(of) if cluster is None else cluster
+    keys, values = of.dense.keys, of.dense.values
+    launch_part(Part.WHOLE, of, keys, values, qkv, positions, out, cluster, from_tokens=from_tokens)
+
+
+def launch_part(
+    part: Part,
+    of: DoubleParameters,
+    keys: Tensor,
+    values: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    cluster: int,
+    listed: Tensor | None = None,
+    counts: Tensor | None = None,
+    *,
+    from_tokens: int | None = None,
+) -> None:
+    """Put a part of a step on the current stream; others as for `attend`.
+
+    keys, values   -- [B, kv_heads, rows, head_dim]: the cache, or for `Part.ATTEND` what is listed
+    listed, counts -- int32 [B, kv_heads, most that are read] and [B, kv_heads]: tokens that `Part.SELECT` found, rows
+                      that `Part.ATTEND` reads
+    """
+    shape, layer = of.dense.shape, of.dense.layer
+    batch, kv_heads, context, _ = of.dense.keys.shape
+    selects, attends = part.value
     variant, policy = variant_for(of, cluster), of.policy
-    room = room_for(of, cluster, variant)
+    room = room_for(of, cluster, variant, selects=bool(selects))
     launch(
         kernel(
             "double_attention",
             "double_attention",
-            (*variant.defines, f"LABEL_WORDS={of.label_words}", f"CLUSTER={cluster}"),
-            device,
+            (
+                *variant.defines,
+                f"LABEL_WORDS={of.label_words}",
+                f"CLUSTER={cluster}",
+                f"SELECTS={selects}",
+                f"ATTENDS={attends}",
+            ),
+            keys.device.index or 0,
         ),
         (cluster, kv_heads, batch),
         variant.warps * 32,
-        *(qkv, keys, of.dense.values, of.codes, of.scales, of.channels, positions, shape.cos, shape.sin),
+        *(qkv, keys, values, of.codes, of.scales, of.channels, positions, shape.cos, shape.sin),
         *(layer.q_norm, layer.k_norm, out, kv_heads, context, layer.window, float(shape.eps)),
         *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent),
         *(policy.min_context if from_tokens is None else from_tokens, room.first, room.list),
+        *(keys.shape[2], listed, counts, 0 if listed is None else listed.shape[2]),
         shared=room.total,
     )
 
@@ -196,17 +239,17 @@ def variant_for(of: DoubleParameters, cluster: int) -> Variant:
     return many
 
 
-def room_for(of: DoubleParameters, cluster: int, variant: Variant) -> Room:
-    """What blocks need where so many share a key head."""
+def room_for(of: DoubleParameters, cluster: int, variant: Variant, *, selects: bool = True) -> Room:
+    """What blocks need where so many share a key head; less where the tokens are listed already."""
     layer, context = of.dense.layer, of.dense.keys.shape[2]
     seen = min(context, layer.window) if layer.window else context
     segment = -(-(seen + ALIGNMENT) // (cluster * ALIGNMENT)) * ALIGNMENT
-    most = max(of.policy.budget(seen), min(seen, of.largest_whole))  # of fewer tokens all are read
+    most = of.most_read(seen)
     rings = variant.warps * variant.ring_bytes
-    first = max(rings, -(-2 * segment // 16) * 16)
-    listed = -(-min(segment, most) // 8) * 8
+    first = max(rings, -(-2 * segment // 16) * 16) if selects else rings
+    listed = -(-min(segment, most) // 8) * 8 if selects else 0
     parts = 0 if cluster == 1 else cluster * variant.slice(cluster) * 16
-    share = 0 if cluster == 1 else 4 * (most // cluster + 2)
+    share = 0 if cluster == 1 and selects else 4 * (most // cluster + 2)
     total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
     return Room(segment, first, listed, total)
 

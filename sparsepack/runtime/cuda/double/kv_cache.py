@@ -8,7 +8,7 @@ from sparsepack.runtime.cuda.double.attention import DoubleParameters, pays_from
 from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.kv_cache import CACHE_TYPES, DenseKvCache
 from sparsepack.runtime.double.reference import attend_sparse
-from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 
 class DoubleKvCache(DenseKvCache):
@@ -33,10 +33,10 @@ class DoubleKvCache(DenseKvCache):
         kernels: Kernels = KERNELS,
         where_it_pays: bool = False,
     ) -> None:
-        super().__init__(shape, type, device, kernels)
         if shape.policy is None:
             raise ValueError("the shape has no policy")
         self._policy = shape.policy
+        super().__init__(shape, type, device, kernels)
         self._pays_from = 0
         if where_it_pays:
             channels = max(layer.channels.shape[1] for layer in shape.layers if layer.channels is not None)
@@ -73,9 +73,13 @@ class DoubleKvCache(DenseKvCache):
         self._kernels.attend_double(of, qkv, self.positions.there, out, from_tokens=self.from_tokens)
         return out
 
+    def _is_sparse(self, layer: LayerAttention) -> bool:
+        """Whether steps ever read a part of what they see."""
+        return layer.channels is not None and not 0 < layer.window < self._policy.min_context
+
     def _parameters(self, layer: int) -> DoubleParameters | None:
         dense = self._layers[layer]
-        if dense.layer.channels is None or 0 < dense.layer.window < self._policy.min_context:
+        if dense.layer.channels is None or not self._is_sparse(dense.layer):
             return None
         several = self._pays_from if len(self.lengths) > 1 else 0  # a text by itself is not read whole by this kernel
         return self._kernels.double_parameters(dense, dense.layer.channels, self._policy, several)

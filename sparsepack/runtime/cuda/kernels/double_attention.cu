@@ -6,6 +6,7 @@
 //     codes, scales  the labels: u8 [B, kv_heads, context, LABEL_BYTES], float16 [B, kv_heads, context]
 //     channels       int32 [kv_heads, LABEL_CHANNELS]; -1: none, a zero
 //     out            float32 [B, heads, HEAD_DIM]
+//     listed, counts int32 [B, kv_heads, listed_room], [B, kv_heads]: rows that are read, where that is two launches
 //
 // Launch: grid (CLUSTER, kv_heads, B), WARPS warps a block. The blocks of a cluster share a key head, whose query heads
 // read the same tokens:
@@ -17,12 +18,21 @@
 //
 // Nothing is read of keys and values but the tokens of the list; everything is the same every run.
 //
-// Macros: those of attention_layout.cuh, LABEL_WORDS, CLUSTER
+// Two launches where the tokens must be fetched between (token_places.cu): one with ATTENDS 0, which leaves the list in
+// `listed`, and one with SELECTS 0, which attends to the rows of keys and values that are listed then.
+//
+// Macros: those of attention_layout.cuh, LABEL_WORDS, CLUSTER, SELECTS, ATTENDS
 
 #include "attention_loop.cuh"
 #include "labels.cuh"
 #include "select_tokens.cuh"
 
+#ifndef SELECTS
+#define SELECTS 1
+#endif
+#ifndef ATTENDS
+#define ATTENDS 1
+#endif
 static constexpr int LABELS_AT_ONCE = LABEL_WORDS <= 4 ? 16 : LABEL_WORDS <= 8 ? 8 : 4;  // of a thread, on their way
 static constexpr int SLICE = (PAIRS + CLUSTER - 1) / CLUSTER;  // pairs of the result that a block finishes
 
@@ -58,7 +68,9 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
                      float* out, int kv_heads, int context, int window, float eps, int numerator, int denominator,
                      int sinks, int recent, int min_context,
                      // bytes of the first part of shared memory: scores, then rings; tokens that a list has room for
-                     int first_bytes, int list_room) {
+                     int first_bytes, int list_room,
+                     // rows of a key head in keys and values; `context` where they are all tokens
+                     int cached_rows, int* listed, int* counts, int listed_room) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ float new_key[HEAD_DIM];
     __shared__ int heavy[LABEL_CHANNELS];
@@ -76,14 +88,16 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     u16* list = (u16*)(parts + (CLUSTER > 1 ? CLUSTER * SLICE : 0));                // of this segment
     int* share = (int*)(list + list_room);                                          // this block's part of all lists
 
-    keys += sequence * context * HEAD_DIM;
-    values += sequence * context * HEAD_DIM;
+    keys += sequence * cached_rows * HEAD_DIM;
+    values += sequence * cached_rows * HEAD_DIM;
+    listed += sequence * listed_room;
     codes += sequence * context * LABEL_BYTES;
     scales += sequence * context;
     channels += kv_head * LABEL_CHANNELS;
 
     begin_in_cluster();
     launch_dependents();
+#if SELECTS
     {
         // A guess, which may be one step old.
         const Segment guess(min(max(load_l2(positions + b), 0), context - 1), window, rank);
@@ -95,8 +109,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 #endif
         for (int c = threadIdx.x; c < LABEL_CHANNELS; c += THREADS) heavy[c] = channels[c];
     }
+#endif
     wait_for_previous();
     const int position = min(max(load_l2(positions + b), 0), context - 1);
+#if SELECTS
     const Segment segment(position, window, rank);
     const auto always = [&](int token) { return token < sinks || token > position - recent; };
     Label labels[LABELS_AT_ONCE];
@@ -109,10 +125,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     };
     load_labels(threadIdx.x);
     selection.clear();
+#endif
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, in the first block, key GQA_RATIO and
     // value GQA_RATIO + 1. A lane has channels c and c + HALF, which rotary embedding rotates together.
-    for (int task = warp; task < (rank == 0 ? GQA_RATIO + 2 : GQA_RATIO); task += WARPS) {
+    for (int task = warp; task < (SELECTS && rank == 0 ? GQA_RATIO + 2 : GQA_RATIO); task += WARPS) {
         const int head = task < GQA_RATIO ? kv_head * GQA_RATIO + task : task * kv_heads + kv_head;
         const float* from = qkv + ((long long)b * (GQA_RATIO + 2) * kv_heads + head) * HEAD_DIM;
         const float* norm = task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr;
@@ -149,6 +166,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         for (int c = HEAD_DIM + lane; c < WIDTH; c += 32) put(c, 0);
     }
     __syncthreads();
+#if SELECTS
     if (warp == 0) {
         shared_query.write([&](int c) {
             const int channel = heavy[c];
@@ -162,8 +180,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
                     codes + (long long)position * LABEL_BYTES, scales + position);
     }
     __syncthreads();
+#endif
     for (int i = threadIdx.x; i < QUERY_FLOATS; i += THREADS) query[i] *= LOG2_E / sqrtf(HEAD_DIM);
 
+#if SELECTS
     {
         const LabelQuery label_query = shared_query;
         for (int start = threadIdx.x; start < segment.padded(); start += THREADS * LABELS_AT_ONCE) {
@@ -180,17 +200,35 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     }
     __syncthreads();
 
+#endif
     wait_for_cluster();
+#if SELECTS
     const int padded = segment.padded();
     const int budget = budget_of(position + 1 - segment.oldest, numerator, denominator, sinks, recent, min_context);
     const u32 found = selection.lowest(scores, padded, budget);
     int starts[CLUSTER + 1];
     selection.list_tokens(scores, padded, found, budget, list, starts);
+#endif
+#if !ATTENDS
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < CLUSTER; ++r) {
+        if (r != rank) continue;
+        for (int i = threadIdx.x; i < starts[r + 1] - starts[r]; i += THREADS)
+            listed[starts[r] + i] = segment.first + list[i];
+    }
+    if (rank == 0 && threadIdx.x == 0) counts[sequence] = starts[CLUSTER];
+#else
+#if SELECTS
     sync_cluster();
     int rows = starts[CLUSTER];
-#if CLUSTER > 1
+#else
+    int rows = load_l2(counts + sequence);
+#endif
+#if CLUSTER > 1 || !SELECTS
     // An even part of all lists, whichever blocks have them.
     const int from = (int)((long long)rows * rank / CLUSTER), to = (int)((long long)rows * (rank + 1) / CLUSTER);
+#if SELECTS
     for (int entry = from + threadIdx.x; entry < to; entry += THREADS) {
         int of = 0, start = 0;
 #pragma unroll
@@ -200,6 +238,9 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         const int token = load_there(address_of_block(list + entry - start, of));
         share[entry - from] = Segment(position, window, of).first + token;
     }
+#else
+    for (int entry = from + threadIdx.x; entry < to; entry += THREADS) share[entry - from] = load_l2(listed + entry);
+#endif
     rows = to - from;
     __syncthreads();
 #endif
@@ -207,7 +248,11 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     const int lane_row = warp * BATCH + lane / LANES;
     u8* const lane_ring = memory + warp * RING_BYTES + lane * 16;
     int next = lane_row;  // in the list
-    const auto token_at = [&](int entry) { return CLUSTER > 1 ? share[entry] : segment.first + list[entry]; };
+#if CLUSTER > 1 || !SELECTS
+    const auto token_at = [&](int entry) { return share[entry]; };
+#else
+    const auto token_at = [&](int entry) { return segment.first + list[entry]; };
+#endif
     const auto fetch_next = [&](int stage, bool real) {
         if (real) {
 #pragma unroll
@@ -253,5 +298,6 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         }
         whole.store(result, rank * SLICE + i);
     }
+#endif
 #endif
 }
