@@ -276,7 +276,7 @@ def _trace(model: Path, folder: Path) -> Target:
     def read(inside: Path) -> None:
         path = inside / "t"
         command("inspect", path)
-        command("simulate", path, "--calibration", calibration, "--cached", "0.3", "--policy", "static,slow,belady")
+        command("simulate", path, "--calibration", good, "--cached", "0.3", "--policy", "static,slow,belady")
         traces.load(path)
         with contextlib.suppress(UserError):
             traces.merge_folders(path, good, inside / "m")
