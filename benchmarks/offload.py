@@ -50,6 +50,7 @@ STEPS = 48
 KEPT = 0.92
 """Of a query, in the next one: chosen for the share of the tokens that two steps have in common."""
 LIMIT = 1e-3
+"""Of the norm of a result, where all tokens are read."""
 
 
 class WholeKvCache(OffloadedKvCache):
@@ -76,6 +77,9 @@ class WholeKvCache(OffloadedKvCache):
         of, (keys, values) = self._layers[layer], self._buffers[layer % 2]
         out = self._ready(of, qkv, out)
         dense_attention.attend(replace(of, keys=keys, values=values), qkv, self.positions.there, out)
+        here = self.positions.there.long()
+        for kept, new in ((of.keys, keys), (of.values, values)):
+            kept.index_copy_(2, here, new.index_select(2, here))
         self._free[layer % 2].record()
         return out
 
@@ -169,8 +173,16 @@ def measure(heads: int, kv_heads: int, tokens: int, rounds: int) -> list[dict[st
         runs[name] = graph_seconds(steps(cache, rows), STEPS)
     runs["card"] = graph_seconds(steps(card, drifting), STEPS)
     whole = WholeKvCache(replace(shape, layers=shape.layers * 2), "bf16", device)
+    for mine in whole._layers:
+        mine.keys.copy_(card._layers[0].keys)
+        mine.values.copy_(card._layers[0].values)
     whole.lengths[0] = tokens - 1
     whole.positions.write(whole.lengths)
+    expected = card.step(0, drifting[0], False)
+    for layer in range(2):
+        error = float((whole.step(layer, drifting[0], True) - expected).norm() / expected.norm())
+        if not error <= LIMIT:
+            raise RuntimeError(f"moved whole: wrong by {error:.3g}, expected {LIMIT}; not timed")
     runs["whole"] = graph_seconds(lambda n: whole.step(n % 2, drifting[0], True, out), 2)
     seconds = interleaved(runs, rounds)
     row = 2 * HEAD_DIM * 2

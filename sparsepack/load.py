@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsepack.artifacts.open import read_packed
 from sparsepack.models.chat import Message, render_chat
 from sparsepack.models.packed import PackedModel
-from sparsepack.runtime.backends import batch_backend
+from sparsepack.runtime.backends import backend_for, backend_named, batch_backend
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import (
@@ -120,6 +120,8 @@ def load(
 
     Raises `ArtifactError` for a file that is damaged or cannot be run, `UserError` for what the engine refuses.
     """
+    if offload:  # before a large file is read
+        (backend_for(device) if backend is None else backend_named(backend)).check_offloads()
     packed = read_packed(Path(path), verify=verify)
     engine = Engine(packed, device, context, dense=dense, backend=backend, threads=threads, offload=offload)
     return Model(packed, engine, packed.chat_template)

@@ -8,6 +8,7 @@ import click
 from sparsepack.cli.options import (
     PATH,
     backend_option,
+    check_dense_offload,
     device_option,
     from_options,
     json_output,
@@ -79,6 +80,7 @@ def generate(
         raise click.UsageError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --chat")
     if len(files) != len(set(files)):
         raise click.UsageError("--prompt-file: a file is named twice")
+    check_dense_offload(offload, dense)
     texts = [*prompts, *(text_of(file) for file in files)]
     template = None if chat_template is None else text_of(chat_template)
 

@@ -110,9 +110,20 @@ backend_option = from_options(
 offload_flag = click.option(
     "--offload",
     is_flag=True,
-    help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for: it has "
-    "their labels and the tokens read last. For files packed with --attention double.",
+    help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for; on the "
+    "GPU are their labels and the tokens read last. For files packed with --attention double.",
 )
+
+
+def check_dense_offload(offload: bool, dense: bool) -> None:
+    """Refuse --offload together with --dense."""
+    if offload and dense:
+        raise click.UsageError(
+            "--dense reads every token at each step, which takes too long from the host's memory: give --dense or "
+            "--offload"
+        )
+
+
 compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(

@@ -8,6 +8,7 @@ import click
 from sparsepack.cli.options import (
     PATH,
     backend_option,
+    check_dense_offload,
     device_option,
     from_options,
     offload_flag,
@@ -92,6 +93,7 @@ def serve(
 
     One text is made at a time; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
     """
+    check_dense_offload(offload, dense)
     try:
         from sparsepack.serve.server import bound_socket
         from sparsepack.serve.server import serve as serve_model

@@ -51,6 +51,10 @@ class TokenPolicy:
             )
         object.__setattr__(self, "tokens", share)
 
+    def selects_within(self, window: int) -> bool:
+        """Whether a layer whose queries see so many tokens at most (0: all) ever reads a part of them only."""
+        return not 0 < window < self.min_context
+
     def budget(self, seen: int) -> int:
         """How many of the `seen` tokens are read: the share, rounded up, and no fewer than sinks and recent ones."""
         if seen < self.min_context:

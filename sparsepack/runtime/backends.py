@@ -63,17 +63,13 @@ class Backend:
             raise UserError(f"cache type {asked!r}: the {self.name} backend has {', '.join(self.cache_types)}")
         return asked or self.cache_types[0]
 
-    def check_offload(self, packed: PackedModel) -> None:
-        """Raise `UserError` where keys and values cannot lie in the host's memory."""
+    def check_offloads(self) -> None:
+        """Raise `UserError` where keys and values cannot lie away from the device."""
         if not self.offloads:
             others = " or ".join(row.devices[0] for row in BACKENDS.values() if row.offloads)
             raise UserError(
-                f"offload: the {self.name} backend keeps keys and values where it computes; use device {others}"
-            )
-        if packed.attention is None:
-            raise UserError(
-                "offload: the model reads every token at each step, which takes too long over the bus; "
-                "pack the model with --attention double"
+                f"offload: the {self.name} backend keeps keys and values where it computes; use device {others}, or "
+                "leave it out"
             )
 
 
@@ -202,6 +198,23 @@ def batch_backend(sequences: int, device: torch.device | str, asked: str | None 
 def most_sequences() -> int:
     """Texts that any backend decodes together at most."""
     return max(row.sequences for row in BACKENDS.values())
+
+
+def check_offload(packed: PackedModel) -> None:
+    """Raise `UserError` for a model none of whose layers selects what it reads: over the bus that would take too
+    long."""
+    attention, windows = packed.attention, packed.architecture.sliding_windows
+    if attention is None:
+        raise UserError(
+            "offload: the model reads every token at each step, which takes too long from the host's memory; pack it "
+            "with --attention double, or leave it out"
+        )
+    layers, policy = zip(attention.channels, windows, strict=True), attention.policy
+    if not any(channels is not None and policy.selects_within(window) for channels, window in layers):
+        raise UserError(
+            f"offload: every layer reads all that it sees, which is fewer than {policy.min_context} tokens "
+            "(--min-context); pack the model with fewer, or leave it out"
+        )
 
 
 def tuning_backend(device: torch.device | str) -> Backend:

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
-from sparsepack.runtime.backends import backend_for, backend_named
+from sparsepack.runtime.backends import backend_for, backend_named, check_offload
 from sparsepack.runtime.sampling import Sampler
 
 DEFAULT_CONTEXT = 4096
@@ -33,8 +33,9 @@ class Engine:
     backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where
                 what it needs is there, "reference" otherwise
     threads  -- of the processor; None: torch's, one for each core unless told otherwise
-    offload  -- keys and values lie in the host's memory, so that longer texts fit on the device; there are the labels,
-                and the tokens that were read last. For models with sparse attention, with the same result
+    offload  -- keys and values lie in the host's memory, so that longer texts fit on the device, which has their
+                labels and the tokens that were read last. For models with sparse attention, which then select tokens
+                wherever the policy says, also where reading all would be faster on the device
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
@@ -70,7 +71,8 @@ class Engine:
         cache_type = row.checked_cache_type(cache_type)
         self.offload = offload
         if offload:
-            row.check_offload(packed)
+            row.check_offloads()
+            check_offload(packed)
         self._module = row.open()
         more = {"offload": True} if offload else {}
         self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type, **more)
@@ -215,10 +217,11 @@ def described_attention(first: int | None, context: int, offload: bool) -> str:
     """
     if first is None:
         return ""
+    if offload:
+        return f", keys and values in the host's memory, sparse attention from {first:,} tokens on"
     if first > context:
         return f", sparse attention not in use: reading every token is faster here below {first:,} of them"
-    where = ", keys and values in the host's memory" if offload else ""
-    return f", sparse attention from {first:,} tokens on{where}"
+    return f", sparse attention from {first:,} tokens on"
 
 
 def check_ids(vocabulary: int, lowest: int, highest: int) -> None:

@@ -1,5 +1,5 @@
-"""One token of each sequence through the model: five kernels a layer (six where gate and up do not fill whole bands),
-which wait for no host and allocate nothing."""
+"""One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
+or attention takes more than one), which wait for no host."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

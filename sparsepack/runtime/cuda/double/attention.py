@@ -249,7 +249,7 @@ def room_for(of: DoubleParameters, cluster: int, variant: Variant, *, selects: b
     first = max(rings, -(-2 * segment // 16) * 16) if selects else rings
     listed = -(-min(segment, most) // 8) * 8 if selects else 0
     parts = 0 if cluster == 1 else cluster * variant.slice(cluster) * 16
-    share = 0 if cluster == 1 and selects else 4 * (most // cluster + 2)
+    share = 0 if cluster == 1 or not selects else 4 * (most // cluster + 2)
     total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
     return Room(segment, first, listed, total)
 

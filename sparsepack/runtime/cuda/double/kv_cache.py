@@ -75,7 +75,7 @@ class DoubleKvCache(DenseKvCache):
 
     def _is_sparse(self, layer: LayerAttention) -> bool:
         """Whether steps ever read a part of what they see."""
-        return layer.channels is not None and not 0 < layer.window < self._policy.min_context
+        return layer.channels is not None and self._policy.selects_within(layer.window)
 
     def _parameters(self, layer: int) -> DoubleParameters | None:
         dense = self._layers[layer]

@@ -2,8 +2,9 @@
 Sparsity-Offload (section 5) is for, without its guess.
 
 The paper fetches what a guess of the next layer's query selects, and reads nothing else. Here the query itself selects,
-so that the result has the bits of a cache on the GPU, and what was read lately stays there: about 70 % of what a step
-reads is what the step before has read, and 90 % is among twice as many tokens read last (`benchmarks/notes/double.md`).
+so that the result has the bits of `attend` with a cache on the GPU, and what was read lately stays there: about 70 % of
+what a step reads is what the step before has read, and 90 % is among twice as many tokens read last
+(`benchmarks/notes/double.md`).
 """
 
 from dataclasses import dataclass
@@ -59,20 +60,20 @@ class TokenPlaces:
 
 
 def token_places(of: DoubleParameters, each: float = PLACES) -> TokenPlaces:
-    """Places for so many times the tokens that a step reads at most, at least 1, none taken.
+    """Places for so many times the tokens that a step reads at most, at least 1, none taken; at most `MOST_PLACES`.
 
-    Raises `UserError` for more than `MOST_PLACES`.
+    Raises `UserError` where a step reads more than that.
     """
     batch, kv_heads, context, head_dim = of.dense.keys.shape
     window = of.dense.layer.window
     seen = min(context, window) if window else context
     read = of.most_read(seen)
-    places = min(context, ceil(max(each, 1) * read))
-    if places > MOST_PLACES:
+    if read > MOST_PLACES:
         raise UserError(
-            f"a context of {context} tokens of which {of.policy.tokens} are read: {places} of a key head would stay on "
-            f"the GPU, expected at most {MOST_PLACES}; give a smaller context, or pack the model with a smaller share"
+            f"offload: a step reads up to {read} of {context} tokens, expected at most {MOST_PLACES}; give a smaller "
+            "context, or pack the model with a smaller share"
         )
+    places = min(context, MOST_PLACES, ceil(max(each, 1) * read))
     device = of.dense.keys.device
 
     def integers(*shape: int, value: int = 0) -> Tensor:

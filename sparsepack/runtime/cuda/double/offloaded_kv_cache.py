@@ -11,12 +11,13 @@ from sparsepack.runtime.kv_cache import AttentionShape
 
 
 class OffloadedKvCache(DoubleKvCache):
-    """See `DoubleKvCache`, whose results these are to the last bit; `double/offload.py` says how.
+    """See `DoubleKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its steps that
+    select. `double/offload.py` says how.
 
-    Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position, the
-    labels and 4 bytes * kv_heads, and for each place of a token keys, values and 8 bytes * kv_heads. Prefill brings a
-    layer's keys and values over in one piece for each chunk, into room that all layers share; dense steps read them
-    over the bus.
+    Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position and key
+    head, a label and 4 bytes, for each place a key, a value and 8 bytes, and for each token that a step reads 12 bytes.
+    Prefill brings a layer's keys and values over in one piece for each chunk, into room for one layer's whole cache of
+    a sequence that all share; dense steps read them over the bus.
 
     places -- for each token that a step reads at most, at least 1
 

@@ -224,10 +224,12 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     int rows = starts[CLUSTER];
 #else
     int rows = load_l2(counts + sequence);
+    __syncthreads();  // the queries are in units of log2
 #endif
-#if CLUSTER > 1 || !SELECTS
+#if CLUSTER > 1
     // An even part of all lists, whichever blocks have them.
     const int from = (int)((long long)rows * rank / CLUSTER), to = (int)((long long)rows * (rank + 1) / CLUSTER);
+    rows = to - from;
 #if SELECTS
     for (int entry = from + threadIdx.x; entry < to; entry += THREADS) {
         int of = 0, start = 0;
@@ -238,33 +240,44 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         const int token = load_there(address_of_block(list + entry - start, of));
         share[entry - from] = Segment(position, window, of).first + token;
     }
-#else
-    for (int entry = from + threadIdx.x; entry < to; entry += THREADS) share[entry - from] = load_l2(listed + entry);
-#endif
-    rows = to - from;
     __syncthreads();
+#else
+    listed += from;
+#endif
 #endif
 
     const int lane_row = warp * BATCH + lane / LANES;
     u8* const lane_ring = memory + warp * RING_BYTES + lane * 16;
     int next = lane_row;  // in the list
-#if CLUSTER > 1 || !SELECTS
-    const auto token_at = [&](int entry) { return share[entry]; };
+#if !SELECTS
+    int listed_next[DEEP];  // read a batch ahead, since it takes as long as a row
+    const auto look_ahead = [&]() {
+#pragma unroll
+        for (int d = 0; d < DEEP; ++d)
+            listed_next[d] = next + d * ABREAST < rows ? load_l2(listed + next + d * ABREAST) : 0;
+    };
+    look_ahead();
+    const auto token_at = [&](int, int d) { return listed_next[d]; };
+#elif CLUSTER > 1
+    const auto look_ahead = []() {};
+    const auto token_at = [&](int entry, int) { return share[entry]; };
 #else
-    const auto token_at = [&](int entry) { return segment.first + list[entry]; };
+    const auto look_ahead = []() {};
+    const auto token_at = [&](int entry, int) { return segment.first + list[entry]; };
 #endif
     const auto fetch_next = [&](int stage, bool real) {
         if (real) {
 #pragma unroll
             for (int d = 0; d < DEEP; ++d) {
                 const int entry = next + d * ABREAST;
-                const long long at = entry < rows ? (long long)token_at(entry) * HEAD_DIM + lane % LANES * CHUNK : 0;
+                const long long at = entry < rows ? (long long)token_at(entry, d) * HEAD_DIM + lane % LANES * CHUNK : 0;
                 fetch_row(lane_ring + stage * STAGE_BYTES + d * ABREAST * ROW_BYTES, keys + at, values + at,
                           entry < rows);
             }
         }
         copy_commit();
         next += BLOCK_ROWS;
+        look_ahead();
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch_next(i, warp * BATCH + i * BLOCK_ROWS < rows);
