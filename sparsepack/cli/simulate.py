@@ -15,7 +15,8 @@ from sparsepack.placement.options import SimulateOptions
     "--calibration",
     type=PATH,
     required=True,
-    help="A folder made by `sparsepack calibrate`: its frequencies give out the first places.",
+    help="A folder made by `sparsepack calibrate`: its frequencies give out the first places. For a trace made with "
+    "--share, another trace of the same kind, of other text.",
 )
 @from_options(SimulateOptions, "--cached")
 @from_options(SimulateOptions, "--policy")

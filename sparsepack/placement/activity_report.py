@@ -40,7 +40,7 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     layers  -- density; spread: its standard deviation over tokens; hottest and drift, among the block's own neurons
     pays, verdict -- whether to give places to the hottest neurons, and why, in a sentence
     """
-    layers = [_added([session[layer] for session in sessions]) for layer in range(len(sessions[0]))]
+    layers = [added([session[layer] for session in sessions]) for layer in range(len(sessions[0]))]
     whole = _joined(layers)
     hottest = [_hottest(whole, share) for share in SHARES]
     verdict = _verdict(whole.density, hottest[SHARES.index(JUDGED)])
@@ -101,7 +101,7 @@ def _counted(active: torch.Tensor) -> Activity:
     return Activity(active.sum(0), len(active), int(each.square().sum()))
 
 
-def _added(parts: Sequence[Activity]) -> Activity:
+def added(parts: Sequence[Activity]) -> Activity:
     """Several texts as one."""
     active = torch.stack([part.active for part in parts]).sum(0)
     return Activity(active, sum(part.tokens for part in parts), sum(part.squares for part in parts))

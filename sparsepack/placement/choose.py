@@ -7,27 +7,23 @@ import numpy as np
 def best(score: np.ndarray, resident: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Those with the highest scores, so many of each group: bool [groups, units].
 
-    score    -- float32 [groups, units], at least 0
+    score    -- float32 [groups, units]
     resident -- bool [groups, units]: of two with the same score, the one that is there stays; then the first one
     places   -- int [groups]
     """
     units = score.shape[1]
-    # A float32 that is not negative counts upwards with its bits. All keys differ, so a cut leaves as many as wanted.
-    key = score.view(np.uint32).astype(np.uint64) << np.uint64(32)
-    key |= resident.astype(np.uint64) << np.uint64(31)
-    key |= np.arange(units, dtype=np.uint64)[::-1]
     chosen = np.empty(score.shape, np.bool_)
-    for row, keys, count in zip(chosen, key, places, strict=True):
-        np.greater_equal(keys, _cut(keys, int(count)), out=row)
+    for row, scores, there, count in zip(chosen, score, resident, places, strict=True):
+        if count in (0, units):
+            row[:] = count
+            continue
+        cut = np.sort(scores)[units - count]  # faster than np.partition, where many are alike by far
+        np.greater_equal(scores, cut, out=row)
+        if too_many := int(np.count_nonzero(row)) - int(count):
+            alike = np.flatnonzero(scores == cut)
+            stay_first = np.argsort(~there[alike], kind="stable")
+            row[alike[stay_first[-too_many:]]] = False
     return chosen
-
-
-def _cut(keys: np.ndarray, count: int) -> np.uint64:
-    """The smallest of the `count` largest keys."""
-    if count == 0:
-        return np.uint64(2**64 - 1)  # which no key is: no score has all bits set
-    at = len(keys) - count
-    return np.uint64(np.partition(keys, at)[at])
 
 
 def swapped(score: np.ndarray, resident: np.ndarray, margin: float) -> np.ndarray:

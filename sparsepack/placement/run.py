@@ -10,15 +10,16 @@ import torch
 
 from sparsepack.calibrate import folder as calibration_folder
 from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.neurons import activity
+from sparsepack.calibrate.neurons import Activity, activity
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
+from sparsepack.placement.activity_report import added, trace_activity
 from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
 from sparsepack.placement.options import SimulateOptions
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.simulate import Outcome, play
-from sparsepack.placement.trace import Trace, load
+from sparsepack.placement.trace import Trace, is_trace, load
 from sparsepack.progress import progress
 
 PRICES = (1.0, 0.25)
@@ -36,9 +37,11 @@ class _Setting:
 
 
 def simulate(
-    trace: Trace | Path, calibration: Calibration | Path, options: SimulateOptions | None = None
+    trace: Trace | Path, calibration: Calibration | Trace | Path, options: SimulateOptions | None = None
 ) -> dict[str, Any]:
     """Play a trace; JSON-able.
+
+    calibration -- says how often each neuron is active; or another trace does, of other text and the same model
 
     results -- for each share of `cached` and each policy: places; hit_rate, the share of the active neurons that had
         places, of all sessions together, with its standard error over sessions; difference, of the sessions' hit rates
@@ -48,7 +51,8 @@ def simulate(
     bounds -- for each share and price of a move: what hits less `price` times moves cannot exceed, as a share of the
         active neurons; of single neurons only
 
-    Raises `PlacementError`, `CalibrationError`: they are not of one model, or the calibration has not counted neurons.
+    Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
+    has counted others than the trace has, which is of those above thresholds.
     """
     options = options or SimulateOptions()
     options.check()
@@ -57,7 +61,7 @@ def simulate(
     shares = options.shares if vram is None else (share_in(vram, SHAPES[options.shape]),)
     setting = _Setting(options.policies, shares, options.group)
     trace = trace if isinstance(trace, Trace) else load(trace)
-    made = calibration if isinstance(calibration, Calibration) else calibration_folder.load(calibration)
+    made = calibration if isinstance(calibration, Calibration | Trace) else _opened(calibration)
     frequency = _frequency(trace, made)
     order = _order(frequency, options)
     outcomes, limits = _played(trace, _grouped_frequency(frequency, order, options.group), order, setting)
@@ -83,17 +87,33 @@ def simulate(
     }
 
 
-def _frequency(trace: Trace, calibration: Calibration) -> np.ndarray:
-    """Calibrated, of all neurons: float64 [blocks, neurons]."""
+def _opened(path: Path) -> Calibration | Trace:
+    return load(path) if is_trace(path) else calibration_folder.load(path)
+
+
+def _frequency(trace: Trace, calibration: Calibration | Trace) -> np.ndarray:
+    """How often each neuron is active: float64 [blocks, neurons]."""
     trace.check_same_model(calibration.manifest["model"]["sha256"], "the calibration")
-    counted = activity(calibration)
-    widths = {len(layer.active) for layer in counted}
-    if len(counted) != trace.layers or widths != {trace.neurons}:
+    rule = calibration.manifest["rule"] if isinstance(calibration, Trace) else {"active": "nonzero"}
+    if rule != trace.manifest["rule"]:
         raise PlacementError(
-            f"{trace.path}: {trace.layers} blocks of {trace.neurons} neurons, the calibration has {len(counted)} of "
+            f"{trace.path}: who is active there is decided otherwise than in the calibration, which gives out the "
+            "places; give as --calibration a trace of other text that was made with the same --share and thresholds"
+        )
+    found = _of_trace(calibration) if isinstance(calibration, Trace) else activity(calibration)
+    widths = {len(layer.active) for layer in found}
+    if len(found) != trace.layers or widths != {trace.neurons}:
+        raise PlacementError(
+            f"{trace.path}: {trace.layers} blocks of {trace.neurons} neurons, the calibration has {len(found)} of "
             f"{max(widths)}; trace and calibrate again"
         )
-    return torch.stack([layer.frequency for layer in counted]).numpy()
+    return torch.stack([layer.frequency for layer in found]).numpy()
+
+
+def _of_trace(trace: Trace) -> tuple[Activity, ...]:
+    """Of all sessions together."""
+    sessions = [trace_activity(trace, number) for number in range(len(trace.sessions))]
+    return tuple(added([session[layer] for session in sessions]) for layer in range(trace.layers))
 
 
 def _order(frequency: np.ndarray, options: SimulateOptions) -> np.ndarray:

@@ -27,7 +27,8 @@ from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 SCHEMA = 1
 MANIFEST = "trace.json"
 _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "intermediate", "rule", "compute.dtype")
-_MOST = 100_000
+_MOST_BITS = 1 << 33
+"""Of a session's block: what is read is unpacked, and no file may ask for more memory than there is."""
 
 
 class _Model(Stored):
@@ -55,6 +56,7 @@ class _Session(Stored):
 
 class _Rule(Stored):
     active: Literal["nonzero", "threshold"]
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 class _Compute(Stored):
@@ -71,7 +73,7 @@ class _Manifest(Stored):
     rule: _Rule
     tokenizer: _Tokenizer
     texts: list[_Text]
-    sessions: Annotated[list[_Session], Field(min_length=1, max_length=_MOST)]
+    sessions: Annotated[list[_Session], Field(min_length=1, max_length=100_000)]
     compute: _Compute
     files: dict[Name, Name]
 
@@ -208,7 +210,11 @@ def load(path: Path) -> Trace:
             )
         found = checked(_Manifest, manifest)
         fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
+        if (found.rule.share is None) != (found.rule.active == "nonzero"):
+            raise ValueError(f"rule: {found.rule.active}, of a share of {found.rule.share}")
         for number, session in enumerate(found.sessions):
+            if session.tokens * found.intermediate > _MOST_BITS:
+                raise ValueError(f"session {number}: {session.tokens} tokens of {found.intermediate} neurons")
             if session.prompt >= session.tokens:
                 raise ValueError(f"session {number}: a prompt of {session.prompt} of {session.tokens} tokens")
             if session.text >= len(found.texts):

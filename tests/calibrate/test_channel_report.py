@@ -74,7 +74,8 @@ def test_inspect_shows_a_row_for_each_block(small_calibration, tmp_path):
     assert told.exit_code == 0
     assert "64 in each head" in told.output
     assert "25% by chance" in told.output
-    rows = [line for line in told.output.splitlines() if line.startswith("| ")]
+    channels, _ = told.output.split("neurons, over")
+    rows = [line for line in channels.splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows] == ["block", "0", "1", "2"]
     written = CliRunner().invoke(inspect, [str(tmp_path / "c"), "--json", "-"])
     report = json.loads(written.output)["attention_channels"]

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +30,9 @@ from sparsepack.models.heads import heads_of_config
 from sparsepack.models.rule import SiteRule
 from sparsepack.models.source_files import config_json, tokenizer_config
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.placement import trace as traces
+from sparsepack.placement.collect import trace as make_trace
+from sparsepack.placement.options import TraceOptions
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER
 from sparsepack.runtime.options import GenerateOptions
@@ -41,7 +45,7 @@ from tests.fuzz.harness import Broken, Target, command
 from tests.fuzz.mutate import bytes_changed, json_changed
 from tests.models_for_tests import TEXT, make_model
 
-TARGETS = ("artifact", "resealed", "checkpoint", "calibration", "thresholds", "recipe")
+TARGETS = ("artifact", "resealed", "checkpoint", "calibration", "trace", "thresholds", "recipe")
 _SMALL = {"num_hidden_layers": 1, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
@@ -55,6 +59,7 @@ def make_targets(folder: Path, names: Iterable[str] = TARGETS) -> Iterator[Targe
         "resealed": _resealed,
         "checkpoint": _checkpoint,
         "calibration": _calibration,
+        "trace": _trace,
         "thresholds": _thresholds,
         "recipe": _recipe,
     }
@@ -253,6 +258,40 @@ def _calibration(model: Path, folder: Path) -> Target:
         found.check_model(checkpoint)
 
     return Target("calibration", write, read)
+
+
+def _trace(model: Path, folder: Path) -> Target:
+    calibration, good = _calibrated(model, folder), folder / "trace"
+    text = Text("topics", (TEXT[:2000],), "topics")
+    options = TraceOptions(sessions=2, tokens=16, prompt=4, share=0.4)
+    whole = make_trace(open_checkpoint(model), text, good, options, calibration)
+    files = sorted(whole.manifest["files"])
+
+    def write(random: Random, into: Path) -> None:
+        shutil.copytree(good, into / "t")
+        manifest = into / "t" / traces.MANIFEST
+        if random.random() < 0.4:
+            name = random.choice(files)
+            path = into / "t" / name
+            data = path.read_bytes()
+            rows = bytes_changed(random, zlib.decompress(data))
+            path.write_bytes(random.choice((zlib.compress(rows), bytes_changed(random, data))))
+            value = json.loads(manifest.read_text())
+            value["files"][name] = sha256_file(path)
+            manifest.write_text(json.dumps(value))
+        if random.random() < 0.7:
+            changed = json_changed(random, manifest.read_text())
+            manifest.write_bytes(changed.encode("utf-8", "surrogatepass"))
+
+    def read(inside: Path) -> None:
+        path = inside / "t"
+        command("inspect", path)
+        command("simulate", path, "--calibration", good, "--cached", "0.3", "--policy", "static,slow,belady")
+        traces.load(path)
+        with contextlib.suppress(UserError):
+            traces.merge_folders(path, good, inside / "m")
+
+    return Target("trace", write, read)
 
 
 def _table(model: Path, folder: Path):

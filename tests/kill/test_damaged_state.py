@@ -18,6 +18,7 @@ _KILLED_AT = {  # share of the file operations after which there is a state of t
     "thresholds teal": 0.6,
     "thresholds global": 0.3,
     "prune": 0.3,
+    "trace": 0.5,
     "pack": 0.2,
 }
 _NAMES = [name for name in NAMES if name in _KILLED_AT]

@@ -49,6 +49,12 @@ def _prune(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["prune", _TINY, *given, "-o", str(work / "p"), "--overwrite"]
 
 
+def _trace(inputs: Path, work: Path, old: bool) -> list[str]:
+    given = ["--text", str(inputs / "text.txt"), "--sessions", "2", "--tokens", "16", "--prompt", "4"]
+    share = ["--share", "0.4" if old else "0.5", "--calibration", str(inputs / "c")]
+    return ["trace", _TINY, *given, *share, "-o", str(work / "n"), "--overwrite"]
+
+
 def _slide(inputs: Path, work: Path, old: bool) -> list[str]:
     kind = "slide-fp8" if old else "slide-int8"
     return ["pack", str(inputs / "p"), "--format", kind, "-o", str(work / "s"), "--overwrite"]
@@ -75,6 +81,7 @@ VERBS = {
         Verb("thresholds teal", _thresholds("--allocation", "teal"), ("t.json",)),
         Verb("thresholds global", _thresholds(*_LEARNT), ("t.json",)),
         Verb("prune", _prune, ("p",)),
+        Verb("trace", _trace, ("n",)),
         Verb("pack", _pack, ("m.gguf",)),
         Verb("pack slid", _slide, ("s",)),
         Verb("run", _run, tuple(f"work/{name}" for name in (*_OF_RUN, "report.json"))),

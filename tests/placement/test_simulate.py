@@ -14,8 +14,9 @@ from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, PlacementError
+from sparsepack.placement.collect import trace
 from sparsepack.placement.options import POLICIES as NAMES
-from sparsepack.placement.options import SimulateOptions
+from sparsepack.placement.options import SimulateOptions, TraceOptions
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
 from sparsepack.placement.run import simulate
@@ -118,6 +119,23 @@ def test_a_calibration_of_another_model_or_without_counts_is_refused(traced, cal
     layers = tuple({k: v for k, v in layer.items() if "neurons." not in k} for layer in made.layers)
     with pytest.raises(CalibrationError, match=r"has no neurons\.active"):
         simulate(traced, replace(made, layers=layers))
+
+
+def test_another_trace_can_say_how_often_each_neuron_is_active(traced, calibration):
+    result = simulate(traced, traced, SimulateOptions(cached="0.25", policy="static"))
+    frequency = np.stack([traced.session(session) for session in range(3)]).mean((0, 1)).reshape(3, 500)
+    resident = across_blocks(frequency, 375).resident.ravel()
+    decoded = np.concatenate([traced.session(session)[8:] for session in range(3)])
+    assert result["results"][0]["hit_rate"]["value"] == pytest.approx(decoded[:, resident].sum() / decoded.sum())
+    assert result["calibration"]["sha256"] == traced.sha256
+
+
+def test_counts_of_what_is_not_zero_give_no_places_to_what_is_above_a_threshold(relu, texts, calibration, tmp_path):
+    options = TraceOptions(sessions=3, tokens=48, prompt=8, share=0.2)
+    above = trace(relu, texts, tmp_path / "t", options, calibration)
+    with pytest.raises(PlacementError, match="give as --calibration a trace of other text that was made with the same"):
+        simulate(above, calibration)
+    assert simulate(above, above, SimulateOptions(cached="0.3", policy="static"))["density"] < 0.3
 
 
 @pytest.fixture

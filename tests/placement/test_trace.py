@@ -221,6 +221,11 @@ def test_a_damaged_bit_set_is_refused(copy, traced, tmp_path):
         (lambda value: value["sessions"][1].update(prompt=47), "session 1: a prompt of 47 of 47 tokens"),
         (lambda value: value["sessions"][1].update(text=1), "session 1: of text 1, there are 1"),
         (lambda value: value.update(intermediate="many"), "damaged"),
+        (lambda value: value.update(rule={"active": "threshold"}), "rule: threshold, of a share of None"),
+        (
+            lambda value: value["sessions"][0].update(tokens=1 << 24, prompt=0) or value.update(intermediate=1 << 20),
+            "session 0: 16777216 tokens of 1048576 neurons",
+        ),
         (lambda value: value["versions"].update(torch="\ud800"), "damaged"),
     ],
 )
