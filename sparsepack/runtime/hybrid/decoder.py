@@ -87,12 +87,13 @@ class HybridDecoder:
         cache_type: str | None,
         places: Places,
     ) -> None:
-        frequencies = [layer.neurons.frequency for layer in packed.layers if layer.neurons is not None]
+        neurons = [layer.neurons for layer in packed.layers if layer.neurons is not None]
         if device.type != "cpu":
             raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
         threads = threads or torch.get_num_threads()
         second = max(1, threads // 2)
-        self._frequency = torch.stack(frequencies).double().numpy()
+        self._order = torch.stack([block.order for block in neurons]).numpy()
+        self._frequency = self._by_model(torch.stack([block.frequency for block in neurons]).double().numpy())
         self._count = budget_of(places.cached, self._frequency)
         shape: tuple[int, int] = self._frequency.shape
         self._mlps = DividedMlps(
@@ -118,8 +119,8 @@ class HybridDecoder:
 
     @property
     def resident(self) -> np.ndarray:
-        """Who has places now: bool [blocks, neurons], in the order of the artifact."""
-        return self._mlps.residency.resident
+        """Who has places now: bool [blocks, neurons], by the model's numbers."""
+        return self._by_model(self._mlps.residency.resident)
 
     @property
     def attention_from(self) -> int | None:
@@ -144,7 +145,7 @@ class HybridDecoder:
         self._decoder.reset()
         nothing = np.zeros((0, *self._frequency.shape), np.uint8)
         placement, self._move = self._begin(Start(self._frequency, self._count, nothing, prompt=0))
-        self._mlps.place(placement.resident, anew=True)
+        self._mlps.place(self._as_stored(placement.resident), anew=True)
         self._served, self._seen = Served(), 0
 
     def truncate(self, length: int) -> None:
@@ -176,7 +177,7 @@ class HybridDecoder:
         before = self.resident
         resident, now = before, self._served
         tokens, needed, hits, moves = now.tokens, now.needed, now.hits, now.moves
-        for number, row in enumerate(self._mlps.needed()):
+        for number, row in enumerate(map(self._by_model, self._mlps.needed())):
             decoded = number >= prompt
             if decoded:
                 tokens += 1
@@ -189,4 +190,14 @@ class HybridDecoder:
             self._seen += 1
         self._served = Served(tokens, needed, hits, moves)
         if not np.array_equal(resident, before):
-            self._mlps.place(resident, anew=False)
+            self._mlps.place(self._as_stored(resident), anew=False)
+
+    def _by_model(self, stored: np.ndarray) -> np.ndarray:
+        """What is known of each neuron by the model's numbers, as in traces: policies break ties by these."""
+        known = np.empty_like(stored)
+        np.put_along_axis(known, self._order, stored, axis=1)
+        return known
+
+    def _as_stored(self, known: np.ndarray) -> np.ndarray:
+        """The inverse of `_by_model`."""
+        return np.take_along_axis(known, self._order, axis=1)

@@ -195,16 +195,17 @@ def test_who_is_served_is_who_is_active_in_the_stock_model() -> None:
     engine = engine_of(model(), "reference", places=Places(0.3, watched.begin))
     run(engine, 0)
     _, stock = stock_logits(stock_model(model()), model(), IDS, 0)
-    for number, layer in enumerate(model().layers):
-        expected = stock.inputs[number, "mlp_mid"] != 0  # in the order of the model
+    for number in range(len(model().layers)):
         found = torch.from_numpy(np.stack(watched.rows)[:, number]).bool()
-        assert torch.equal(found, expected[:, neurons_of(layer).order])
+        assert torch.equal(found, stock.inputs[number, "mlp_mid"] != 0)
     assert engine.served is not None
     assert engine.served.needed == sum(n for (_, name), n in engine.counts().active.items() if name == "mlp_records")
 
 
 def start_of(packed: PackedModel, needed: np.ndarray, prompt: int, cached: float) -> Start:
-    frequency = np.stack([neurons_of(layer).frequency.double().numpy() for layer in packed.layers])
+    """What the simulator knows, by the model's numbers."""
+    stored = [neurons_of(layer) for layer in packed.layers]
+    frequency = np.stack([block.frequency[block.order.argsort()].double().numpy() for block in stored])
     return Start(frequency, budget_of(cached, frequency), needed, prompt)
 
 
