@@ -21,6 +21,7 @@ from sparsepack.verb_module import callable_as
 if TYPE_CHECKING:
     from sparsepack.artifacts.plan import Plan
     from sparsepack.models.checkpoint import Checkpoint
+    from sparsepack.models.neurons import NeuronCounts
     from sparsepack.models.pruned import PruningRecord
     from sparsepack.sparsity.attention import FoundAttention
     from sparsepack.sparsity.thresholds import Thresholds
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PackRequest:
     """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none;
-    `sparse_attention` is from `calibration`, too."""
+    `sparse_attention` is from `calibration`, too, and so is the order of neurons in formats that have one."""
 
     model: str
     output: Path
@@ -82,7 +83,12 @@ class PackRequest:
             )
         if attention.sparse and self.calibration is None:
             raise PackingError("--attention needs --calibration, a folder made by `sparsepack calibrate`")
-        asked = self.thresholds is not None or self.allocation is not None or attention.sparse
+        if format.neurons and self.calibration is None:
+            raise PackingError(
+                f"format {format.name}: it stores neurons by how often they are active; "
+                "give --calibration, a folder made by `sparsepack calibrate`"
+            )
+        asked = format.neurons or self.thresholds is not None or self.allocation is not None or attention.sparse
         if self.calibration is not None and not asked:
             raise PackingError(
                 "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
@@ -120,10 +126,10 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     folder = format_of(request.format).folder
     check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
-    attention = attention_for(checkpoint, request)
+    attention, neurons = attention_for(checkpoint, request), neurons_for(checkpoint, request)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)
-        plan = plan_of(checkpoint, request, table, None, attention)
+        plan = plan_of(checkpoint, request, table, None, attention, neurons)
         if isinstance(plan, FolderPlan):
             plan = replace(plan, beside=lambda made: {CARD: model_card(made, file=request.output.name)})
         plan.write(request.output, request.overwrite)
@@ -136,8 +142,9 @@ def plan_of(
     table: Thresholds | None,
     pruning: PruningRecord | None = None,
     attention: FoundAttention | None = None,
+    neurons: NeuronCounts | None = None,
 ) -> Plan:
-    """The artifact that a request makes with these thresholds and this attention.
+    """The artifact that a request makes with these thresholds, this attention and these counts of active neurons.
 
     pruning -- what a model that is still to be pruned will say of itself; None: what it says
 
@@ -169,6 +176,7 @@ def plan_of(
         patterns=record.patterns if record else {},
         pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
         attention=section,
+        neurons=neurons,
         notes=attention.notes if attention else (),
         device=request.device,
     )
@@ -199,6 +207,22 @@ def attention_for(checkpoint: Checkpoint, request: PackRequest) -> FoundAttentio
     if options is None or not options.sparse or request.calibration is None:
         return None
     return find_attention(checkpoint, load(request.calibration), options)
+
+
+def neurons_for(checkpoint: Checkpoint, request: PackRequest) -> NeuronCounts | None:
+    """How often each neuron was active, for a format that stores them by it."""
+    import torch
+
+    from sparsepack.calibrate.folder import load
+    from sparsepack.calibrate.neurons import activity
+    from sparsepack.models.neurons import NeuronCounts
+
+    if not format_of(request.format).neurons or request.calibration is None:
+        return None
+    calibration = load(request.calibration)
+    calibration.check_model(checkpoint)
+    layers = activity(calibration)
+    return NeuronCounts(torch.stack([it.active for it in layers]), layers[0].tokens, calibration.sha256)
 
 
 callable_as(__name__, "sparsepack.pack:pack")

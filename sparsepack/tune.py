@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparsepack.artifacts.open import read_packed
+from sparsepack.codecs.matrices import ZIGZAG
 from sparsepack.runtime.backends import tuning_backend
 from sparsepack.runtime.tuning import GATES, SHAPES
 
@@ -19,10 +20,11 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     """
     backend = tuning_backend(device)
     sites = [
-        (name, (site.matrix.rows, site.matrix.columns))
+        (name, (matrix.rows, matrix.columns))
         for path in paths
         for layer in read_packed(path, verify=False).layers
-        for name, site in layer.sites.items()
+        for name, matrix in layer.matrices.items()
+        if matrix.type == ZIGZAG
     ]
     shapes = [shape for _, shape in sites] or SHAPES
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES

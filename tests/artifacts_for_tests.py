@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.artifacts.plan import Plan, PlanRequest
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.neurons import NeuronCounts
 from sparsepack.models.rule import Rules
 
 
@@ -21,6 +24,20 @@ def write_zigzag(
     plan = plan_zigzag(checkpoint, rules, **inside)
     plan.write(path, overwrite)
     return plan.notes
+
+
+def neuron_counts(checkpoint: Checkpoint, seed: int = 0) -> NeuronCounts:
+    """Counts as of a calibration, at random, with a neuron that is never active and one that always is."""
+    shape = (checkpoint.layers, checkpoint.config.intermediate_size)
+    active = torch.randint(0, 1000, shape, generator=torch.Generator().manual_seed(seed))
+    active[:, 0], active[:, -1] = 0, 1000
+    return NeuronCounts(active, 1000, "ab" * 32)
+
+
+def plan_neurons(checkpoint: Checkpoint, rules: Rules | None = None, **inside: Any) -> Plan:
+    """A neuron GGUF, not written yet; `inside` as `PlanRequest` takes it."""
+    inside = {"neurons": neuron_counts(checkpoint), **inside}
+    return FORMATS["neuron-q4_k"].plan(checkpoint, PlanRequest(rules or {}, **inside))
 
 
 def write_plain(checkpoint: Checkpoint, path: Path, type: str = "q4_k", **inside: Any) -> tuple[str, ...]:

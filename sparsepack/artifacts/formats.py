@@ -29,6 +29,7 @@ class Format:
     thresholds      -- whether it carries the rules of the sites
     attention       -- whether it carries a policy for sparse attention
     weight_sparsity -- whether it leaves out pruned weights
+    neurons         -- whether MLPs are stored by neurons, in the order of how often a calibration saw each active
     runs            -- whether an engine of ours runs it
     file_type       -- llama.cpp's enum llama_ftype, which viewers of GGUFs show
     """
@@ -41,6 +42,7 @@ class Format:
     thresholds: bool = False
     attention: bool = False
     weight_sparsity: bool = False
+    neurons: bool = False
     runs: bool = False
     file_type: int = 0
 
@@ -64,6 +66,7 @@ class Format:
 
 
 _ZIGZAG = "sparsepack.artifacts.gguf.zigzag"
+_NEURON = "sparsepack.artifacts.gguf.neuron"
 _PLAIN = "sparsepack.artifacts.gguf.plain"
 _SLID = "sparsepack.artifacts.folder.slid"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
@@ -75,6 +78,15 @@ FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
         Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", file_type=14, **_RUN),
+        Format(
+            "neuron-q4_k",
+            "also skips, exactly, inactive neurons of models with ReLU",
+            _NEURON,
+            "Q4_K",
+            neurons=True,
+            file_type=14,
+            **_RUN,
+        ),
         Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", file_type=14),
         Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", file_type=1),
         Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", file_type=32),

@@ -9,6 +9,7 @@ from typing import Any
 from sparsepack.artifacts.artifact import Artifact
 from sparsepack.artifacts.attention_summary import attention_summary
 from sparsepack.artifacts.manifest import PRUNING
+from sparsepack.artifacts.neurons import neuron_summary
 from sparsepack.artifacts.open import open_artifact
 
 _BLOCKS = ("blk.", "model.layers.")
@@ -47,6 +48,7 @@ def describe(path: Path) -> dict[str, Any]:
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
         "attention": attention_summary(artifact.manifest),
+        "neurons": neuron_summary(artifact.manifest, path) if artifact.format.neurons else None,
         "runs": artifact.format.runs,
         "provenance": {name: artifact.manifest.get(name) for name in _SHOWN},
         "notes": list(artifact.manifest["notes"]),

@@ -22,7 +22,7 @@ tensors of the second refuses both, and reads everything else."""
 _WITHOUT_ATTENTION = 2
 
 NEURONS = "neurons"
-"""A reserved key: an order of the MLP's neurons. Absent so far."""
+"""The key of what formats that store MLPs by neurons say of them: `artifacts.neurons`. Reserved in all others."""
 
 PRUNING = "pruning"
 """The key of what was pruned before: `models.pruned.PruningRecord.summary`."""
@@ -95,6 +95,7 @@ def make_manifest(
     notes: Iterable[str],
     sha256: str,
     attention: Mapping[str, Any] | None = None,
+    neurons: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The manifest of an artifact of `kind` made from `checkpoint`.
 
@@ -103,6 +104,7 @@ def make_manifest(
     notes      -- where the artifact differs from what was asked, a sentence each
     sha256     -- the checkpoint's, which a container may come to know only once it is written
     attention  -- the section of sparse attention: `artifacts.attention`
+    neurons    -- the section of an MLP's neurons: `artifacts.neurons`
     """
     if taken := set(provenance) & set(_OWN):
         raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
@@ -117,6 +119,7 @@ def make_manifest(
         },
         **provenance,
         **({ATTENTION: dict(attention)} if attention else {}),
+        **({NEURONS: dict(neurons)} if neurons else {}),
         "tensors": {name: dict(shape) for name, shape in tensors.items()},
         "notes": list(notes),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},

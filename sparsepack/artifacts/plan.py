@@ -12,6 +12,7 @@ import torch
 from sparsepack.codecs.pattern import Pattern
 from sparsepack.codecs.types import stored_bytes
 from sparsepack.errors import PackingError
+from sparsepack.models.neurons import NeuronCounts
 from sparsepack.models.rule import Rules
 
 
@@ -26,6 +27,7 @@ class PlanRequest:
     patterns       -- of the nonzero weights of each matrix that `prune` pruned, by its name without `.weight`
     pattern        -- of all matrices of the blocks instead, of a model that was pruned elsewhere
     attention      -- the manifest's section of sparse attention (`artifacts.attention`); None: every token is read
+    neurons        -- how often each neuron was active, for formats that store them by it
     notes          -- what the user is told beside the format's own
     device         -- where the encoders run
     """
@@ -37,6 +39,7 @@ class PlanRequest:
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
     pattern: Pattern | None = None
     attention: Mapping[str, Any] | None = None
+    neurons: NeuronCounts | None = None
     notes: tuple[str, ...] = ()
     device: str = "cpu"
 

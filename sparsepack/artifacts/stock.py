@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsepack.codecs import neurons
 from sparsepack.codecs.matrices import decode_matrix, zigzag_rows
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, Family
-from sparsepack.models.packed import PackedModel, PackedSite
+from sparsepack.models.packed import PackedModel, PackedNeurons, PackedSite
 from sparsepack.models.rule import Rules, SiteKey
 from sparsepack.models.skipped import sparse_sites_of
 from sparsepack.models.sparse_attention import SparseAttention
@@ -123,8 +124,10 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
         prefix = f"model.layers.{index}"
         for norm, module in family.norms.items():
             makers[f"{prefix}.{module}.weight"] = partial(_same, layer.norms[norm])
-        for site, projections in family.projections.items():
-            makers |= _site_makers(prefix, projections, layer.sites[site])
+        for name, site in layer.sites.items():
+            makers |= _site_makers(prefix, family.projections[name], site)
+        if layer.neurons is not None:
+            makers |= _neuron_makers(prefix, family, layer.neurons)
 
     def tensor(name: str) -> Tensor:
         if name not in makers:
@@ -132,6 +135,18 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
         return makers[name]()
 
     return tensor
+
+
+def _neuron_makers(prefix: str, family: Family, packed: PackedNeurons) -> Mapping[str, Callable[[], Tensor]]:
+    """The matrices of an MLP that is stored by neurons, these in the order of the model."""
+    places = neurons.original_order(packed.order)
+    (gate, up), (down,) = family.projections["mlp_in"], family.projections["mlp_mid"]
+    makers = {
+        gate: lambda: decode_matrix(packed.gate)[places],
+        up: lambda: neurons.unpack(packed.records.blocks)[0][places],
+        down: lambda: neurons.unpack(packed.records.blocks)[1][:, places],
+    }
+    return {f"{prefix}.{projection}.weight": maker for projection, maker in makers.items()}
 
 
 def _same(value: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], l
     if settings.generate:
         name = f"tg{settings.generate}" + (f" x {settings.batch}" if settings.batch > 1 else "")
         tests.append(_Test(name, "dense", 0, settings.generate))
-        if packed.rules or packed.attention:
+        if packed.rules or packed.attention or packed.by_neurons:
             tests.append(_Test(name, "sparse", 0, settings.generate))
         else:
             notes.append(
@@ -236,7 +236,7 @@ def _row(
         "gpu_info": backend_named(engine.backend).open().describe(engine.device),
         "backends": engine.backend,
         "model_filename": filename,
-        "model_type": f"{packed.architecture.model_type} zigzag-q4_k",
+        "model_type": f"{packed.architecture.model_type} {packed.manifest['kind']}",
         "model_size": traffic.stored_bytes(packed),
         "model_n_params": traffic.parameters(packed),
         "n_threads": engine.threads,

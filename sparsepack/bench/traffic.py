@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from sparsepack.models.packed import PackedModel, PackedSite
+from sparsepack.models.packed import PackedModel
 
 Activity = Mapping[tuple[int, str], float]
-"""Share of active columns per (layer, site), as `Engine.activity` returns it; a site not named is wholly active."""
+"""Share of active columns per (layer, site), and of records, as `Engine.activity` returns it; what is not named is
+wholly active."""
 
 
 def parameters(packed: PackedModel) -> int:
@@ -16,31 +17,31 @@ def parameters(packed: PackedModel) -> int:
     count = packed.output_norm.numel() + sum(m.rows * m.columns for m in matrices)
     for layer in packed.layers:
         count += sum(norm.numel() for norm in layer.norms.values())
-        for site in layer.sites.values():
-            count += site.matrix.rows * site.matrix.columns + (0 if site.bias is None else site.bias.numel())
+        count += sum(matrix.rows * matrix.columns for matrix in layer.matrices.values())
+        count += sum(site.bias.numel() for site in layer.sites.values() if site.bias is not None)
     return count
 
 
 def stored_bytes(packed: PackedModel) -> int:
     """Bytes of all stored tensors, padding rows included, metadata not."""
     embedding = 0 if packed.architecture.tied else packed.embedding.blocks.nbytes
-    return embedding + _always_read(packed) + sum(site.matrix.blocks.nbytes for site in _sites(packed))
+    return (
+        embedding
+        + _always_read(packed)
+        + sum(matrix.blocks.nbytes for layer in packed.layers for matrix in layer.matrices.values())
+    )
 
 
 def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
-    """Stored bytes that decoding one token needs: the active columns of every site, the output matrix, one row of the
+    """Stored bytes that decoding one token needs: active columns and records, the output matrix, one row of the
     embedding, norms, biases and rules. The KV cache, which grows with the text, is left out."""
-    sites = sum(
-        site.matrix.blocks.nbytes * activity.get((number, name), 1.0)
+    blocks = sum(
+        matrix.blocks.nbytes * activity.get((number, name), 1.0)
         for number, layer in enumerate(packed.layers)
-        for name, site in layer.sites.items()
+        for name, matrix in layer.matrices.items()
     )
     row = packed.embedding.blocks.nbytes / packed.embedding.rows
-    return sites + row + _always_read(packed)
-
-
-def _sites(packed: PackedModel) -> list[PackedSite]:
-    return [site for layer in packed.layers for site in layer.sites.values()]
+    return blocks + row + _always_read(packed)
 
 
 def _always_read(packed: PackedModel) -> int:

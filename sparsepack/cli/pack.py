@@ -22,7 +22,9 @@ from sparsepack.pack import PackRequest
 @click.argument("model")
 @from_options(PackRequest, "--format")
 @click.option(
-    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`; needed for --sparsity and --attention."
+    "--calibration",
+    type=PATH,
+    help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k.",
 )
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation

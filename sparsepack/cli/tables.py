@@ -169,6 +169,8 @@ def artifact_table(description: Mapping[str, Any]) -> str:
         parts.append(thresholds_table(description["thresholds"]))
     if description["attention"]:
         parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
+    if description["neurons"]:
+        parts.append(f"neurons: {description['neurons']['in_words']}")
     if description["padding_rows"]:
         parts.append(f"padding rows: {sum(description['padding_rows'].values()):,} in all")
     parts.append(

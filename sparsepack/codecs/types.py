@@ -19,6 +19,7 @@ BLOCKS: Mapping[str, tuple[int, int]] = {
     "F8_E4M3": (1, 1),
     "U8": (1, 1),
     "I8": (1, 1),
+    "I32": (1, 4),
 }
 """Weights that are stored together, and the bytes that they take."""
 

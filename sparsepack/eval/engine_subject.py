@@ -14,7 +14,7 @@ from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.tokens_read import TokensRead
-from sparsepack.models.packed import PackedModel
+from sparsepack.models.packed import MLP_RECORDS, PackedModel
 from sparsepack.models.rule import SiteKey
 from sparsepack.models.skipped import sparse_sites_of
 from sparsepack.models.sparse_attention import SparseAttention
@@ -93,9 +93,14 @@ class EngineScorer:
         self._inactive: dict[SiteKey, float] = {}
 
     def realised(self) -> dict[SiteKey, float]:
-        """Share of inactive channels per sparse site over all sparse positions so far; empty before the first."""
-        rules = self._packed.rules
-        return {key: inactive / self._decoded for key, inactive in self._inactive.items() if key in rules}
+        """Share of inactive channels per sparse site, and of inactive neurons where MLPs are stored by them, over all
+        sparse positions so far; empty before the first."""
+        sparse = self._packed.rules.keys()
+        return {
+            (layer, name): inactive / self._decoded
+            for (layer, name), inactive in self._inactive.items()
+            if (layer, name) in sparse or name == MLP_RECORDS
+        }
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,8 @@ class EngineSubject:
 
     @property
     def sparse(self) -> bool:
-        """Whether any site or any attention skips anything."""
-        return bool(self.packed.rules) or self.attention is not None
+        """Whether any site, any attention or any MLP skips anything."""
+        return bool(self.packed.rules) or self.attention is not None or self.packed.by_neurons
 
     @property
     def attention(self) -> SparseAttention | None:
@@ -160,9 +165,9 @@ class EngineSubject:
     def parameter_shares(self) -> Mapping[SiteKey, float]:
         """Each site's share of the parameters of all sites."""
         sizes = {
-            (n, name): site.matrix.rows * site.matrix.columns
+            (n, name): matrix.rows * matrix.columns
             for n, layer in enumerate(self.packed.layers)
-            for name, site in layer.sites.items()
+            for name, matrix in layer.matrices.items()
         }
         total = sum(sizes.values())
         return {key: size / total for key, size in sizes.items()}

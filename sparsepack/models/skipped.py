@@ -1,8 +1,8 @@
 """How much a decoded token skips: one definition for everything that measures, judges or shows it.
 
 It is the share of all block weights - of the site matrices of every block, also of those that stay dense - that lie in
-inactive columns. Beside it stands the same share of the sites that may be sparse: a target is about these. The two
-differ only where sites were kept dense.
+inactive columns, or, where an MLP is stored by neurons, in the records of inactive ones. Beside it stands the same
+share of the sites that may be sparse: a target is about these. The two differ only where sites were kept dense.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def skipped(
 def skipped_weights(packed: PackedModel, activity: Mapping[SiteKey, float]) -> Skipped:
     """What a packed model skipped where so much of each site was active; a site that is not named was so wholly."""
     weights = {
-        (number, name): site.matrix.rows * site.matrix.columns
+        (number, name): matrix.rows * matrix.columns
         for number, layer in enumerate(packed.layers)
-        for name, site in layer.sites.items()
+        for name, matrix in layer.matrices.items()
     }
     inactive = {key: 1 - share for key, share in activity.items()}
     return skipped(weights, inactive, sparse_sites_of(packed.manifest, packed.rules))

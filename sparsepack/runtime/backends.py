@@ -33,6 +33,7 @@ class Backend:
     sequences   -- texts that it decodes together at most
     offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
+    neurons     -- whether it runs models whose MLPs are stored by neurons
     """
 
     name: str
@@ -44,6 +45,7 @@ class Backend:
     sequences: int = 1
     offloads: bool = False
     tunes: bool = False
+    neurons: bool = False
 
     def open(self) -> BackendModule:
         """The module that does the work."""
@@ -55,6 +57,15 @@ class Backend:
             raise UserError(
                 f"device {device}: the {self.name} backend runs on {self.hardware}; "
                 f"use device {self.devices[0]} or the reference backend"
+            )
+
+    def check_model(self, packed: PackedModel) -> None:
+        """Raise `UserError` for a model that it does not run."""
+        if packed.by_neurons and not self.neurons:
+            able = " and ".join(row.name for row in BACKENDS.values() if row.neurons)
+            raise UserError(
+                f"the {self.name} backend does not run models by neurons, {able} do; "
+                "use one of these, or pack the model as zigzag-q4_k"
             )
 
     def checked_cache_type(self, asked: str | None) -> str:
@@ -138,6 +149,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 devices=(),
                 module="sparsepack.runtime.reference_backend",
                 cache_types=("f32",),
+                neurons=True,
             ),
             Backend(
                 "cpu",
@@ -147,6 +159,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.cpu.backend",
                 cache_types=("f16",),
                 tunes=True,
+                neurons=True,
             ),
             Backend(
                 "cuda",

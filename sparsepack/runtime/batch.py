@@ -40,6 +40,7 @@ class BatchEngine:
     ) -> None:
         self.device = torch.device(device)
         row = batch_backend(sequences, device, backend)
+        row.check_model(packed)
         self.backend = row.name
         self.packed = packed
         self.architecture = packed.architecture

@@ -43,8 +43,9 @@ class Engine:
     `runtime/cuda/decoder.py`). `backend` is the one that was taken, `notes` says why where that is not the best one,
     `description` what runs in a few words.
 
-    Raises `UserError` for an unknown backend or device, a backend that cannot run there, a cache type that it does not
-    have, a context the model was not made for, or an offload that the backend or the model does not know.
+    Raises `UserError` for an unknown backend or device, a backend that cannot run there or not run this model, a cache
+    type that it does not have, a context the model was not made for, or an offload that the backend or the model does
+    not know.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Engine:
         self.device = torch.device(device)
         self.context = checked_context(context, packed.architecture.context)
         self.dense = dense
-        self.backend, self.notes = _chosen(backend, self.device)
+        self.backend, self.notes = _chosen(backend, self.device, packed)
         row = backend_named(self.backend)
         cache_type = row.checked_cache_type(cache_type)
         self.offload = offload
@@ -245,17 +246,18 @@ def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: 
     if not stepped:
         return {}
     return {
-        (layer, name): count / (stepped * packed.layers[layer].sites[name].matrix.columns)
-        for (layer, name), count in active.items()
+        (layer, name): count / (stepped * packed.layers[layer].units[name]) for (layer, name), count in active.items()
     }
 
 
-def _chosen(asked: str | None, device: torch.device) -> tuple[str, tuple[str, ...]]:
+def _chosen(asked: str | None, device: torch.device, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
     """The backend to run, and why where it is not the best for the device."""
     if asked is not None:
-        return backend_named(asked).name, ()
+        backend_named(asked).check_model(packed)
+        return asked, ()
     best = backend_for(device)
     try:
+        best.check_model(packed)
         best.open().usable(device)
     except UserError as error:
         return "reference", (f"note: the reference backend runs: {error}",)

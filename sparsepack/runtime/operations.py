@@ -33,6 +33,15 @@ class Operations(Protocol):
     def matmul(self, weight: Any, x: Tensor) -> Tensor:
         """X W^T of a matrix stored by rows."""
 
+    def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+        """Prepare neuron records for `neuron_ffn` and `neuron_matmul`."""
+
+    def neuron_ffn(self, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+        """The sum over active neurons of gate_n (up_n . x) down_n."""
+
+    def neuron_matmul(self, neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
+        """The same for several positions, with every neuron."""
+
     def new_kv_cache(
         self, shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None
     ) -> KvCache:

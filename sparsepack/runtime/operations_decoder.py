@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
+from sparsepack.models.packed import MLP_GATE, MLP_RECORDS, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.rule import SiteRule
 from sparsepack.runtime import reference
 from sparsepack.runtime.decoder import attention_of
@@ -26,8 +26,8 @@ class _Mode(Enum):
 
     PREFILL = "dense, not counted"
     DENSE = "dense, counted"
-    STEP = "one position, inactive columns not read"
-    MASKED = "several positions, inactive columns read but zero: the same sums as STEP"
+    STEP = "one position, inactive columns and neurons not read"
+    MASKED = "several positions, what is inactive read but zero: the same sums as STEP"
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,18 @@ class _Site:
 
 
 @dataclass(frozen=True)
+class _Neurons:
+    """A loaded MLP by neurons."""
+
+    gate: Any
+    records: Any
+
+
+@dataclass(frozen=True)
 class _Layer:
     sites: dict[str, _Site]
     norms: dict[str, Tensor]
+    neurons: _Neurons | None
 
 
 class OperationsDecoder:
@@ -110,8 +119,8 @@ class OperationsDecoder:
         self._stepped = 0
         self._active = {
             (number, name): torch.zeros((), dtype=torch.int64, device=self._device)
-            for number, layer in enumerate(self._layers)
-            for name in layer.sites
+            for number, layer in enumerate(self._packed.layers)
+            for name in layer.units
         }
 
     def truncate(self, length: int) -> None:
@@ -157,9 +166,27 @@ class OperationsDecoder:
         return self._product(number, "attn_out", self._cache.attend(number, queries, sparse=sparse), mode)
 
     def _mlp(self, number: int, x: Tensor, mode: _Mode) -> Tensor:
-        gate, up = self._product(number, "mlp_in", x, mode).chunk(2, dim=-1)
         activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
+        neurons = self._layers[number].neurons
+        if neurons is not None:
+            gate = activation(self._operations.zigzag_matmul(neurons.gate, x))
+            return self._by_neurons(number, neurons.records, x, gate, mode)
+        gate, up = self._product(number, "mlp_in", x, mode).chunk(2, dim=-1)
         return self._product(number, "mlp_mid", activation(gate) * up, mode)
+
+    def _by_neurons(self, number: int, records: Any, x: Tensor, gate: Tensor, mode: _Mode) -> Tensor:
+        """What an MLP makes of x [S, hidden], whose gate is known [S, neurons]: [S, hidden]."""
+        if mode is not _Mode.PREFILL:
+            self._active[number, MLP_GATE] += x.numel()
+        if mode is _Mode.STEP:
+            indices, count = self._operations.collect(gate[0], torch.zeros((), device=gate.device))
+            self._active[number, MLP_RECORDS] += count
+            return self._operations.neuron_ffn(records, x[0], gate[0], indices, count)[None]
+        if mode is _Mode.DENSE:
+            self._active[number, MLP_RECORDS] += gate.numel()
+        elif mode is _Mode.MASKED:
+            self._active[number, MLP_RECORDS] += gate.count_nonzero()
+        return self._operations.neuron_matmul(records, x, gate)
 
     def _product(self, number: int, name: str, x: Tensor, mode: _Mode) -> Tensor:
         """The output rows of a site for x [S, columns]: [S, rows]."""
@@ -197,7 +224,10 @@ def torch_threads(threads: int | None) -> Iterator[None]:
 
 def _loaded(layer: PackedLayer, operations: Operations, device: torch.device) -> _Layer:
     sites = {name: _loaded_site(site, operations, device) for name, site in layer.sites.items()}
-    return _Layer(sites, {name: norm.to(device) for name, norm in layer.norms.items()})
+    neurons = None
+    if (of := layer.neurons) is not None:
+        neurons = _Neurons(operations.load_zigzag(of.gate, device), operations.load_neurons(of.records, device))
+    return _Layer(sites, {name: norm.to(device) for name, norm in layer.norms.items()}, neurons)
 
 
 def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> _Site:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsepack.codecs import neurons as codec
 from sparsepack.codecs import q4_k
 from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, decode_rows
 
@@ -118,6 +119,43 @@ def zigzag_matmul(matrix: ZigzagMatrix, x: Tensor) -> Tensor:
 def matmul(weight: Tensor, x: Tensor) -> Tensor:
     """Y = X W^T for a matrix loaded by `load_rows`: float32 [S, columns] -> float32 [S, rows]."""
     return F.linear(x, weight)
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """Decoded neuron records: of each neuron its row of up and its column of down, float32 [neurons, hidden] each."""
+
+    up: Tensor
+    down: Tensor
+
+
+def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> Neurons:
+    """Decode stored neuron records on a device. Takes 4 bytes a weight."""
+    up, down = codec.unpack(records.blocks.to(device))
+    return Neurons(up, down.t())
+
+
+def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """y = sum over active n of gate_n (up_n . x) down_n: an MLP that reads the records of active neurons alone (KAIROX,
+    section 8). The same as with every neuron, as far as the others have a gate of exactly zero.
+
+    x              -- float32 [hidden]
+    gate           -- float32 [neurons], after the activation
+    indices, count -- as `collect` returns them, of the gate
+
+    Returns float32 [hidden], summed over the active neurons in ascending order, in float32: the same bits every run. No
+    active neuron gives zeros.
+    """
+    active, values = _active(gate, indices, count)
+    inner = values * torch.mv(neurons.up[active], x)
+    bag = torch.zeros(1, dtype=active.dtype, device=x.device)
+    # One bag: a weighted sum of the active rows of down, added one after the other.
+    return F.embedding_bag(active, neurons.down, offsets=bag, mode="sum", per_sample_weights=inner)[0]
+
+
+def neuron_matmul(neurons: Neurons, x: Tensor, gate: Tensor) -> Tensor:
+    """As `neuron_ffn` for several positions and every neuron: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
+    return (gate * F.linear(x, neurons.up)) @ neurons.down
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

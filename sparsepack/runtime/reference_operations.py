@@ -4,10 +4,31 @@ import torch
 
 from sparsepack.runtime.double.reference import DoubleKvCache
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
-from sparsepack.runtime.reference import collect, load_rows, load_zigzag, matmul, zigzag_gemv, zigzag_matmul
+from sparsepack.runtime.reference import (
+    collect,
+    load_neurons,
+    load_rows,
+    load_zigzag,
+    matmul,
+    neuron_ffn,
+    neuron_matmul,
+    zigzag_gemv,
+    zigzag_matmul,
+)
 from sparsepack.runtime.reference_kv_cache import DenseKvCache
 
-__all__ = ["collect", "load_rows", "load_zigzag", "matmul", "new_kv_cache", "zigzag_gemv", "zigzag_matmul"]
+__all__ = [
+    "collect",
+    "load_neurons",
+    "load_rows",
+    "load_zigzag",
+    "matmul",
+    "neuron_ffn",
+    "neuron_matmul",
+    "new_kv_cache",
+    "zigzag_gemv",
+    "zigzag_matmul",
+]
 
 
 def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None) -> KvCache:

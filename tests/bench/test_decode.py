@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_models import random_model, stock_model, with_rules
+from packed_models import by_neurons, random_model, stock_model, with_rules
 
 from sparsepack.bench import decode, machine, traffic
 from sparsepack.bench.decode import bench_decode
@@ -206,3 +206,16 @@ def test_tests_beyond_the_context_or_the_text_are_errors() -> None:
         bench_decode(sparse_model(), BenchSettings(prompt=65, generate=0))
     with pytest.raises(UserError, match="text of 3 tokens: the tests take 12"):
         bench_decode(sparse_model(), SETTINGS, ids=TEXT[:3])
+
+
+def test_a_model_by_neurons_is_measured_with_and_without_skipping_them() -> None:
+    packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
+    _, dense, sparse = bench_decode(packed, SETTINGS, "model.gguf", TEXT)["tests"]
+    assert [row["mode"] for row in (dense, sparse)] == ["dense", "sparse"]
+    assert {row["model_type"] for row in (dense, sparse)} == {"llama neuron-q4_k"}
+    records = sum(layer.matrices["mlp_records"].blocks.nbytes for layer in packed.layers)
+    saved = dense["bytes_per_token"] - sparse["bytes_per_token"]
+    assert 0.3 * records < saved < 0.7 * records
+    assert dense["realised_sparsity"] == 0
+    assert sparse["realised_sparsity"] > 0.1
+    assert dense["model_size"] == traffic.stored_bytes(packed)

@@ -39,7 +39,7 @@ from sparsepack.runtime.options import GenerateOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import read_thresholds
-from tests.artifacts_for_tests import write_plain, write_zigzag
+from tests.artifacts_for_tests import plan_neurons, write_plain, write_zigzag
 from tests.fuzz import sealed_gguf
 from tests.fuzz.harness import Broken, Target, command
 from tests.fuzz.mutate import bytes_changed, json_changed
@@ -80,9 +80,19 @@ def _files(model: Path, folder: Path) -> list[Path]:
     table = _table(model, folder)
     write_zigzag(checkpoint, rules, folder / "zigzag.gguf", provenance={**provenance, "thresholds": table.summary()})
     write_zigzag(checkpoint, {}, folder / "attention.gguf", attention=_attention(checkpoint))
+    plan_neurons(open_checkpoint(_relu(model, folder / "relu"))).write(folder / "neuron.gguf")
     write_plain(checkpoint, folder / "plain.gguf")
     write_plain(checkpoint, folder / "f16.gguf", "f16")
-    return [folder / name for name in ("zigzag.gguf", "zigzag.gguf", "attention.gguf", "plain.gguf", "f16.gguf")]
+    names = ("zigzag", "zigzag", "attention", "neuron", "plain", "f16")
+    return [folder / f"{name}.gguf" for name in names]
+
+
+def _relu(model: Path, folder: Path) -> Path:
+    """The same model with another activation."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    return folder
 
 
 def _attention(checkpoint: Checkpoint) -> dict[str, Any]:

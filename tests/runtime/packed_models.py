@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsepack.artifacts.stock import dequantised
-from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
+from sparsepack.codecs import neurons, zigzag
+from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
+from sparsepack.models.packed import PackedLayer, PackedModel, PackedNeurons, PackedSite
 from sparsepack.models.rule import SiteRule, sparsify
 from sparsepack.models.whole import build_model
 
@@ -129,8 +129,27 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         output=embedding if config.tie_word_embeddings else by_rows("lm_head.weight", "BF16"),
         config_json=config.to_json_string(),
         tokenizer_json="{}",
-        manifest={"model": {"name": f"random {variant}"}},
+        manifest={"kind": "zigzag-q4_k", "model": {"name": f"random {variant}"}},
     )
+
+
+def by_neurons(packed: PackedModel, seed: int = 0) -> PackedModel:
+    """The same model, quantised once more, its MLPs stored by neurons in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for layer in packed.layers:
+        sites = dict(layer.sites)
+        gate, up = decode_matrix(sites.pop("mlp_in").matrix).chunk(2)
+        down = decode_matrix(sites.pop("mlp_mid").matrix)
+        order = torch.randperm(len(gate), generator=generator)
+        packed_neurons = PackedNeurons(
+            gate=PackedMatrix(zigzag.pack(gate[order]), ZIGZAG, *gate.shape),
+            records=PackedMatrix(neurons.pack(up, down, order), "Q4_K", len(gate), 2 * gate.shape[1]),
+            frequency=torch.linspace(1, 0, len(gate)),
+            order=order,
+        )
+        layers.append(PackedLayer(sites, layer.norms, packed_neurons))
+    return dataclasses.replace(packed, layers=tuple(layers), manifest={**packed.manifest, "kind": "neuron-q4_k"})
 
 
 def stock_model(packed: PackedModel) -> Any:
@@ -151,7 +170,8 @@ class Sparsifier:
     def __call__(self, layer: int, site: str, x: Tensor) -> Tensor:
         sparse = x[:, self.sparse_from :]
         self.inputs[layer, site] = sparse[0]
-        rule = self.packed.layers[layer].sites[site].rule
+        stored = self.packed.layers[layer].sites.get(site)
+        rule = None if stored is None else stored.rule
         return x if rule is None else torch.cat([x[:, : self.sparse_from], sparsify(sparse, rule)], dim=1)
 
 

@@ -21,7 +21,7 @@ attention is a section of the manifest (`artifacts.attention`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,9 @@ from sparsepack.models.source_files import chat_template, config_json
 
 ALIGNMENT = 64  # a cache line: what the kernels load
 
+Block = Callable[[Architecture, int], Iterator[PlannedGroup]]
+"""Makes the matrices of a block, by its number, and what belongs to them."""
+
 
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
     """A zigzag GGUF that has been opened."""
@@ -74,14 +77,36 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` for a type that does not fit
     or a rule of another model; writing raises it naming a tensor whose weights are not finite.
     """
+
+    def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
+        for site in SITES:
+            yield from planned_site(checkpoint, architecture, layer, site, request)
+
+    return engine_plan(format, checkpoint, request, block)
+
+
+def engine_plan(
+    format: Format,
+    checkpoint: Checkpoint,
+    request: PlanRequest,
+    block: Block,
+    neurons: Mapping[str, Any] | None = None,
+) -> GgufPlan:
+    """A file that an engine runs.
+
+    block   -- the matrices of a block, and what belongs to them
+    neurons -- the manifest's section of them
+
+    Raises `PackingError` as `plan`.
+    """
     _check_rules(checkpoint, request.rules)
-    architecture = _numbers(checkpoint)
+    architecture = numbers_of(checkpoint)
     embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
-    groups = tuple(_groups(checkpoint, architecture, request.rules, embedding, request.device))
+    groups = tuple(_groups(checkpoint, architecture, block, embedding, request.device))
     shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
     notes += request.notes
     manifest = make_manifest(
-        format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256, request.attention
+        format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256, request.attention, neurons
     )
     values = manifest_values(manifest) | {
         OWN_CONFIG: string(config_json(checkpoint)),
@@ -102,7 +127,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     )
 
 
-def _numbers(checkpoint: Checkpoint) -> Architecture:
+def numbers_of(checkpoint: Checkpoint) -> Architecture:
+    """The numbers that an engine needs. Raises `PackingError` for a model that none can run."""
     try:
         return checkpoint.architecture
     except CheckpointError as error:
@@ -112,7 +138,7 @@ def _numbers(checkpoint: Checkpoint) -> Architecture:
 def _groups(
     checkpoint: Checkpoint,
     architecture: Architecture,
-    rules: Rules,
+    block: Block,
     embedding: Mapping[str, str],
     device: str,
 ) -> Iterator[PlannedGroup]:
@@ -131,20 +157,19 @@ def _groups(
     for layer in range(checkpoint.layers):
         for name, module in checkpoint.family.norms.items():
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
-        for site, (parts, columns) in site_shapes(architecture).items():
-            yield from _planned_site(checkpoint, layer, site, sum(parts), columns, device)
-            rule = rules.get((layer, site))
-            if rule is not None and not rule.dense:
-                yield from _planned_rule(f"blk.{layer}.{site}", rule)
+        yield from block(architecture, layer)
     yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
     if "output.weight" in embedding:
         yield matrix("output.weight", HEAD)
 
 
-def _planned_site(
-    checkpoint: Checkpoint, layer: int, site: str, rows: int, columns: int, device: str
+def planned_site(
+    checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str, request: PlanRequest
 ) -> Iterator[PlannedGroup]:
-    name = f"blk.{layer}.{site}"
+    """A site's matrix, its bias and its rule. Raises `PackingError` where the matrix is not the configuration's."""
+    name, device = f"blk.{layer}.{site}", request.device
+    parts, columns = site_shapes(architecture)[site]
+    rows = sum(parts)
     if checkpoint.stacked_shape(site, layer) != (rows, columns):
         found = checkpoint.stacked_shape(site, layer)
         raise PackingError(f"{name}: the weights are {found}, config.json means {(rows, columns)}; is it this model's?")
@@ -162,6 +187,9 @@ def _planned_site(
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
         yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
+    rule = request.rules.get((layer, site))
+    if rule is not None and not rule.dense:
+        yield from _planned_rule(name, rule)
 
 
 def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:

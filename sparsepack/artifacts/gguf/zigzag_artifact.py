@@ -27,7 +27,7 @@ class ZigzagArtifact(GgufArtifact):
     """A zigzag GGUF."""
 
     def packed(self) -> PackedModel:
-        packed = read_model(self.file, self.manifest)
+        packed = self._read()
         if found := not_yet_run(self.manifest, self.tensors):
             raise ArtifactError(
                 f"{self.path}: {found} changes how the model must be run, which sparsepack {__version__} does not "
@@ -39,10 +39,13 @@ class ZigzagArtifact(GgufArtifact):
         return stock_of(self.packed())
 
     def attention(self) -> SparseAttention | None:
-        return read_model(self.file, self.manifest).attention
+        return self._read().attention
 
     def check_shapes(self) -> None:
-        read_model(self.file, self.manifest)
+        self._read()
+
+    def _read(self) -> PackedModel:
+        return read_model(self.file, self.manifest)
 
     def holds_weights(self, name: str) -> bool:
         return not name.endswith(RULE_VECTORS) and not reserved(name, self.manifest)

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,24 +33,29 @@ def read_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:
 
     Raises `ArtifactError` where the file is inconsistent.
     """
-    return _Reader(file, manifest).model()
+    return ModelReader(file, manifest).model()
 
 
-class _Reader:
+class ModelReader:
     """Takes the tensors of a file one after the other, and notices missing, wrong and unknown ones."""
 
     def __init__(self, file: GgufFile, manifest: Mapping[str, Any]) -> None:
         self.file, self.manifest = file, manifest
         if file.metadata.get("general.architecture") != ARCHITECTURE:
             raise self.wrong(f"general.architecture is not {ARCHITECTURE!r}")
-        self.left = {name for name in file.tensors if not reserved(name, manifest)}
+        self.left = {name for name in file.tensors if not self.is_reserved(name)}
         self.architecture = self._architecture()
 
+    def is_reserved(self, name: str) -> bool:
+        """Whether a tensor is one that the format keeps for what no engine here runs."""
+        return reserved(name, self.manifest)
+
     def model(self) -> PackedModel:
+        """What an engine runs."""
         architecture = self.architecture
         layers = tuple(self.layer(i) for i in range(architecture.layers))
-        embedding = self.rows_matrix("token_embd.weight")
-        output = embedding if architecture.tied else self.rows_matrix("output.weight")
+        embedding = self.embedding("token_embd.weight")
+        output = embedding if architecture.tied else self.embedding("output.weight")
         output_norm = self.vector("output_norm.weight", architecture.hidden)
         if self.left:
             raise self.wrong(f"the tensor {min(self.left)} is not understood ({len(self.left)} such tensors)")
@@ -68,17 +73,30 @@ class _Reader:
         )
 
     def layer(self, layer: int) -> PackedLayer:
-        widths, shapes = norm_widths(self.architecture), site_shapes(self.architecture)
-        norms = {name: self.vector(f"blk.{layer}.{name}.weight", width) for name, width in widths.items()}
-        return PackedLayer({site: self.site(f"blk.{layer}.{site}", *shapes[site]) for site in SITES}, norms)
+        """A block, by its number."""
+        return PackedLayer(self.sites(layer, SITES), self.norms(layer))
+
+    def norms(self, layer: int) -> dict[str, Tensor]:
+        """The norms of a block."""
+        widths = norm_widths(self.architecture)
+        return {name: self.vector(f"blk.{layer}.{name}.weight", width) for name, width in widths.items()}
+
+    def sites(self, layer: int, names: Sequence[str]) -> dict[str, PackedSite]:
+        """Some sites of a block."""
+        shapes = site_shapes(self.architecture)
+        return {site: self.site(f"blk.{layer}.{site}", *shapes[site]) for site in names}
 
     def site(self, name: str, parts: tuple[int, ...], columns: int) -> PackedSite:
         rows = sum(parts)
-        info = self.take(f"{name}.weight", ("Q4_K",), (zigzag.bands(rows), columns, zigzag.BAND_ROWS))
-        self.check_logical(info.name, rows, columns)
-        blocks = self.mapped(info).view(zigzag.bands(rows), columns, -1)
+        matrix = self.zigzag_matrix(f"{name}.weight", rows, columns)
         bias = self.vector(f"{name}.bias", rows) if f"{name}.bias" in self.file.tensors else None
-        return PackedSite(PackedMatrix(blocks, ZIGZAG, rows, columns), bias, self.rule(name, columns), parts)
+        return PackedSite(matrix, bias, self.rule(name, columns), parts)
+
+    def zigzag_matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
+        """A matrix in zigzag order, by its logical shape."""
+        info = self.take(name, ("Q4_K",), (zigzag.bands(rows), columns, zigzag.BAND_ROWS))
+        self.check_logical(name, rows, columns)
+        return PackedMatrix(self.mapped(info).view(zigzag.bands(rows), columns, -1), ZIGZAG, rows, columns)
 
     def rule(self, name: str, columns: int) -> SiteRule | None:
         threshold = self.file.tensors.get(f"{name}.threshold")
@@ -89,9 +107,12 @@ class _Reader:
         offset = self.vector(f"{name}.offset", columns) if f"{name}.offset" in self.file.tensors else None
         return SiteRule(value.reshape(()) if width == 1 else value, offset)
 
-    def rows_matrix(self, name: str) -> PackedMatrix:
-        shape = (self.architecture.vocabulary, self.architecture.hidden)
-        info = self.take(name, _MATRIX_TYPES, shape)
+    def embedding(self, name: str) -> PackedMatrix:
+        return self.rows_matrix(name, _MATRIX_TYPES, (self.architecture.vocabulary, self.architecture.hidden))
+
+    def rows_matrix(self, name: str, types: tuple[str, ...], shape: tuple[int, int]) -> PackedMatrix:
+        """A matrix stored by rows."""
+        info = self.take(name, types, shape)
         self.check_logical(name, *shape)
         return PackedMatrix(self.mapped(info).view(shape[0], -1), info.type, *shape)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from sparsepack.recipe.stage import leaves
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, files_of
-from sparsepack.recipe.stages.pack import sparse_attention
+from sparsepack.recipe.stages.pack import calibrated
 from sparsepack.recipe.stages.prune import PRUNE, pruned
 from sparsepack.recipe.stages.thresholds import sparse
 
@@ -13,5 +13,5 @@ CALIBRATE_PRUNED = replace(
     CALIBRATE,
     name=AGAIN,
     outputs=leaves(*files_of(f"{FOLDER}_{PRUNE.makes}")),
-    wanted=lambda recipe, asked: pruned(recipe) and (sparse(recipe) or sparse_attention(recipe)),
+    wanted=lambda recipe, asked: pruned(recipe) and (sparse(recipe) or calibrated(recipe)),
 )

@@ -24,6 +24,7 @@ from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thres
 from sparsepack.sparsity.attention_options import AttentionOptions
 
 if TYPE_CHECKING:
+    from sparsepack.models.neurons import NeuronCounts
     from sparsepack.sparsity.attention import FoundAttention
 
 DESCRIPTION = "pack.json"
@@ -68,6 +69,12 @@ def sparse_attention(recipe: Recipe) -> bool:
     return asked is not None and asked.sparse_attention.sparse
 
 
+def calibrated(recipe: Recipe) -> bool:
+    """Whether the artifact takes something from the calibration itself, not by way of thresholds."""
+    asked = Pack.asked_in(recipe)
+    return sparse_attention(recipe) or (asked is not None and FORMATS[asked.format].neurons)
+
+
 def artifact_name(asked: Pack) -> str:
     """Of the artifact in the work folder."""
     return f"model{FORMATS[asked.format].suffix}"
@@ -102,11 +109,12 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
         )
     if asked.keep is not None and pruned(recipe):
         yield "pack.keep: it is for a model that was pruned elsewhere; leave it out, prune says what stays"
-    calibration = None
-    if sparse_attention(recipe):
-        if Calibrate.asked_in(recipe) is None:
-            yield "pack.attention: its channels are chosen on calibration text; add a calibrate section"
-        calibration = Path(FOLDER)
+    calibration = Path(FOLDER) if calibrated(recipe) else None
+    if calibration is not None and Calibrate.asked_in(recipe) is None:
+        what = "format: it stores neurons by how often they are active on"
+        if sparse_attention(recipe):
+            what = "attention: its channels are chosen on"
+        yield f"pack.{what} calibration text; add a calibrate section"
     try:
         PackRequest(recipe.model, Path(artifact_name(asked)), calibration=calibration, **asked.for_request).check()
     except PackingError as error:
@@ -126,6 +134,11 @@ def _misfits(job: Job, asked: Pack) -> Iterator[str]:
         except PackingError as error:
             yield f"pack: {error}"
     format, record = FORMATS[asked.format], record_to_come(job)
+    if format.neurons:
+        try:
+            plan_of(job.checkpoint, request_of(job, asked), None, neurons=_neurons_to_come(job, asked))
+        except PackingError as error:
+            yield f"pack.format: {error}"
     if not format.weight_sparsity:
         return
     if asked.keep is None and record is None and pruning_record(job.checkpoint.path) is None:
@@ -145,7 +158,7 @@ def request_of(job: Job, asked: Pack) -> PackRequest:
     return PackRequest(
         model=job.model,
         output=artifact_of(job),
-        calibration=folder_of(job) if sparse_attention(recipe) else None,
+        calibration=folder_of(job) if calibrated(recipe) else None,
         thresholds=job.folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
         overwrite=True,
@@ -173,6 +186,19 @@ def _attention_to_come(job: Job, asked: Pack) -> "FoundAttention | None":
     return FoundAttention(SparseAttention(options.policy, layers), NO_HASH)
 
 
+def _neurons_to_come(job: Job, asked: Pack) -> "NeuronCounts | None":
+    """As many counts as there will be: which neurons are active is not known yet."""
+    import torch
+
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.neurons import NeuronCounts
+
+    if not FORMATS[asked.format].neurons:
+        return None
+    shape = (job.checkpoint.layers, int(job.checkpoint.config.intermediate_size))
+    return NeuronCounts(torch.zeros(shape, dtype=torch.int64), 1, NO_HASH)
+
+
 def _run(job: Job, asked: Pack) -> None:
     from sparsepack.artifacts.inspect import describe
     from sparsepack.pack import pack
@@ -195,6 +221,7 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
         thresholds_to_come(job),
         record_to_come(job),
         _attention_to_come(job, asked),
+        _neurons_to_come(job, asked),
     )
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.models.packed import PackedModel, PackedSite
+from sparsepack.models.packed import MLP_GATE, MLP_RECORDS, PackedModel, PackedSite
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
-from sparsepack.runtime.cpu.operations import ROW_TYPES, load_rows, load_zigzag
+from sparsepack.runtime.cpu.operations import ROW_TYPES, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import attention_of
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.sampling import Sampler, not_finite
@@ -51,6 +51,7 @@ class NativeDecoder:
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
         self._attention_from = packed.attention.policy.min_context if packed.attention else None
+        self._counted = (*SITES[:2], MLP_GATE, MLP_RECORDS) if packed.by_neurons else SITES
         self._vocabulary = packed.architecture.vocabulary
         self._cache = new_kv_cache(attention_of(packed, context, device))
         try:
@@ -84,7 +85,7 @@ class NativeDecoder:
 
     def active(self) -> dict[tuple[int, str], int]:
         counts = self.native.active()
-        return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in enumerate(counts)}
+        return {(n // len(SITES), self._counted[n % len(SITES)]): count for n, count in enumerate(counts)}
 
     def reset(self) -> None:
         self.native.reset()
@@ -134,7 +135,12 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
     for layer in packed.layers:
         builder.add_layer(_vector(layer.norms["attn_norm"]), _vector(layer.norms["mlp_norm"]))
         for number, name in enumerate(SITES):
-            _add_site(builder, number, layer.sites[name], threads)
+            if name in layer.sites:
+                _add_site(builder, number, layer.sites[name], threads)
+        if layer.neurons is not None:
+            gate = load_zigzag(layer.neurons.gate, threads=threads)
+            builder.set_site(SITES.index("mlp_in"), gate, None, None, None)
+            builder.set_neurons(load_neurons(layer.neurons.records))
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )

@@ -72,6 +72,27 @@ def matmul(weight: Any, x: Tensor) -> Tensor:
     return y
 
 
+def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> Any:
+    """Copy stored neuron records into the order that the kernels read. Takes their stored size, up to whole cache
+    lines."""
+    backend_named("cpu").check_device(device)
+    return operations().load_neurons(records.blocks.contiguous())
+
+
+def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """The sum over active neurons; see `reference.neuron_ffn`. Same bits every run with as many threads."""
+    y = torch.empty(neurons.hidden)
+    operations().neuron_ffn(neurons, x.contiguous(), gate.contiguous(), indices.contiguous(), int(count), y)
+    return y
+
+
+def neuron_matmul(neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """The same for several positions: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
+    y = torch.empty(x.shape[0], neurons.hidden)
+    operations().neuron_matmul(neurons, x.contiguous(), gate.contiguous(), y)
+    return y
+
+
 def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None) -> NativeKvCache:
     """An empty cache of float16 keys and values; see `reference_operations.new_kv_cache`. Raises `UserError` for
     another type."""

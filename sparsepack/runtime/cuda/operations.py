@@ -1,7 +1,7 @@
 """The operations of `runtime/reference.py` by CUDA kernels, on float32 tensors of a GPU.
 
 Matrices keep their 4.5 bits a weight. `zigzag_matmul` rounds weights and inputs to float16, the inputs relative to the
-largest of their row; everything else is computed in float32.
+largest of their row; everything else is computed in float32. Neurons are the reference's: no decoder here runs them.
 """
 
 import torch
@@ -15,6 +15,20 @@ from sparsepack.runtime.cuda.device import usable
 from sparsepack.runtime.cuda.rows import RowsMatrix
 from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
+from sparsepack.runtime.reference import load_neurons, neuron_ffn, neuron_matmul
+
+__all__ = [
+    "collect",
+    "load_neurons",
+    "load_rows",
+    "load_zigzag",
+    "matmul",
+    "neuron_ffn",
+    "neuron_matmul",
+    "new_kv_cache",
+    "zigzag_gemv",
+    "zigzag_matmul",
+]
 
 
 def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cuda") -> ZigzagMatrix:

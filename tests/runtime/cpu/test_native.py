@@ -56,6 +56,32 @@ def test_a_zigzag_matrix_comes_back_byte_for_byte(
     assert loaded.bytes == columns * (quads * 64 + bands * 128) + 2 * (quads * columns + 8)
 
 
+@pytest.mark.parametrize("count", [1, 31, 33, 300])
+@pytest.mark.parametrize("bands", [1, 2, 3, 4, 5, 20])
+def test_neurons_come_back_byte_for_byte(instruction_set: str, count: int, bands: int) -> None:
+    operations = native().Operations(instruction_set, 2)
+    records = random_bytes(count, 2 * 144 * bands, seed=count)
+    loaded, back = operations.load_neurons(records), torch.empty_like(records)
+    operations.unpack_neurons(loaded, back)
+    assert torch.equal(back, records)
+    record = -(-bands // 4) * 64 + bands * (128 + 144)  # the header of a quad of the down column may be of few bands
+    assert (loaded.neurons, loaded.hidden, loaded.bytes) == (count, 256 * bands, count * (record + -record % 64))
+
+
+def test_neurons_of_other_sizes_are_refused(instruction_set: str) -> None:
+    operations = native().Operations(instruction_set, 1)
+    for width in (144, 2 * 144 * 65, 0):
+        with pytest.raises(ValueError, match="records"):
+            operations.load_neurons(torch.zeros(3, width, dtype=torch.uint8))
+    loaded = operations.load_neurons(torch.zeros(3, 288, dtype=torch.uint8))
+    x, gate, indices = torch.zeros(256), torch.zeros(3), torch.tensor([0, 2, 3], dtype=torch.int32)
+    for wrong in ((x[:-1].clone(), gate, indices, 2), (x, gate[:2].clone(), indices, 2), (x, gate, indices, 3)):
+        with pytest.raises(ValueError, match="expected"):
+            operations.neuron_ffn(loaded, *wrong, torch.empty(256))
+    with pytest.raises(ValueError, match="expected"):
+        operations.neuron_matmul(loaded, torch.zeros(2, 256), torch.zeros(2, 3), torch.empty(1, 256))
+
+
 @pytest.mark.parametrize("type", ROW_BYTES)
 @pytest.mark.parametrize("rows", [1, 31, 32, 33, 300])
 def test_rows_come_back_byte_for_byte(instruction_set: str, type: int, rows: int) -> None:

@@ -37,7 +37,7 @@ public:
     explicit Builder(const Shape& shape) { model_.shape = shape; }
 
     void add_layer(Vector attn_norm, Vector mlp_norm) {
-        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm)});
+        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm), nullptr});
     }
 
     // Site `number` (decoder.h) of the last layer.
@@ -46,6 +46,13 @@ public:
         if (number < 0 || number >= SITES || model_.layers.empty()) throw std::invalid_argument("no such site");
         model_.layers.back().sites[number] = {&matrix->view, copied(bias), copied(threshold), copied(offset), {}};
         model_.owners.push_back(std::move(matrix));
+    }
+
+    // Of the last layer; site MLP_IN is then the gate, and MLP_MID is not set.
+    void set_neurons(std::shared_ptr<NeuronMatrix> records) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().neurons = &records->view;
+        model_.owners.push_back(std::move(records));
     }
 
     // The embedding's bytes stay where they are.
@@ -148,6 +155,7 @@ void bind_decoder(nb::module_& m) {
         .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a)
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
+        .def("set_neurons", &Builder::set_neurons, "records"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
         .def("set_cache", &Builder::set_cache, "cache"_a);

@@ -91,11 +91,7 @@ public:
                      Array<float, 1> y) {
         expect((int64_t)x.shape(0) == m.view.columns, "x: expected [columns]");
         expect((int64_t)y.shape(0) == m.view.rows, "y: expected [rows]");
-        expect(count >= 0 && (size_t)count <= indices.shape(0), "count: expected 0 to the number of indices");
-        for (int32_t i = 0; i < count; i++) {
-            int32_t index = indices.data()[i], before = i ? indices.data()[i - 1] : -1;
-            expect(index > before && index < m.view.columns, "indices: expected columns in ascending order");
-        }
+        expect_ascending(indices, count, m.view.columns);
         std::lock_guard<std::mutex> lock(mutex_);
         gemv(kernels_, pool_, m.view, x.data(), indices.data(), count, parts_, y.data());
     }
@@ -104,6 +100,42 @@ public:
         product(m.view, x, y);
     }
     void rows_matmul(const RowsMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
+
+    NeuronMatrix load_neurons(Array<const uint8_t, 2> records) {
+        Neurons one = {nullptr, 0, 1};
+        int64_t bands = int64_t(records.shape(1)) / neuron_file_bytes(&one);
+        expect(records.shape(0) > 0 && bands > 0 && int64_t(records.shape(1)) == bands * neuron_file_bytes(&one),
+               "records: expected [neurons, a multiple of 288 bytes]");
+        expect(bands <= MOST_NEURON_BANDS, "records: wider than 16384 channels");
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_neurons(records.data(), int64_t(records.shape(0)), int32_t(bands), pool_);
+    }
+
+    void unpack_neurons(const NeuronMatrix& m, Array<uint8_t, 2> records) {
+        expect((int64_t)records.shape(0) == m.view.count && (int64_t)records.shape(1) == neuron_file_bytes(&m.view),
+               "records: expected [neurons, bytes of a record]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::unpack_neurons(m.view, records.data(), pool_);
+    }
+
+    void neuron_ffn(const NeuronMatrix& m, Array<const float, 1> x, Array<const float, 1> gate,
+                    Array<const int32_t, 1> indices, int32_t count, Array<float, 1> y) {
+        expect((int64_t)x.shape(0) == neuron_hidden(&m.view) && y.shape(0) == x.shape(0), "x, y: expected [hidden]");
+        expect((int64_t)gate.shape(0) == m.view.count, "gate: expected [neurons]");
+        expect_ascending(indices, count, m.view.count);
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::neuron_ffn(kernels_, pool_, m.view, x.data(), gate.data(), indices.data(), count, input_, parts_,
+                               y.data());
+    }
+
+    void neuron_matmul(const NeuronMatrix& m, Array<const float, 2> x, Array<const float, 2> gate, Array<float, 2> y) {
+        expect((int64_t)x.shape(1) == neuron_hidden(&m.view), "x: expected [positions, hidden]");
+        expect(gate.shape(0) == x.shape(0) && (int64_t)gate.shape(1) == m.view.count, "gate: [positions, neurons]");
+        expect(y.shape(0) == x.shape(0) && y.shape(1) == x.shape(1), "y: expected [positions, hidden]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (x.shape(0))
+            sparsepack::neuron_matmul(kernels_, pool_, m.view, x.data(), gate.data(), int32_t(x.shape(0)), y.data());
+    }
 
     // The queries in qkv are normed and rotated in place, as `attend` takes them.
     void append(KvCache& cache, int layer, Array<float, 2> qkv) {
@@ -130,6 +162,14 @@ public:
     }
 
 private:
+    static void expect_ascending(const Array<const int32_t, 1>& indices, int32_t count, int64_t most) {
+        expect(count >= 0 && (size_t)count <= indices.shape(0), "count: expected 0 to the number of indices");
+        for (int32_t i = 0; i < count; i++) {
+            int32_t index = indices.data()[i], before = i ? indices.data()[i - 1] : -1;
+            expect(index > before && index < most, "indices: expected ascending numbers of columns or neurons");
+        }
+    }
+
     static void expect_positions(const KvCache& cache, int layer, size_t positions, size_t rows) {
         expect(layer >= 0 && layer < cache.layers(), "layer: the cache has no such");
         expect((int64_t)rows == cache.shape().qkv_rows(), "qkv: expected [positions, (heads + 2 kv_heads) * head_dim]");
@@ -148,6 +188,7 @@ private:
     Pool pool_;
     std::mutex mutex_;
     std::vector<float> parts_;
+    Buffer<uint8_t> input_;
     std::vector<Buffer<float>> scratch_;
 };
 
@@ -174,6 +215,10 @@ void bind_operations(nb::module_& m) {
         .def_prop_ro("rows", [](const RowsMatrix& m) { return m.view.rows; })
         .def_prop_ro("columns", [](const RowsMatrix& m) { return m.view.columns; })
         .def_prop_ro("bytes", [](const RowsMatrix& m) { return m.memory.bytes(); });
+    nb::class_<NeuronMatrix>(m, "NeuronMatrix")
+        .def_prop_ro("neurons", [](const NeuronMatrix& m) { return m.view.count; })
+        .def_prop_ro("hidden", [](const NeuronMatrix& m) { return neuron_hidden(&m.view); })
+        .def_prop_ro("bytes", [](const NeuronMatrix& m) { return m.memory.bytes(); });
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
         .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
@@ -185,6 +230,11 @@ void bind_operations(nb::module_& m) {
         .def("zigzag_gemv", &Operations::zigzag_gemv, "matrix"_a, "x"_a, "indices"_a, "count"_a, "y"_a, Released())
         .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
+        .def("load_neurons", &Operations::load_neurons, "records"_a, Released())
+        .def("unpack_neurons", &Operations::unpack_neurons, "neurons"_a, "records"_a, Released())
+        .def("neuron_ffn", &Operations::neuron_ffn, "neurons"_a, "x"_a, "gate"_a, "indices"_a, "count"_a, "y"_a,
+             Released())
+        .def("neuron_matmul", &Operations::neuron_matmul, "neurons"_a, "x"_a, "gate"_a, "y"_a, Released())
         .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
         .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, "sparse"_a = false, Released());
 }

@@ -82,11 +82,39 @@ std::vector<int64_t> time_gemv(const std::vector<const ZigzagMatrix*>& matrices,
     return times;
 }
 
+std::vector<int64_t> time_neurons(const std::vector<const NeuronMatrix*>& matrices, Inputs x, Inputs gates, int threads,
+                                  int repeats, const std::string& instruction_set) {
+    if (matrices.empty() || gates.shape(0) == 0 || x.shape(0) != gates.shape(0) || threads < 1)
+        throw std::invalid_argument("nothing to time");
+    for (const NeuronMatrix* m : matrices)
+        if (neuron_hidden(&m->view) != (int64_t)x.shape(1) || m->view.count != (int64_t)gates.shape(1))
+            throw std::invalid_argument("x: expected [inputs, hidden]; gates: [inputs, neurons]");
+    nb::gil_scoped_release released;
+    const Kernels& kernels = sparsepack::kernels(instruction_set);
+    Pool pool(threads);
+    int32_t neurons = (int32_t)gates.shape(1);
+    const float zero = 0;
+    std::vector<float> g(neurons), parts, y(x.shape(1));
+    std::vector<int32_t> indices(neurons + 16);
+    Buffer<uint8_t> input;
+    std::vector<int64_t> times;
+    for (int i = 0; i < repeats; i++) {
+        const Neurons& n = matrices[i % matrices.size()]->view;
+        size_t row = i % x.shape(0);
+        int64_t start = now();
+        int32_t count = kernels.collect(gates.data() + row * neurons, nullptr, &zero, 0, neurons, 0, g.data(), indices.data());
+        neuron_ffn(kernels, pool, n, x.data() + row * x.shape(1), g.data(), indices.data(), count, input, parts, y.data());
+        times.push_back(now() - start);
+    }
+    return times;
+}
+
 }  // namespace
 
 void bind_timing(nb::module_& m) {
     m.def("read_bandwidth", &read_bandwidth, "bytes"_a, "threads"_a, "repeats"_a = 5,
           nb::call_guard<nb::gil_scoped_release>());
+    m.def("time_neurons", &time_neurons, "matrices"_a, "x"_a, "gates"_a, "threads"_a, "repeats"_a, "instruction_set"_a);
     m.def("time_gemv", &time_gemv, "matrices"_a, "x"_a, "threshold"_a, "threads"_a, "repeats"_a, "instruction_set"_a);
 }
 

@@ -24,8 +24,15 @@ void check_site(const Site& site, int64_t rows, int64_t columns, const std::stri
 void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
     check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
-    check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
-    check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
+    if (layer.neurons) {
+        check_site(layer.sites[MLP_IN], s.intermediate, s.hidden, name + " gate");
+        expect(s.activation == RELU, name + ": neurons of another activation");
+        expect(layer.neurons->count == s.intermediate, name + ": another number of neurons");
+        expect(neuron_hidden(layer.neurons) == s.hidden, name + ": neurons of another width");
+    } else {
+        check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
+        check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
+    }
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
         expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
 }
@@ -67,6 +74,11 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     for (Layer& layer : model_.layers) {
         for (int number = 0; number < SITES; ++number) {
             Site& site = layer.sites[number];
+            if (layer.neurons && number == MLP_MID) {
+                int64_t room = int64_t(neuron_cuts(s_.intermediate, threads)) * s_.hidden;
+                padded[number & 1] = std::max(padded[number & 1], room);
+                continue;
+            }
             site.sparse_bias = sparse_bias(site, k_);
             const Zigzag& m = *site.matrix;
             int64_t room = int64_t(cuts(m, int32_t(m.columns))) * m.bands * BAND_ROWS;
@@ -90,6 +102,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.indices = Buffer<int32_t>(columns + 16);
         own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);
         own.attention = Buffer<float>(cache_.scratch(1));
+        own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));
     }
 }
 

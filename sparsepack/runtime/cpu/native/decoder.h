@@ -5,6 +5,8 @@
 //     per block:  attn_in product | attention | attn_out product | mlp_in product | gate * up | mlp_mid product
 //     at the end: the output matrix
 //
+// Where an MLP is stored by neurons, its last three phases are: gate product | active neurons | their records.
+//
 // What lies between two phases and is small (norms, residual sums, listing the active columns) every thread does for
 // itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums; whoever reads them adds
 // them in order. How a product is cut depends on its matrix, the number of active columns and the number of threads only:
@@ -42,6 +44,7 @@ struct Site {
 struct Layer {
     Site sites[SITES];
     std::vector<float> attn_norm, mlp_norm;
+    const Neurons* neurons = nullptr;  // then MLP_IN is the gate alone, and MLP_MID nothing
 };
 
 struct Model {
@@ -78,6 +81,7 @@ private:
     struct Scratch {
         Buffer<float> x, normed, d, heads, attention;
         Buffer<int32_t> indices;
+        Buffer<uint8_t> neuron_input;
     };
     // The input of a product: the active columns of x.
     struct Input {
@@ -89,6 +93,15 @@ private:
         float* parts;                    // where they go
     };
 
+    // A finished product: partial sums, and what they lack.
+    struct Sums {
+        const float* parts;
+        int64_t stride;
+        int32_t count;
+        const std::vector<float>* bias;
+        int64_t rows;
+    };
+
     void check(const int64_t* ids, int64_t count) const;
 
     // decoder_products.cpp
@@ -97,14 +110,22 @@ private:
     Input whole(int layer, int site, const float* x, int thread);
     Input select(int layer, int site, const float* x, bool sparse, int thread);
     void multiply(const Input& input);
-    void read(const Input& input, int64_t first, int64_t count, float* y, bool add = false) const;
-    void add_to(float* x, const Input& input, int thread);
+    Sums sums(const Input& input) const;
+    void read(const Sums& sums, int64_t first, int64_t count, float* y, bool add = false) const;
+    void add_to(float* x, const Sums& sums, int thread);
     void write_logits(const float* x, int32_t positions, float* y);
 
     // decoder_step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
     void attend(const Input& input, int layer, int32_t kv_head, bool sparse, int thread);
+    int32_t border(int thread) const;
+    int32_t* list(int thread) const;
+    int32_t gather(int32_t count, int thread);
     Input gate(const Input& input, int layer, bool sparse, int thread);
+
+    // decoder_neurons.cpp
+    Sums neurons(const Input& gate, const float* x, int layer, bool sparse, int thread);
+    void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
     // decoder_prefill.cpp
     void chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread);

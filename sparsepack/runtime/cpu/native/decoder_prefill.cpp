@@ -19,7 +19,7 @@ void Decoder::prefill(const int64_t* ids, int64_t count, bool all, float* logits
     wide_x_.grow(most * s_.hidden);
     wide_normed_.grow(most * s_.hidden);
     wide_rows_.grow(most * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
-    wide_inner_.grow(most * std::max(a_.q_rows(), s_.intermediate));
+    wide_inner_.grow(most * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
     for (Scratch& own : scratch_) own.attention.grow(cache_.scratch(KvCache::BLOCK));
     for (int64_t first = 0; first < count; first += s_.chunk) {
         int32_t size = int32_t(std::min<int64_t>(s_.chunk, count - first));
@@ -54,6 +54,10 @@ void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, 
         pool_.barrier();
         matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
         pool_.barrier();
+        if (layer.neurons) {
+            neuron_rows(number, first, last, count);
+            continue;
+        }
         gate_rows(number, first, last);
         pool_.barrier();
         matmul(layer.sites[MLP_MID], wide_inner_.data(), count);

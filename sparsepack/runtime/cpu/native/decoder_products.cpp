@@ -65,21 +65,25 @@ void Decoder::multiply(const Input& input) {
     });
 }
 
-// y[i] = row `first + i` of a finished product; adds to y if `add`.
-void Decoder::read(const Input& input, int64_t first, int64_t count, float* y, bool add) const {
+Decoder::Sums Decoder::sums(const Input& input) const {
     const Zigzag& m = *input.site->matrix;
-    const float* bias = input.bias->empty() ? nullptr : input.bias->data() + first;
-    k_.sum(input.parts + first, int64_t(m.bands) * BAND_ROWS, cuts(m, input.count), bias, int32_t(count), add, y);
+    return {input.parts, int64_t(m.bands) * BAND_ROWS, cuts(m, input.count), input.bias, m.rows};
+}
+
+// y[i] = row `first + i` of a finished product; adds to y if `add`.
+void Decoder::read(const Sums& sums, int64_t first, int64_t count, float* y, bool add) const {
+    const float* bias = sums.bias->empty() ? nullptr : sums.bias->data() + first;
+    k_.sum(sums.parts + first, sums.stride, sums.count, bias, int32_t(count), add, y);
 }
 
 // x[hidden] += a finished product; x is the thread's own.
-void Decoder::add_to(float* x, const Input& input, int thread) {
-    const Zigzag& m = *input.site->matrix;
-    if (cuts(m, input.count) * m.rows <= MOST_READ_BY_ALL) return read(input, 0, m.rows, x, true);
-    int64_t first = m.rows * thread / pool_.threads(), last = m.rows * (thread + 1) / pool_.threads();
-    read(input, first, last - first, sum_.data() + first);
+void Decoder::add_to(float* x, const Sums& sums, int thread) {
+    int64_t rows = sums.rows;
+    if (sums.count * rows <= MOST_READ_BY_ALL) return read(sums, 0, rows, x, true);
+    int64_t first = rows * thread / pool_.threads(), last = rows * (thread + 1) / pool_.threads();
+    read(sums, first, last - first, sum_.data() + first);
     pool_.barrier();
-    k_.sum(sum_.data(), 0, 1, nullptr, int32_t(m.rows), 1, x);
+    k_.sum(sum_.data(), 0, 1, nullptr, int32_t(rows), 1, x);
 }
 
 // y[positions][vocabulary] = x[positions][hidden] times the output matrix

@@ -37,6 +37,16 @@ struct AttentionUnit {
     int32_t listed;
 };
 
+// One unit of an MLP by neurons: some of the active ones.
+struct NeuronUnit {
+    const Neurons* neurons;
+    int32_t count;           // of indices; 0 gives zeros
+    const int32_t* indices;  // ascending
+    const float* gate;       // [neurons], read at the indices
+    const uint8_t* input;    // what neuron_input made
+    float* y;                // [hidden], overwritten
+};
+
 enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
 
 struct Kernels {
@@ -55,6 +65,17 @@ struct Kernels {
     // writes the logical rows of the quad only.
     void (*zigzag_matmul)(const Zigzag* matrix, int32_t quad, const float* x, int64_t x_stride, int32_t positions,
                           float* y, int64_t y_stride);
+
+    // From x [bands * 256] to what neuron_ffn reads, neuron_input_bytes(bands) of it.
+    void (*neuron_input)(const float* x, int32_t bands, uint8_t* input);
+
+    // y = sum over the unit's neurons of gate (up . x) down; meanwhile fetches, and while it ends the first of `next`
+    // (null: none).
+    void (*neuron_ffn)(const NeuronUnit* unit, const NeuronUnit* next);
+
+    // The same for several positions, MOST_NEURON_POSITIONS at most, and every neuron whose gate is not zero: x, y [positions][hidden], y overwritten;
+    // gate [positions][neurons].
+    void (*neuron_matmul)(const Neurons* neurons, const float* x, const float* gate, int32_t positions, float* y);
 
     // Y = X W^T for rows first ... last - 1 (first a multiple of ROW_TILE, last too or the number of rows), written to
     // y[position * y_stride + row].

@@ -68,6 +68,58 @@ static inline int64_t zigzag_bytes(const Zigzag* m) {
 }
 static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2; }
 
+// Neuron records (codecs/neurons.py draws the file's). While they run, a record is whole cache lines:
+//
+//     down column, as a column of a span of all bands | up row: nibbles 128 bytes a band | up row: 16 bytes a band | zeros
+//
+// A band is 256 channels of the hidden vector. The 16 bytes of a band of the up row are the file's (codecs/q4_k.py draws
+// them). Its nibbles are in another order: byte 64 h + 8 sub + j has channel 32 sub + 16 h + j of the band in its low half
+// and channel 32 sub + 16 h + 8 + j in its high half, so that a vector's lane is of one sub-block, whichever half is taken.
+enum { MOST_NEURON_BANDS = MAX_SPAN * QUAD_BANDS, NEURON_TILE_BYTES = 192 << 10, MOST_NEURON_POSITIONS = 64 };
+
+struct Neurons {
+    const uint8_t* data;  // 64-byte aligned
+    int64_t count;
+    int32_t bands;  // hidden / 256, at most MOST_NEURON_BANDS
+};
+
+static inline int32_t neuron_hidden(const Neurons* n) { return n->bands * BAND_ROWS; }
+static inline int64_t neuron_up(const Neurons* n) {
+    return (n->bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)HEADER_BYTES + n->bands * (int64_t)BAND_BYTES;
+}
+static inline int64_t neuron_stride(const Neurons* n) {
+    return (neuron_up(n) + n->bands * (int64_t)FILE_BLOCK_BYTES + 63) & ~(int64_t)63;
+}
+// The nibbles of a band of an up row, from the order above to the file's.
+static inline void neuron_nibbles_to_file(const uint8_t* from, uint8_t* file) {
+    for (int32_t sub = 0; sub < 8; sub += 2) {
+        for (int32_t i = 0; i < 32; i++) {
+            const uint8_t* byte = from + i / 16 * 64 + 8 * sub + i % 8;  // the next sub-block's is 8 further
+            int32_t shift = i / 8 % 2 * 4;
+            file[16 * sub + i] = (uint8_t)((byte[0] >> shift & 15) | (byte[8] >> shift & 15) << 4);
+        }
+    }
+}
+// Bytes of a record in the file.
+static inline int64_t neuron_file_bytes(const Neurons* n) { return 2 * n->bands * (int64_t)FILE_BLOCK_BYTES; }
+// Records that are multiplied together, while the next so many are fetched: both stay in the second-level cache.
+static inline int32_t neuron_tile(const Neurons* n) {
+    int64_t fit = NEURON_TILE_BYTES / neuron_stride(n) & ~(int64_t)7;
+    return fit < 8 ? 8 : fit > 64 ? 64 : (int32_t)fit;
+}
+// Into how many units so many active neurons are cut, for so many threads; and where one begins.
+static inline int32_t neuron_cuts(int32_t count, int32_t threads) {
+    int32_t least = 32, wanted = threads == 1 ? 1 : 3 * threads, most = count / least;
+    return most < 1 ? 1 : wanted < most ? wanted : most;
+}
+static inline int32_t neuron_border(int32_t count, int32_t cuts, int32_t cut) {
+    return cut == cuts ? count : (int32_t)((int64_t)count * cut / cuts) & ~7;
+}
+
+// An input as the kernels of neurons want it, behind each other, from an address that 64 divides: float x [hidden]; int8
+// digits [2 hidden], of each band in turn 8 of every sub-block, high ones and then low ones [4][high, low][8][8]; float sums [hidden / 32], of sub-blocks of x; float units [bands], of the digits.
+static inline int64_t neuron_input_bytes(int32_t bands) { return bands * (int64_t)(6 * BAND_ROWS + 32 + 4) + 64; }
+
 // Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16, Q4_K and Q8_0 as in the file. Q6_K by tiles
 // of 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.
 enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4, Q8_0 = 5 };

@@ -54,6 +54,43 @@ void matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x,
     });
 }
 
+void neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& n, const float* x, const float* gate,
+                const int32_t* indices, int32_t count, Buffer<uint8_t>& input, std::vector<float>& parts, float* y) {
+    int32_t cuts = neuron_cuts(count, pool.threads()), hidden = neuron_hidden(&n);
+    if ((int64_t)parts.size() < (int64_t)cuts * hidden) parts.resize((int64_t)cuts * hidden);
+    input.grow(neuron_input_bytes(n.bands));
+    kernels.neuron_input(x, n.bands, input.data());
+    auto unit = [&](int32_t cut) {
+        int32_t first = neuron_border(count, cuts, cut), last = neuron_border(count, cuts, cut + 1);
+        return NeuronUnit{&n, last - first, indices + first, gate, input.data(), parts.data() + (int64_t)cut * hidden};
+    };
+    pool.run([&](int) {
+        pool.share(cuts, [&](int here, int next) {
+            NeuronUnit now = unit(here), after = next < 0 ? now : unit(next);
+            kernels.neuron_ffn(&now, next < 0 ? nullptr : &after);
+        });
+    });
+    kernels.sum(parts.data(), hidden, cuts, nullptr, hidden, 0, y);
+}
+
+void neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, const float* x, const float* gate,
+                   int32_t positions, float* y) {
+    pool.run([&](int) { share_neuron_matmul(kernels, pool, n, x, gate, positions, y); });
+}
+
+void share_neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, const float* x, const float* gate,
+                         int32_t positions, float* y) {
+    // Each group decodes the records that it needs anew; its inputs and sums should stay in the cache.
+    int64_t hidden = neuron_hidden(&n);
+    int32_t most = std::max<int32_t>(MOST_NEURON_POSITIONS / 2, int32_t(MOST_NEURON_POSITIONS * 1024 / hidden));
+    int32_t size = std::min({(positions + pool.threads() - 1) / pool.threads(), most, int32_t(MOST_NEURON_POSITIONS)});
+    pool.share((positions + size - 1) / size, [&](int group, int) {
+        int64_t first = (int64_t)group * size;
+        kernels.neuron_matmul(&n, x + first * hidden, gate + first * n.count,
+                              (int32_t)std::min<int64_t>(size, positions - first), y + first * hidden);
+    });
+}
+
 void matmul(const Kernels& kernels, Pool& pool, const Rows& m, const float* x, int32_t positions, float* y) {
     int32_t units = (int32_t)((m.rows + ROWS_PER_UNIT - 1) / ROWS_PER_UNIT);
     pool.run([&](int) {

@@ -69,30 +69,6 @@ void unpack_nibbles(const uint8_t* __restrict chunks, uint8_t* __restrict file) 
     }
 }
 
-// One column of a quad. block: that of its first band; the next band's is `band_bytes` further.
-void pack_quad(const uint8_t* block, int64_t band_bytes, int32_t bands, uint8_t* quad) {
-    std::memset(quad, 0, HEADER_BYTES);
-    for (int32_t band = 0; band < bands; band++, block += band_bytes) {
-        std::memcpy(quad + 2 * band, block, 2);
-        std::memcpy(quad + 8 + 2 * band, block + 2, 2);
-        int32_t slot = FIRST_SLOT[band];
-        pack_scales(block, quad + 16 + slot, quad + 48 + slot % 16, slot / 16 * 2);
-        for (int32_t i = 0; i < 4; i++)
-            pack_nibbles(block + 16 + 32 * i, quad + HEADER_BYTES + band * BAND_BYTES + 32 * i);
-    }
-}
-
-void unpack_quad(const uint8_t* quad, int32_t bands, uint8_t* block, int64_t band_bytes) {
-    for (int32_t band = 0; band < bands; band++, block += band_bytes) {
-        std::memcpy(block, quad + 2 * band, 2);
-        std::memcpy(block + 2, quad + 8 + 2 * band, 2);
-        int32_t slot = FIRST_SLOT[band];
-        unpack_scales(quad + 16 + slot, quad + 48 + slot % 16, slot / 16 * 2, block);
-        for (int32_t i = 0; i < 4; i++)
-            unpack_nibbles(quad + HEADER_BYTES + band * BAND_BYTES + 32 * i, block + 16 + 32 * i);
-    }
-}
-
 // The largest |d| of a column's bands: as integers, halves without their sign are in order.
 uint16_t bound(const uint8_t* quad, int32_t bands) {
     uint16_t largest = 0;
@@ -133,6 +109,29 @@ void for_each_tile(int64_t begin, int64_t end, Pool& pool, Work&& work) {
 }
 
 }  // namespace
+
+void pack_quad(const uint8_t* block, int64_t band_bytes, int32_t bands, uint8_t* quad) {
+    std::memset(quad, 0, HEADER_BYTES);
+    for (int32_t band = 0; band < bands; band++, block += band_bytes) {
+        std::memcpy(quad + 2 * band, block, 2);
+        std::memcpy(quad + 8 + 2 * band, block + 2, 2);
+        int32_t slot = FIRST_SLOT[band];
+        pack_scales(block, quad + 16 + slot, quad + 48 + slot % 16, slot / 16 * 2);
+        for (int32_t i = 0; i < 4; i++)
+            pack_nibbles(block + 16 + 32 * i, quad + HEADER_BYTES + band * BAND_BYTES + 32 * i);
+    }
+}
+
+void unpack_quad(const uint8_t* quad, int32_t bands, uint8_t* block, int64_t band_bytes) {
+    for (int32_t band = 0; band < bands; band++, block += band_bytes) {
+        std::memcpy(block, quad + 2 * band, 2);
+        std::memcpy(block + 2, quad + 8 + 2 * band, 2);
+        int32_t slot = FIRST_SLOT[band];
+        unpack_scales(quad + 16 + slot, quad + 48 + slot % 16, slot / 16 * 2, block);
+        for (int32_t i = 0; i < 4; i++)
+            unpack_nibbles(quad + HEADER_BYTES + band * BAND_BYTES + 32 * i, block + 16 + 32 * i);
+    }
+}
 
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
                            Pool& pool) {

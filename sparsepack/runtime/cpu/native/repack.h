@@ -24,6 +24,21 @@ ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns,
 // The inverse of `repack_zigzag`, byte for byte.
 void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
 
+struct NeuronMatrix {
+    Neurons view;
+    Memory memory;
+};
+
+// records: [count][neuron_file_bytes]; gives pages of a file back likewise.
+NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool);
+
+// The inverse of `repack_neurons`, byte for byte.
+void unpack_neurons(const Neurons& neurons, uint8_t* records, Pool& pool);
+
+// One column of a quad. block: that of its first band; the next band's is `band_bytes` further.
+void pack_quad(const uint8_t* block, int64_t band_bytes, int32_t bands, uint8_t* quad);
+void unpack_quad(const uint8_t* quad, int32_t bands, uint8_t* block, int64_t band_bytes);
+
 // Bytes of one row in the file.
 int64_t row_bytes(int32_t type, int64_t columns);
 // Columns that are stored together, of which a row has a whole number.

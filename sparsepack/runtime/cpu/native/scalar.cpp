@@ -176,6 +176,8 @@ void rows_matmul(const Rows* m, int64_t first, int64_t last, const float* x, int
     }
 }
 
+#include "neurons_scalar.inc"
+
 void rms_norm(const float* x, const float* weight, int32_t n, float eps, float* y) {
     float sum = 0;
     for (int32_t i = 0; i < n; i++) sum += x[i] * x[i];
@@ -316,6 +318,9 @@ const Kernels scalar_kernels = {
     collect,
     zigzag_gemv,
     zigzag_matmul,
+    neuron_input,
+    neuron_ffn,
+    neuron_matmul,
     rows_matmul,
     rms_norm,
     rotate,

@@ -1,0 +1,122 @@
+// The kernels of MLPs by neurons against the plain ones; part of check_kernels.
+#include "check_kernels.h"
+#include "buffer.h"
+#include "repack.h"
+
+#include <cstring>
+#include <limits>
+
+namespace sparsepack {
+namespace {
+
+struct Random {
+    std::vector<uint8_t> records;  // as in the file
+    NeuronMatrix matrix;
+};
+
+Random random_neurons(int64_t count, int32_t bands) {
+    static Pool pool(1);
+    std::vector<uint8_t> records(count * bands * 2 * FILE_BLOCK_BYTES), back(records.size());
+    for (uint8_t& byte : records) byte = (uint8_t)bits();
+    for (size_t i = 0; i < records.size(); i += FILE_BLOCK_BYTES) {
+        uint16_t scales[2] = {half(0.01f * normal()), half(0.01f * normal())};
+        std::memcpy(&records[i], scales, 4);
+    }
+    NeuronMatrix m = repack_neurons(records.data(), count, bands, pool);
+    unpack_neurons(m.view, back.data(), pool);
+    check(records == back, "repack", text("%d neurons of %d bands", (int)count, bands));
+    return {std::move(records), std::move(m)};
+}
+
+// What the norm of a result would be if all terms had random signs: some cancel, and their errors do not.
+float typical(const Random& random, const float* x, const float* gate) {
+    const Neurons& n = random.matrix.view;
+    int32_t hidden = neuron_hidden(&n);
+    Rows rows = {random.records.data(), n.count, 2 * hidden, Q4_K};
+    std::vector<float> weights(2 * hidden);
+    double sum = 0;
+    for (int64_t neuron = 0; neuron < n.count; neuron++) {
+        double up = 0, down = 0;
+        scalar_kernels.decode_row(&rows, neuron, weights.data());
+        for (int32_t i = 0; i < hidden; i++) {
+            up += std::pow(weights[i] * x[i], 2);
+            down += std::pow(weights[hidden + i], 2);
+        }
+        sum += up * down * gate[neuron] * gate[neuron];
+    }
+    return (float)std::sqrt(sum);
+}
+
+// Every `step`th neuron is active.
+void check_ffn(const Kernels& k, const Random& random, int step, float outlier) {
+    const Neurons& n = random.matrix.view;
+    int32_t hidden = neuron_hidden(&n);
+    std::vector<float> x = normals(hidden), gate = normals(n.count), y[2];
+    x[below(hidden)] *= outlier;
+    std::vector<int32_t> indices;
+    for (int32_t i = 0; i < n.count; i += step) indices.push_back(i);
+    for (int32_t i = 0; i < n.count; i++) gate[i] = i % step ? 0 : gate[i];
+    for (int s = 0; s < 2; s++) {
+        const Kernels& set = s ? k : scalar_kernels;
+        Buffer<uint8_t> input(neuron_input_bytes(n.bands));
+        set.neuron_input(x.data(), n.bands, input.data());
+        y[s].assign(hidden + 16, GUARD);
+        int32_t count = (int32_t)indices.size();
+        NeuronUnit unit = {&n, count, indices.data(), gate.data(), input.data(), y[s].data()};
+        set.neuron_ffn(&unit, step % 2 ? &unit : nullptr);
+    }
+    check_near(y[1], y[0], k.name, text("ffn of %d neurons of %d bands, step %d", (int)n.count, n.bands, step),
+               NORMWISE, NORMWISE * typical(random, x.data(), gate.data()));
+}
+
+void check_nothing_active(const Kernels& k, const Neurons& n) {
+    std::vector<float> x = normals(neuron_hidden(&n)), gate(n.count), y(x.size(), GUARD);
+    Buffer<uint8_t> input(neuron_input_bytes(n.bands));
+    k.neuron_input(x.data(), n.bands, input.data());
+    NeuronUnit unit = {&n, 0, nullptr, gate.data(), input.data(), y.data()};
+    k.neuron_ffn(&unit, nullptr);
+    check(y == std::vector<float>(x.size()), k.name, "ffn of no neuron");
+}
+
+// An input that is not finite must show.
+void check_not_finite(const Kernels& k, const Neurons& n, float value) {
+    std::vector<float> x = normals(neuron_hidden(&n)), gate(n.count, 1.0f), y(x.size());
+    std::vector<int32_t> indices(n.count);
+    for (int32_t i = 0; i < n.count; i++) indices[i] = i;
+    x[below((int)x.size())] = value;
+    Buffer<uint8_t> input(neuron_input_bytes(n.bands));
+    k.neuron_input(x.data(), n.bands, input.data());
+    NeuronUnit unit = {&n, (int32_t)n.count, indices.data(), gate.data(), input.data(), y.data()};
+    k.neuron_ffn(&unit, nullptr);
+    for (float found : y) check(!std::isfinite(found), k.name, text("ffn with %f", value));
+}
+
+void check_positions(const Kernels& k, const Neurons& n, int positions) {
+    int32_t hidden = neuron_hidden(&n);
+    std::vector<float> x = normals((size_t)positions * hidden), gate = normals((size_t)positions * n.count), y[2];
+    for (float& g : gate) g = g < 0.5f ? 0 : g;
+    for (int s = 0; s < 2; s++) {
+        y[s].assign((size_t)positions * hidden + 16, GUARD);
+        (s ? k : scalar_kernels).neuron_matmul(&n, x.data(), gate.data(), positions, y[s].data());
+    }
+    check_near(y[1], y[0], k.name, text("%d neurons of %d bands, %d positions", (int)n.count, n.bands, positions));
+}
+
+}  // namespace
+
+void check_neuron_kernels(const Kernels& k) {
+    for (int bands : {1, 2, 3, 4, 5, 8, 20, 64}) {
+        for (int count : {1, 9, 70}) {
+            Random random = random_neurons(count, bands);
+            const NeuronMatrix& m = random.matrix;
+            for (int step : {1, 2, 3, 100}) check_ffn(k, random, step, step == 3 ? 30.0f : 1.0f);
+            for (int positions : {1, 5, int(MOST_NEURON_POSITIONS)}) check_positions(k, m.view, positions);
+            check_nothing_active(k, m.view);
+        }
+    }
+    NeuronMatrix m = random_neurons(40, 2).matrix;
+    for (float value : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()})
+        check_not_finite(k, m.view, value);
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,135 @@
+"""`neuron_ffn` and `neuron_matmul` of every backend, against float64 sums over the dequantised records."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operations_for_tests import Backend, Bounds, every_backend, normal
+from torch import Tensor
+
+from sparsepack.codecs import neurons
+from sparsepack.codecs.matrices import PackedMatrix
+
+pytestmark = every_backend
+
+SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768), (129, 1280), (40, 5120)]
+
+
+def packed(count: int, hidden: int) -> PackedMatrix:
+    up, down = normal(count, hidden, seed=count), normal(hidden, count, seed=count + 1)
+    return PackedMatrix(neurons.pack(up, down, torch.arange(count)), "Q4_K", count, 2 * hidden)
+
+
+def gates(count: int, active: int, seed: int = 3) -> Tensor:
+    """What a ReLU leaves of the gates of neurons: so many are above zero."""
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:active]
+    return torch.zeros(count).index_put((chosen,), normal(active, seed=seed).abs() + 0.01)
+
+
+def ffn(backend: Backend, records: PackedMatrix, x: Tensor, gate: Tensor) -> Tensor:
+    loaded = backend.operations.load_neurons(records, backend.device)
+    gate = gate.to(backend.device)
+    indices, count = backend.operations.collect(gate, torch.zeros((), device=backend.device))
+    return backend.operations.neuron_ffn(loaded, x.to(backend.device), gate, indices, count).cpu()
+
+
+def assert_close(bounds: Bounds, y: Tensor, records: PackedMatrix, x: Tensor, gate: Tensor) -> None:
+    """y [..., hidden] against the sum in float64. Errors add up over two products."""
+    up, down = (half.double() for half in neurons.unpack(records.blocks))
+    inner = gate.double() * (x.double() @ up.t())
+    expected = inner @ down.t()
+    assert (y.dtype, y.shape) == (torch.float32, expected.shape)
+    assert torch.isfinite(y).all()
+    # What both would be if the terms had random signs: sums whose terms cancel say nothing.
+    uncancelled = gate.double() * (x.double().square() @ up.t().square()).sqrt()
+    typical = (uncancelled.square() @ down.t().square()).sum(-1).sqrt()
+    error = (y.double() - expected).norm(dim=-1)
+    assert (error <= 2 * bounds.normwise * expected.norm(dim=-1).maximum(typical)).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_sum_over_active_neurons(backend: Backend, shape: tuple[int, int], share: float) -> None:
+    records, x = packed(*shape), normal(shape[1], seed=2)
+    gate = gates(shape[0], round(share * shape[0]))
+    assert_close(backend.bounds, ffn(backend, records, x, gate), records, x, gate)
+
+
+@pytest.mark.parametrize("active", [0, 1, 2, 3, 5, 15, 63, 64, 65, 127, 128, 129, 299, 300])
+def test_any_number_of_active_neurons(backend: Backend, active: int) -> None:
+    records, x, gate = packed(300, 512), normal(512, seed=4), gates(300, active)
+    y = ffn(backend, records, x, gate)
+    assert_close(backend.bounds, y, records, x, gate)
+    assert active or not y.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 200),
+    width=st.integers(1, 6),
+    share=st.floats(0, 1),
+    size=st.sampled_from([1e-12, 1.0, 1e6]),
+    seed=st.integers(0, 2**31),
+)
+def test_random_neurons(backend: Backend, count: int, width: int, share: float, size: float, seed: int) -> None:
+    records, x = packed(count, 256 * width), size * normal(256 * width, seed=seed)
+    gate = gates(count, round(share * count), seed)
+    assert_close(backend.bounds, ffn(backend, records, x, gate), records, x, gate)
+
+
+def test_inactive_records_and_indices_beyond_the_count_are_never_read(backend: Backend) -> None:
+    records, x, gate = packed(64, 256), normal(256, seed=5), gates(64, 64)
+    blocks = records.blocks.clone()
+    blocks[4:60, [1, 3, 145, 147]] = 0x7E  # d and dmin are NaN
+    loaded = backend.operations.load_neurons(PackedMatrix(blocks, "Q4_K", 64, 512), backend.device)
+    indices = torch.full((64,), 1 << 30, dtype=torch.int32)
+    indices[:3] = torch.tensor([2, 3, 61])
+    count = torch.tensor(3, dtype=torch.int32)
+    y = backend.operations.neuron_ffn(loaded, *(v.to(backend.device) for v in (x, gate, indices, count))).cpu()
+    kept = torch.zeros(64).index_put((indices[:3].long(),), gate[indices[:3].long()])
+    assert_close(backend.bounds, y, records, x, kept)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_same_bits_every_run(backend: Backend, threads: int) -> None:
+    records, x, gate = packed(700, 512), normal(512, seed=6), gates(700, 301)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first = ffn(backend, records, x, gate)
+        assert all(torch.equal(ffn(backend, records, x, gate), first) for _ in range(3))
+    finally:
+        torch.set_num_threads(before)
+    assert_close(backend.bounds, first, records, x, gate)
+
+
+def test_an_input_that_is_not_finite_does_not_stay_unseen(backend: Backend) -> None:
+    records, gate = packed(40, 512), gates(40, 9)
+    for value in (float("nan"), float("inf")):
+        x = normal(512, seed=7)
+        x[300] = value
+        assert not torch.isfinite(ffn(backend, records, x, gate)).all()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 17, 70])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_several_positions(backend: Backend, shape: tuple[int, int], batch: int) -> None:
+    records, x = packed(*shape), normal(batch, shape[1], seed=2)
+    gate = normal(batch, shape[0], seed=8).clamp_min(0)
+    gate[-1] = 0
+    loaded = backend.operations.load_neurons(records, backend.device)
+    y = backend.operations.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
+    assert_close(backend.many, y, records, x, gate)
+    assert not y[-1].any()
+
+
+def test_several_positions_by_several_threads(backend: Backend) -> None:
+    records, x, gate = packed(300, 512), normal(70, 512, seed=2), normal(70, 300, seed=8).clamp_min(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        loaded = backend.operations.load_neurons(records, backend.device)
+        first = backend.operations.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
+    finally:
+        torch.set_num_threads(before)
+    assert_close(backend.many, first, records, x, gate)
