@@ -111,5 +111,5 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
         for kind in FORMATS:
             status, line = ends("pack", "notok", "--format", kind, "-o", "m.gguf")
             assert status == 2
-            assert "notok" in line
+            assert "notok" in line or "give --calibration" in line
             assert not re.match(r"sparsepack: (.+?): \1: ", line), line
