@@ -32,7 +32,7 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
 
 
 def chosen() -> tuple[str, tuple[str, ...]]:
-    return engine._chosen(None, torch.device("cuda"))
+    return engine._chosen(None, torch.device("cuda"), random_model("llama"))
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -80,7 +80,7 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 def test_the_cuda_backend_runs_on_gpus_only() -> None:
     with pytest.raises(UserError, match=r"device cpu: the cuda backend runs on NVIDIA GPUs; use device cuda"):
         Engine(random_model("llama"), backend="cuda")
-    assert engine._chosen("cuda", torch.device("cpu")) == ("cuda", ())
+    assert engine._chosen("cuda", torch.device("cpu"), random_model("llama")) == ("cuda", ())
 
 
 def test_other_backends_have_one_type_of_cache() -> None:
