@@ -169,7 +169,7 @@ def test_an_engine_says_where_keys_and_values_are_or_refuses(packed: PackedModel
             with pytest.raises(UserError, match=f"offload: the {backend} backend keeps keys and values where it comp"):
                 Engine(packed, device, CONTEXT, backend=backend, offload=True)
         return
-    with pytest.raises(UserError, match="pack the model with --attention double"):
+    with pytest.raises(UserError, match="pack it with --attention double"):
         Engine(replace(packed, attention=None), device, CONTEXT, offload=True)
     engine = Engine(packed, device, CONTEXT, offload=True)
     assert engine.description.endswith(", keys and values in the host's memory, sparse attention from 4 tokens on")
