@@ -28,14 +28,16 @@ from sparsepack.cli.neurons import neurons_table
 from sparsepack.cli.simulation import simulation_table
 from sparsepack.inspect import inspect
 from sparsepack.markdown import table
-from sparsepack.placement.collect import trace
-from sparsepack.placement.options import POLICIES, SimulateOptions, TraceOptions
+from sparsepack.placement.names import POLICIES
 from sparsepack.placement.placement import across_blocks, budget_of, same_share
 from sparsepack.placement.policies import Slow, Start, slow
-from sparsepack.placement.run import simulate
-from sparsepack.placement.simulate import play
-from sparsepack.placement.trace import Trace
-from sparsepack.placement.trace import load as load_trace
+from sparsepack.simulate.options import SimulateOptions
+from sparsepack.simulate.play import play
+from sparsepack.simulate.run import simulate
+from sparsepack.trace.collect import trace
+from sparsepack.trace.options import TraceOptions
+from sparsepack.trace.trace import Trace
+from sparsepack.trace.trace import load as load_trace
 
 SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 CHOSEN_AT = 0.3

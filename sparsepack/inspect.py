@@ -11,7 +11,7 @@ def inspect(path: Path) -> dict[str, Any]:
     """What a calibration folder, a trace, a thresholds table or an artifact holds, JSON-able.
 
     `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibrate.channel_report`,
-    `attention_tokens`: `calibrate.tokens.token_report`, and `neurons`: `placement.activity_report`, or why there is
+    `attention_tokens`: `calibrate.tokens.token_report`, and `neurons`: `trace.activity_report`, or why there is
     none), "trace" (its manifest and `neurons`), "thresholds" (the table without its vectors), or the format of an
     artifact (`artifacts.inspect.describe`).
 
@@ -38,7 +38,7 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     from sparsepack.calibrate.channels import importance
     from sparsepack.calibrate.neurons import activity
     from sparsepack.calibrate.tokens import token_report
-    from sparsepack.placement.activity_report import activity_report
+    from sparsepack.trace.activity_report import activity_report
 
     calibration = folder.load(path)
     return {
@@ -50,8 +50,8 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
 
 
 def _inspect_trace(path: Path) -> dict[str, Any]:
-    from sparsepack.placement.activity_report import activity_report, trace_activity
-    from sparsepack.placement.trace import load
+    from sparsepack.trace.activity_report import activity_report, trace_activity
+    from sparsepack.trace.trace import load
 
     trace = load(path)
     sessions = [trace_activity(trace, session) for session in range(len(trace.sessions))]

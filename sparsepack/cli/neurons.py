@@ -7,7 +7,7 @@ from sparsepack.markdown import table
 
 
 def neurons_table(report: Mapping[str, Any] | str) -> str:
-    """What `inspect` found of neurons in a calibration or a trace (`placement.activity_report`)."""
+    """What `inspect` found of neurons in a calibration or a trace (`trace.activity_report`)."""
     if isinstance(report, str):
         return f"neurons: {report}"
     tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, emit, from_options, json_output
-from sparsepack.placement.options import SimulateOptions
+from sparsepack.simulate.options import SimulateOptions
 
 
 @click.command()
@@ -34,7 +34,7 @@ def simulate(trace: Path, calibration: Path, json_path: str | None, **asked: Any
     time says how fast a larger model whose neurons behave so would decode.
     """
     from sparsepack.cli.simulation import simulation_table
-    from sparsepack.placement.run import simulate as run_simulation
+    from sparsepack.simulate.run import simulate as run_simulation
 
     result = run_simulation(trace, calibration, SimulateOptions(**asked))
     emit(result, json_path, simulation_table)

@@ -8,7 +8,7 @@ from sparsepack.markdown import table
 
 
 def simulation_table(result: Mapping[str, Any]) -> str:
-    """The tables of `placement.run.simulate`: a row for each policy, a column for each share of the neurons."""
+    """The tables of `simulate.run.simulate`: a row for each policy, a column for each share of the neurons."""
     policies = result["policies"]
     width = max(map(len, policies))
     group = result["group"]["neurons"]

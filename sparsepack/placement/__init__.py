@@ -1,1 +1,1 @@
-"""Which neurons of the MLP live where: traces of who is active, placements, policies that move neurons, a simulator."""
+"""Which neurons of the MLP live where: placements, the policies that change them, and what knows the future."""

@@ -30,15 +30,15 @@ from sparsepack.models.heads import heads_of_config
 from sparsepack.models.rule import SiteRule
 from sparsepack.models.source_files import config_json, tokenizer_config
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.placement import trace as traces
-from sparsepack.placement.collect import trace as make_trace
-from sparsepack.placement.options import TraceOptions
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import read_thresholds
+from sparsepack.trace import trace as traces
+from sparsepack.trace.collect import trace as make_trace
+from sparsepack.trace.options import TraceOptions
 from tests.artifacts_for_tests import plan_neurons, write_plain, write_zigzag
 from tests.fuzz import sealed_gguf
 from tests.fuzz.harness import Broken, Target, command

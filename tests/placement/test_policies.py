@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Slow, Start, momentum, slow
-from sparsepack.placement.simulate import Outcome, play
+from sparsepack.simulate.play import Outcome, play
 
 ON_DEMAND = ("static", "lru", "lfu", "momentum", "momentum-threshold", "momentum-letter", "belady-within-blocks")
 """Those that load a neuron only when it is needed."""

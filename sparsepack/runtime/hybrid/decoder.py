@@ -24,7 +24,7 @@ class Places:
     """How many neurons have places, what moves them, and how fast the links are.
 
     cached -- share of the neurons of all blocks
-    policy -- a name in `placement.options.ONLINE`, or a policy
+    policy -- a name in `placement.names.ONLINE`, or a policy
     """
 
     cached: float

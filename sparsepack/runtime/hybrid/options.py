@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sparsepack.errors import UserError
 from sparsepack.option import check_options, option
-from sparsepack.placement.options import ONLINE
+from sparsepack.placement.names import ONLINE
 
 DEFAULT_POLICY = "slow"
 

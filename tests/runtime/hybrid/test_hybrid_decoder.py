@@ -22,16 +22,16 @@ from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.packed import PackedModel
-from sparsepack.placement.options import ONLINE
+from sparsepack.placement.names import ONLINE
 from sparsepack.placement.placement import Placement, budget_of
 from sparsepack.placement.policies import POLICIES, Policy, Start
-from sparsepack.placement.simulate import play
 from sparsepack.runtime import backends, operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import mlps
 from sparsepack.runtime.hybrid.decoder import Places
 from sparsepack.runtime.hybrid.split import Links
 from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.simulate.play import play
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 EXACT = {"reference": 1e-5, "cpu": 2e-3}

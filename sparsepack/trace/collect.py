@@ -25,10 +25,10 @@ from sparsepack.models.families import MLP_MID
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.windows import session_windows
-from sparsepack.placement import trace as traces
-from sparsepack.placement.options import TraceOptions
-from sparsepack.placement.trace import Trace
 from sparsepack.progress import progress, say
+from sparsepack.trace import trace as traces
+from sparsepack.trace.options import TraceOptions
+from sparsepack.trace.trace import Trace
 
 DENSE = 0.99
 """A block that has more of its neurons active than this has none that could be left out."""

@@ -14,12 +14,13 @@ from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.cli.app import main
 from sparsepack.errors import CalibrationError, PlacementError
-from sparsepack.placement.collect import trace
-from sparsepack.placement.options import POLICIES as NAMES
-from sparsepack.placement.options import SimulateOptions, TraceOptions
+from sparsepack.placement.names import POLICIES as NAMES
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
-from sparsepack.placement.run import simulate
+from sparsepack.simulate.options import SimulateOptions
+from sparsepack.simulate.run import simulate
+from sparsepack.trace.collect import trace
+from sparsepack.trace.options import TraceOptions
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.neurons import Activity, activity
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
-from sparsepack.placement.activity_report import added, trace_activity
-from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
-from sparsepack.placement.options import SimulateOptions
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
-from sparsepack.placement.simulate import Outcome, play
-from sparsepack.placement.trace import Trace, is_trace, load
 from sparsepack.progress import progress
+from sparsepack.simulate.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
+from sparsepack.simulate.options import SimulateOptions
+from sparsepack.simulate.play import Outcome, play
+from sparsepack.trace.activity_report import added, trace_activity
+from sparsepack.trace.trace import Trace, is_trace, load
 
 PRICES = (1.0, 0.25)
 """Of a move, in neurons that the processor would compute otherwise: what bounds are computed for."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.machine import MACHINES, SHAPES, dense_split, machine_of, share_in, tokens_per_second
+from sparsepack.simulate.machine import MACHINES, SHAPES, dense_split, machine_of, share_in, tokens_per_second
 
 PCIE5, LLAMA_70B = MACHINES["pcie5"], SHAPES["70b"]
 

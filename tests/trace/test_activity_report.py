@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from sparsepack.calibrate.neurons import Activity
 from sparsepack.cli.app import main
-from sparsepack.placement.activity_report import activity_report, trace_activity
+from sparsepack.trace.activity_report import activity_report, trace_activity
 
 
 def activity(active, squares=0, tokens=100):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparsepack.calibrate.neurons import Activity
-from sparsepack.placement.trace import Trace
+from sparsepack.trace.trace import Trace
 
 SHARES = (0.1, 0.2, 0.3, 0.5)
 """Of the hottest neurons, so many: which share of what is needed they are."""

@@ -7,9 +7,10 @@ from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.calibrate.run import calibrate
 from sparsepack.files.text import Text, read_text
 from sparsepack.inspect import inspect
-from sparsepack.placement.collect import trace
-from sparsepack.placement.options import SimulateOptions, TraceOptions
-from sparsepack.placement.run import simulate
+from sparsepack.simulate.options import SimulateOptions
+from sparsepack.simulate.run import simulate
+from sparsepack.trace.collect import trace
+from sparsepack.trace.options import TraceOptions
 
 OPTIONS = TraceOptions(sessions=3)
 SILU = TraceOptions(sessions=3, tokens=512, prompt=64, share=0.5)

@@ -22,9 +22,9 @@ from sparsepack.files.text import Text
 from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.whole import load_model
 from sparsepack.models.windows import rolling_windows, session_windows
-from sparsepack.placement import trace as traces
-from sparsepack.placement.collect import trace
-from sparsepack.placement.options import TraceOptions
+from sparsepack.trace import trace as traces
+from sparsepack.trace.collect import trace
+from sparsepack.trace.options import TraceOptions
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
 

@@ -7,9 +7,9 @@ from models_for_tests import TEXT, make_model
 
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.placement.collect import trace
-from sparsepack.placement.options import TraceOptions
-from sparsepack.placement.trace import Trace
+from sparsepack.trace.collect import trace
+from sparsepack.trace.options import TraceOptions
+from sparsepack.trace.trace import Trace
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
 
