@@ -120,12 +120,14 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     from sparsepack.files.atomic import check_output
     from sparsepack.files.resume import state_beside
     from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.models.families import check_packable
     from sparsepack.publish.card import model_card
 
     request.check()
     folder = format_of(request.format).folder
     check_output(request.output, request.overwrite, folder, MANIFEST if folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
+    check_packable(checkpoint.family, checkpoint.name)  # before anything is found for it
     attention, neurons = attention_for(checkpoint, request), neurons_for(checkpoint, request)
     with state_beside(request.output) as state:
         table = thresholds_for(checkpoint, request, state)

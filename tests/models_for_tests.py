@@ -20,6 +20,20 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 128},
 }
 
+OPT: dict[str, dict[str, Any]] = {
+    "opt": {},
+    "opt, narrow embedding, norms after": {"word_embed_proj_dim": 96, "do_layer_norm_before": False},
+    "opt, wide embedding": {"word_embed_proj_dim": 320},
+    "opt, untied, no biases, plain norms, none at the end": {
+        "tie_word_embeddings": False,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "_remove_final_layer_norm": True,
+    },
+    "opt, odd sizes": {"hidden_size": 90, "ffn_dim": 203, "num_attention_heads": 3, "word_embed_proj_dim": 51},
+}
+"""The configurations of OPT, a family that is no format's: changes for `make_opt`."""
+
 
 @cache
 def tokenizer() -> Any:
@@ -45,8 +59,6 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
 
     Norms and biases are random too, so that a lost one shows.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     values = {
         "vocab_size": VOCABULARY,
         "hidden_size": 256,
@@ -59,6 +71,28 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         **SMALL[family],
         **changes,
     }
+    return _saved(folder, family, values, seed)
+
+
+def make_opt(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """The same of OPT, whose configuration has names of its own."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "ffn_dim": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        **changes,
+    }
+    return _saved(folder, "opt", values, seed)
+
+
+def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.for_model(family, **values)
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -69,7 +103,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
                 parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
-            elif "embed_tokens" in name:
+            elif "embed_" in name:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import PackingError
+from sparsepack.models.families import check_packable
 
 if TYPE_CHECKING:
     from sparsepack.artifacts.plan import Plan, PlanRequest
@@ -59,8 +60,9 @@ class Format:
     def plan(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "Plan":
         """The artifact of a model, before any tensor of it is made; `Plan.write` makes it.
 
-        Raises `PackingError` for what the format cannot hold.
+        Raises `PackingError` for what the format cannot hold, `CheckpointError` for a model that none holds.
         """
+        check_packable(checkpoint.family, checkpoint.name)
         made: Plan = importlib.import_module(self.module).plan(self, checkpoint, request)
         return made
 

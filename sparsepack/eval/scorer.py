@@ -16,6 +16,7 @@ from sparsepack.models.families import Family
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.rule import Rules, SiteKey, active_channels, sparsify
 from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.models.whole import backbone_of
 from sparsepack.runtime.double import attention as double
 
 
@@ -122,7 +123,7 @@ class SparseScorer:
     ) -> torch.Tensor:
         """What enters the output matrix, [B, S, H]; all rows together, whatever `batch` is."""
         ids = input_ids.to(self.device)
-        blocks = list(enumerate(self.model.model.layers))
+        blocks = list(enumerate(backbone_of(self.model).layers))
         self.tokens_read.count(ids.shape[1], lengths, sparse_from)
         with (
             double.sparse_rows(sparse_from),
@@ -130,7 +131,7 @@ class SparseScorer:
             quantised_inputs(blocks, self._family, self._inputs),
         ):
             # Right padding needs no attention mask: no real position looks at a later one.
-            found: torch.Tensor = self.model.model(ids, use_cache=False).last_hidden_state
+            found: torch.Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
         done(len(ids))
         return found
 

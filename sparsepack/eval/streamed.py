@@ -90,9 +90,13 @@ class StreamedScorer:
                     hidden[part] = stream(hidden[part])
                 done(len(hidden[part]))
         stream.unload()
-        for row in hidden:
-            row.copy_(stream.final_norm(row))
-        return hidden
+        finished = hidden  # in place, unless what enters the output matrix has another width
+        for number, row in enumerate(hidden):
+            end = stream.finish(row)
+            if end.shape[-1] != finished.shape[-1]:
+                finished = hidden.new_empty(*hidden.shape[:2], end.shape[-1])
+            finished[number] = end
+        return finished
 
     def head(self, words: slice) -> Logits:
         """See `eval.protocols.WindowScorer`. The output matrix stays as it is stored until `hidden` is called again."""

@@ -100,7 +100,7 @@ class Subject:
         """Each site's share of the parameters of all sites."""
         shapes = parameter_shapes(self.source.config)
         sizes = {
-            (layer, site): sum(math.prod(shapes[f"model.layers.{layer}.{name}.weight"]) for name in names)
+            (layer, site): sum(math.prod(shapes[f"{self.family.block(layer)}.{name}.weight"]) for name in names)
             for layer in range(self.source.layers)
             for site, names in ((site, self.family.projections[site]) for site in SITES)
         }

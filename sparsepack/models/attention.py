@@ -8,7 +8,9 @@ import torch
 
 _NAME = "sparsepack_watched"
 Watcher = Callable[[torch.Tensor, torch.Tensor, int], None]
-"""Receives query [B, H, S, D], key [B, H_kv, S, D], and how many tokens a query sees at most with itself (0: all)."""
+"""Receives query [B, H, S, D], key [B, H_kv, S, D], and how many tokens a query sees at most with itself (0: all).
+
+Scores are their products over sqrt(D); a query that its model scales otherwise is shown as it would be for that."""
 
 
 @contextmanager
@@ -19,7 +21,10 @@ def watched_attention(backbone: Any, watcher: Watcher) -> Iterator[None]:
     from transformers.masking_utils import sdpa_mask
 
     def forward(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        watcher(query, key, options.get("sliding_window") or 0)
+        usual = query.shape[-1] ** -0.5
+        scaling = options.get("scaling") or usual
+        shown = query if scaling == usual else query * (scaling / usual)
+        watcher(shown, key, options.get("sliding_window") or 0)
         return sdpa_attention_forward(module, query, key, *rest, **options)
 
     AttentionInterface.register(_NAME, forward)

@@ -1,7 +1,8 @@
 """Run a model block by block: one decoder block of the stock transformers model in memory at a time.
 
 The forward pass is transformers' own: a backbone with a single layer, into which each block's weights are loaded
-in turn, so masks, rotary embeddings and sliding windows are never re-implemented here.
+in turn, so masks, rotary embeddings and sliding windows are never re-implemented here. What comes before the blocks and
+after them is done once, by the names that the family gives it, and is taken out of that backbone.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 from sparsepack.models.attention import Watcher, watched_attention
-from sparsepack.models.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from sparsepack.models.checkpoint import HEAD
 from sparsepack.models.families import Family
 from sparsepack.models.skeleton import single_layer
+from sparsepack.models.whole import backbone_of
 
 
 class BlockSource(Protocol):
@@ -41,7 +43,7 @@ class BlockStream:
 
     `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
     hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
-    `final_norm` and `head`.
+    `finish` and `head`.
 
     attention -- transformers' name of the implementation that the blocks use
     """
@@ -57,7 +59,7 @@ class BlockStream:
         self.device, self.dtype = torch.device(device), dtype
         self._backbones: dict[str, Any] = {}
         self._backbone: Any = None
-        self._norm: Any = None
+        self._after: dict[str, Any] = {}
 
     def load(self, layer: int) -> None:
         """Let go of the block in memory, then read block `layer` from disk."""
@@ -68,7 +70,7 @@ class BlockStream:
             self._backbones[kind] = self._empty(layer)
         self._backbone = self._backbones[kind]
         names = self.block.state_dict().keys()
-        tensors = {name: self._tensor(f"model.layers.{layer}.{name}") for name in names}
+        tensors = {name: self._tensor(f"{self.source.family.block(layer)}.{name}") for name in names}
         self.block.load_state_dict(tensors, strict=True, assign=True)
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -101,32 +103,60 @@ class BlockStream:
         return watched_attention(self._backbone, watcher)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [N, S] -> hidden states [N, S, H], on the CPU: the windows of a whole run may not fit elsewhere."""
-        table = self.source.tensor(EMBEDDING)
-        return nn.functional.embedding(ids.cpu(), table).to(self.dtype)
+        """Token ids [N, S] -> hidden states [N, S, H], on the CPU: the windows of a whole run may not fit elsewhere.
 
-    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The norm after the last block, which must have been run: [B, S, H] -> [B, S, H]."""
-        if self._norm.weight.is_meta:
-            self._norm.load_state_dict({"weight": self._tensor(FINAL_NORM)}, strict=True, assign=True)
-        normed: torch.Tensor = self._norm(hidden.to(self.device, self.dtype))
-        return normed
+        Each row is a text from its first token on.
+        """
+        family, tensor = self.source.family, self.source.tensor
+        hidden = nn.functional.embedding(ids.cpu(), tensor(family.embedding)).to(self.dtype)
+        if hidden.shape[-1] != self.source.config.hidden_size:
+            widening = tensor(f"{family.backbone}.{family.widening}.weight").to(self.dtype)
+            hidden = nn.functional.linear(hidden, widening)
+        if family.positions is not None:
+            rows = tensor(f"{family.backbone}.{family.positions.module}.weight")[family.positions.first :]
+            hidden += rows[: ids.shape[1]].to(self.dtype)
+        return hidden
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What comes after the last block, which must have been run: [B, S, H] -> [B, S, columns of the head]."""
+        hidden = hidden.to(self.device, self.dtype)
+        for prefix, module in self._after.items():
+            if any(parameter.is_meta for parameter in module.parameters()):
+                tensors = {name: self._tensor(f"{prefix}.{name}") for name in module.state_dict()}
+                module.load_state_dict(tensors, strict=True, assign=True)
+            hidden = module(hidden)
+        return hidden
 
     def head(self) -> torch.Tensor:
         """The output matrix [V, H] as the source gives it, on the CPU."""
-        return self.source.tensor(EMBEDDING if self.source.config.tie_word_embeddings else HEAD)
+        tied = self.source.config.tie_word_embeddings
+        return self.source.tensor(self.source.family.embedding if tied else HEAD)
 
     def _empty(self, layer: int) -> Any:
         """A stock backbone of one block like `layer`, still without weights."""
         from transformers import AutoModel
 
-        config = single_layer(self.source.config, layer)
+        config, family = single_layer(self.source.config, layer), self.source.family
         config.dtype = self.dtype
         with torch.device("meta"):
-            backbone = AutoModel.from_config(config, attn_implementation=self._attention)
-        backbone.embed_tokens = nn.Identity()
-        self._norm = self._norm or backbone.norm.eval().requires_grad_(False)
-        backbone.norm = nn.Identity()
-        # Its frequencies are computed, not loaded: made again off the meta device.
-        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)
-        return backbone.eval().requires_grad_(False)
+            backbone = backbone_of(AutoModel.from_config(config, attn_implementation=self._attention))
+        backbone.eval().requires_grad_(False)
+        after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
+        self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}
+        for name in ("embed_tokens", *after):
+            setattr(backbone, name, nn.Identity())
+        if family.widening and getattr(backbone, family.widening) is not None:
+            setattr(backbone, family.widening, nn.Identity())
+        if family.positions is not None:
+            setattr(backbone, family.positions.module, _Nowhere())
+        if family.rotary != "none":
+            # Its frequencies are computed, not loaded: made again off the meta device.
+            backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)
+        return backbone
+
+
+class _Nowhere(nn.Module):
+    """In the place of learned positions, which `embed` has added already."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(())

@@ -19,7 +19,7 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
-from sparsepack.models.families import Family, family_of
+from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
 from sparsepack.models.gguf_config import gguf_config
 from sparsepack.models.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.sentencepiece_model import sentencepiece_json
@@ -28,6 +28,7 @@ from sparsepack.models.sources import GgufSource, SafetensorsSource, TensorSourc
 from sparsepack.models.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""Names of tensors outside of the blocks in packable families; all have their output matrix by the last one."""
 _DERIVED = "rotary_emb.inv_freq"  # old exports carry the rotary frequencies; transformers computes them
 
 
@@ -67,7 +68,7 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor by its Hugging Face name, in its stored dtype, on the CPU."""
         if name == HEAD and self.tied:
-            name = EMBEDDING
+            name = self.family.embedding
         if name not in self.source.shapes:
             near = difflib.get_close_matches(name, self.source.shapes, 1)
             raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
@@ -95,11 +96,11 @@ class Checkpoint:
         return torch.zeros(weight.shape[0], dtype=weight.dtype)
 
     def _projection_names(self, layer: int, site: str) -> list[str]:
-        return [f"model.layers.{layer}.{projection}" for projection in self.family.projections[site]]
+        return [f"{self.family.block(layer)}.{projection}" for projection in self.family.projections[site]]
 
     def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
         """(rows, columns) of a site's stacked matrix, without reading it."""
-        shapes = [self.source.shapes[f"model.layers.{layer}.{p}.weight"] for p in self.family.projections[site]]
+        shapes = [self.source.shapes[f"{name}.weight"] for name in self._projection_names(layer, site)]
         return sum(shape[0] for shape in shapes), shapes[0][1]
 
     @cached_property
@@ -131,6 +132,7 @@ class Checkpoint:
     @property
     def architecture(self) -> Architecture:
         """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
+        check_packable(self.family, self.name)
         path = self.path / "generation_config.json"
         try:
             # Chat models end a turn with tokens that only this file names.
@@ -176,7 +178,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     check_sizes(config, name)
     source: TensorSource
     if path.is_file():
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
         permuted = family.gguf_permuted
         source = GgufSource(read_gguf(path), config.num_hidden_layers, heads, kv_heads, permuted)
         config.tie_word_embeddings = HEAD not in source.shapes
@@ -210,7 +212,7 @@ def _located(name: str) -> Path:
 def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: many kinds, one meaning
@@ -253,13 +255,12 @@ _MOST_LAYERS = 10_000
 
 def check_sizes(config: Any, name: str) -> None:
     """Raise `CheckpointError` for numbers of a configuration that are none, or too large: others are made with them."""
+    family = FAMILIES[config.model_type]
     limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
     for field, limit in limits.items():
-        value = getattr(config, field, None)
+        value, own = family.setting(config, field), family.fields.get(field, field)
         if type(value) is not int or not 1 <= value < limit:
-            raise CheckpointError(
-                f"{name}: {field} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}"
-            )
+            raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
     head = getattr(config, "head_dim", None)
     if head is not None and (type(head) is not int or not 1 <= head < 2**31):
         raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
@@ -272,8 +273,21 @@ def _packed_already(name: str) -> CheckpointError:
     )
 
 
+def _check_activation(checkpoint: Checkpoint) -> None:
+    """Models with an activation of their own bring code for it, which is not run."""
+    from transformers.activations import ACT2FN
+
+    name = str(checkpoint.family.setting(checkpoint.config, "hidden_act"))
+    if name not in ACT2FN:
+        raise CheckpointError(
+            f"{checkpoint.name}: activation {name[:60]!r} is not one of transformers' own, and code that comes with a "
+            "model is not run; expected a model that stock transformers computes"
+        )
+
+
 def _check_understood(checkpoint: Checkpoint) -> None:
     """Every tensor must have its place in the stock model, in its shape, and every place its tensor."""
+    _check_activation(checkpoint)
     found = checkpoint.source.shapes
     try:
         expected = parameter_shapes(checkpoint.config)

@@ -1,14 +1,15 @@
 """Model families as data: which submodules of a decoder block sit at which site, which are norms.
 
 A family is a row here and nothing else: calibration and evaluation hook the stock transformers model, the packers
-read tensors by the names below, and the engine is told the numbers (`models/architecture.py`).
+read tensors by the names below, and the engine is told the numbers (`models/architecture.py`). A row whose models
+formats and engines have no place for says so; everything that works on the stock model works with it all the same.
 """
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from sparsepack.errors import CheckpointError
 
@@ -18,20 +19,35 @@ SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
 
-Rotary = Literal["half-split", "interleaved"]
-"""Channel c of a head of n turns with c + n / 2 ("half-split", also called neox), or 2 c with 2 c + 1."""
+Rotary = Literal["half-split", "interleaved", "none"]
+"""Channel c of a head of n turns with c + n / 2 ("half-split", also called neox), 2 c with 2 c + 1, or none turns."""
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """A table of vectors that are added to the embedding: its module, and the row of a text's first token."""
+
+    module: str
+    first: int
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. Module names are relative to a decoder block.
+    """A model family. Names of projections and norms are relative to a decoder block, others to the backbone.
 
     model_type     -- `model_type` of config.json
-    gguf           -- llama.cpp's architecture name
-    projections    -- site -> its projections, in the order in which their output rows are stacked
+    gguf           -- llama.cpp's architecture name; empty: it has none
+    projections    -- site -> its projections, in the order in which their output rows are stacked; an MLP with a gate
+                      has gate and up at `mlp_in`, one without has one matrix there
     norms          -- our name -> module
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
     rotary         -- which channels of a head the stock model turns together
+    backbone       -- the module with the blocks, within the causal language model
+    widening       -- the matrix behind an embedding that is not as wide as the blocks
+    positions      -- that are learned; None: there are none
+    after          -- modules after the last block, as far as a model has them; the output matrix comes then
+    fields         -- of the configuration: Llama's name -> its own, where they differ
+    unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
     """
 
     model_type: str
@@ -40,6 +56,25 @@ class Family:
     norms: Mapping[str, str]
     gguf_permuted: bool
     rotary: Rotary
+    backbone: str = "model"
+    widening: str = ""
+    positions: LearnedPositions | None = None
+    after: tuple[str, ...] = ("norm",)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    unpackable: str = ""
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding's tensor."""
+        return f"{self.backbone}.embed_tokens.weight"
+
+    def block(self, layer: int | str) -> str:
+        """The name of a decoder block; "" for what the names of all begin with."""
+        return f"{self.backbone}.layers.{layer}"
+
+    def setting(self, config: Any, name: str) -> Any:
+        """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""
+        return getattr(config, self.fields.get(name, name), None)
 
 
 _PROJECTIONS = MappingProxyType(
@@ -53,6 +88,34 @@ _PROJECTIONS = MappingProxyType(
 _NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 _QK_NORMS = MappingProxyType({**_NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
 
+_OPT = Family(
+    "opt",
+    "",
+    MappingProxyType(
+        {
+            "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attn_out": ("self_attn.out_proj",),
+            "mlp_in": ("fc1",),
+            "mlp_mid": ("fc2",),
+        }
+    ),
+    MappingProxyType({"attn_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}),
+    False,
+    "none",
+    backbone="model.decoder",
+    widening="project_in",
+    positions=LearnedPositions("embed_positions", 2),
+    after=("final_layer_norm", "project_out"),
+    fields=MappingProxyType(
+        {
+            "intermediate_size": "ffn_dim",
+            "hidden_act": "activation_function",
+            "num_key_value_heads": "num_attention_heads",
+        }
+    ),
+    unpackable="learned positions, norms that subtract the mean, and an MLP without a gate",
+)
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
@@ -61,9 +124,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("mistral", "llama", _PROJECTIONS, _NORMS, True, "half-split"),
             Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, False, "half-split"),
             Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False, "half-split"),
+            _OPT,
         )
     }
 )
+PACKABLE = tuple(name for name, family in FAMILIES.items() if not family.unpackable)
+"""The model types that formats and engines have a place for."""
 
 
 def family_of(model_type: str, where: str) -> Family:
@@ -76,3 +142,12 @@ def family_of(model_type: str, where: str) -> Family:
             f"{where}: model type {model_type!r} is not supported{hint}; expected one of {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
+
+
+def check_packable(family: Family, where: str) -> None:
+    """Raise `CheckpointError` for a model that no format holds and no engine runs, naming what is in their way."""
+    if family.unpackable:
+        raise CheckpointError(
+            f"{where}: no format holds and no engine runs {family.model_type} models ({family.unpackable}); expected "
+            f"one of {', '.join(PACKABLE)}; calibrate, trace, simulate, thresholds, prune and eval work with it"
+        )

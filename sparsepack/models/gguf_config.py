@@ -44,9 +44,10 @@ def gguf_config(file: GgufFile, name: str) -> Any:
                 f"{name}: {OWN_CONFIG} inside is not understood ({shown(error)}); pack it again"
             ) from error
     kind = file.metadata.get("general.architecture")
-    model_type = next((family.model_type for family in FAMILIES.values() if family.gguf == kind), None)
+    families = [family for family in FAMILIES.values() if family.gguf]
+    model_type = next((family.model_type for family in families if family.gguf == kind), None)
     if model_type is None:
-        known = sorted({family.gguf for family in FAMILIES.values()})
+        known = sorted({family.gguf for family in families})
         raise CheckpointError(f"{name}: a GGUF of architecture {str(kind)[:60]!r}; expected one of {', '.join(known)}")
     try:
         values = _values(file, f"{kind}.")

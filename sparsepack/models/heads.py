@@ -31,8 +31,9 @@ class Heads:
 
 def heads_of_config(config: Any) -> Heads:
     """By a stock transformers configuration of a family that we know."""
-    rotary = RotaryChannels(FAMILIES[config.model_type].rotary, rotary_dims(config))
-    return Heads(config.num_attention_heads, config.num_key_value_heads, head_dim(config), rotary)
+    family = FAMILIES[config.model_type]
+    rotary = RotaryChannels(family.rotary, rotary_dims(config) if family.rotary != "none" else 0)
+    return Heads(config.num_attention_heads, family.setting(config, "num_key_value_heads"), head_dim(config), rotary)
 
 
 def heads_of(architecture: Architecture) -> Heads:

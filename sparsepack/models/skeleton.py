@@ -1,10 +1,11 @@
 """The stock model without its weights: what one decoder block is, and which parameters a checkpoint must hold."""
 
 import copy
-import re
 from typing import Any
 
 import torch
+
+from sparsepack.models.families import FAMILIES
 
 
 def single_layer(config: Any, layer: int = 0) -> Any:
@@ -18,14 +19,17 @@ def single_layer(config: Any, layer: int = 0) -> Any:
 
 
 def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the stock causal language model; of two tied ones, the first."""
+    """Name and shape of every parameter of the stock causal language model of a family that we know; of two tied ones,
+    the first."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(single_layer(config))
     shapes: dict[str, tuple[int, ...]] = {}
+    family = FAMILIES[config.model_type]
     for name, parameter in model.named_parameters():
-        match = re.fullmatch(r"(model\.layers\.)0(\..*)", name)
-        names = [f"{match[1]}{n}{match[2]}" for n in range(config.num_hidden_layers)] if match else [name]
+        within = name.removeprefix(f"{family.block(0)}.")
+        layers = range(config.num_hidden_layers) if within != name else ()
+        names = [f"{family.block(layer)}.{within}" for layer in layers] or [name]
         shapes |= dict.fromkeys(names, tuple(parameter.shape))
     return shapes

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sparsepack.models.checkpoint import HEAD, Checkpoint
+from sparsepack.models.families import FAMILIES
 
 
 def build_model(
@@ -24,9 +25,17 @@ def build_model(
         value = tensor(name).to(device, dtype)
         setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+        model.lm_head.weight = model.get_input_embeddings().weight
+    backbone = backbone_of(model)
+    if FAMILIES[config.model_type].rotary != "none":
+        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
     return model.eval()
+
+
+def backbone_of(model: Any) -> Any:
+    """The module with the decoder blocks, `layers`, of a stock causal language model or of its base model."""
+    within = FAMILIES[model.config.model_type].backbone.partition(".")[2]
+    return model.base_model.get_submodule(within)
 
 
 def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:

@@ -29,7 +29,7 @@ def prune_block(
     patterns -- of the sites that are pruned; inputs -- of these sites, none where the method needs none
     """
     family, method = checkpoint.family, METHODS[options.method]
-    prefix = f"model.layers.{layer}."
+    prefix = f"{family.block(layer)}."
     inputs = dict(inputs)
 
     def tensor(name: str) -> Tensor:
@@ -101,7 +101,8 @@ def _orders(
             if (order := better_order(values, pattern)) is not None:
                 orders[site] = order.cpu()
             continue
-        heads, kv_heads = checkpoint.config.num_attention_heads, checkpoint.config.num_key_value_heads
+        config = checkpoint.config
+        heads, kv_heads = config.num_attention_heads, checkpoint.family.setting(config, "num_key_value_heads")
         width = values.shape[1] // heads
         if width % pattern.of:
             continue  # groups would lie across heads, each of which has an order of its own

@@ -9,6 +9,7 @@ from sparsepack.files.atomic import atomic_folder, write_json
 from sparsepack.files.shards import INDEX, SHARD_BYTES, file_names, index_text, split
 from sparsepack.files.tensors import TensorEntry, write_tensors
 from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.families import Family
 from sparsepack.models.pruned import RECORD, Pruned
 from sparsepack.models.source_files import texts_of
 from sparsepack.progress import progress
@@ -29,18 +30,19 @@ def write_checkpoint(
     """
     source = checkpoint.source
     # Block by block, so that each block's new tensors are read once.
-    names = sorted(source.shapes, key=lambda name: (layer_of(name), name))
+    family = checkpoint.family
+    names = sorted(source.shapes, key=lambda name: (_layer_of(family, name), name))
     entries = [TensorEntry(name, source.dtypes[name], source.shapes[name]) for name in names]
     held: dict[int, Mapping[str, Tensor]] = {}
 
     def tensor(name: str) -> Tensor:
-        layer = layer_of(name)
+        layer = _layer_of(family, name)
         if layer < 0:
             return source.tensor(name)
         if layer not in held:
             held.clear()
             held[layer] = block(layer)
-        changed = held[layer].get(name.removeprefix(f"model.layers.{layer}."))
+        changed = held[layer].get(name.removeprefix(f"{family.block(layer)}."))
         return source.tensor(name) if changed is None else changed
 
     with atomic_folder(output, overwrite) as folder, progress("writing", len(names)) as advance:
@@ -56,7 +58,7 @@ def write_checkpoint(
         write_json(folder / RECORD, made.to_json())
 
 
-def layer_of(name: str) -> int:
+def _layer_of(family: Family, name: str) -> int:
     """The decoder block of a tensor; -1 for the others."""
-    parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] else -1
+    within = name.removeprefix(family.block(""))
+    return int(within.partition(".")[0]) if within != name else -1

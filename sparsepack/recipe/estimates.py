@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint
+from sparsepack.models.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.windows import count_windows
@@ -51,8 +51,8 @@ def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
 
 def block_parameters(checkpoint: Checkpoint) -> int:
     """Of one decoder block."""
-    shapes = checkpoint.source.shapes
-    return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.0."))
+    shapes, block = checkpoint.source.shapes, f"{checkpoint.family.block(0)}."
+    return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(block))
 
 
 def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> int:
@@ -60,7 +60,7 @@ def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> in
     checkpoint, size = job.checkpoint, dtype_bytes(job)
     hidden = windows * context * int(checkpoint.config.hidden_size) * size
     # Rows of the table are taken as it is stored; a block's inputs, its outputs, and these joined are there at once.
-    embedding = torch.Size(checkpoint.source.shapes[EMBEDDING]).numel() * checkpoint.dtype.itemsize
+    embedding = torch.Size(checkpoint.source.shapes[checkpoint.family.embedding]).numel() * checkpoint.dtype.itemsize
     block = block_parameters(checkpoint) * size
     return max(embedding + 2 * hidden, block + 3 * hidden + activation_bytes(checkpoint, batch * context))
 

@@ -26,7 +26,7 @@ from sparsepack.models.checkpoint import Checkpoint
 from sparsepack.models.hooks import site_hooks
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.rule import SiteKey, SiteRule
-from sparsepack.models.whole import load_model
+from sparsepack.models.whole import backbone_of, load_model
 from sparsepack.models.windows import spread_windows
 from sparsepack.progress import progress
 from sparsepack.sparsity.options import AllocationOptions
@@ -166,7 +166,7 @@ def _start(
             threshold = histogram.quantile(counts, 0.05) or 1.0  # nothing but zeros: any threshold will do
         columns = checkpoint.stacked_shape(site, layer)[1]
         names = checkpoint.family.projections[site]
-        c = channel_weights(options.criterion, model.model.layers[layer], names)
+        c = channel_weights(options.criterion, backbone_of(model).layers[layer], names)
         each = torch.full((columns,), threshold, device=options.device)
         each = each if c is None else each / c.clamp_min(float(c.max()) * 1e-6 or 1.0)
         key = (layer, site)
@@ -212,8 +212,8 @@ def _divergence(
 
     with torch.no_grad():
         dense = model(ids, use_cache=False, logits_to_keep=ids.shape[1] - half).logits
-    embedded = model.model.embed_tokens(ids)
-    with site_hooks(list(enumerate(model.model.layers)), checkpoint.family, function):
+    embedded = model.get_input_embeddings()(ids)
+    with site_hooks(list(enumerate(backbone_of(model).layers)), checkpoint.family, function):
         sparse = model(inputs_embeds=embedded, use_cache=False, logits_to_keep=ids.shape[1] - half).logits
     log_p, log_q = (functional.log_softmax(logits.float(), -1) for logits in (dense, sparse))
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
@@ -244,9 +244,9 @@ def _realised(
         return torch.cat([x[:, :half], torch.where(active, x[:, half:], offset.to(x.dtype))], 1)
 
     chosen = spread_windows(windows, options.windows)
-    with site_hooks(list(enumerate(model.model.layers)), checkpoint.family, function):
+    with site_hooks(list(enumerate(backbone_of(model).layers)), checkpoint.family, function):
         for ids in chosen:
-            model.model(ids[None].to(options.device), use_cache=False)
+            model.base_model(ids[None].to(options.device), use_cache=False)
     return inactive
 
 

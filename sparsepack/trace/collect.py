@@ -127,7 +127,7 @@ def _manifest(
             "sha256": checkpoint.sha256,
             "model_type": checkpoint.family.model_type,
             "layers": checkpoint.layers,
-            "activation": str(checkpoint.config.hidden_act),
+            "activation": _activation(checkpoint),
         },
         "intermediate": checkpoint.stacked_shape(MLP_MID)[1],
         "rule": rule,
@@ -177,10 +177,14 @@ def _run(
             state.save_block(layer, _tensors([traces.packed_bits(each) for each in found]), hidden)
 
 
+def _activation(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.family.setting(checkpoint.config, "hidden_act"))
+
+
 def _all_active(checkpoint: Checkpoint, layer: int, density: float) -> str:
     return (
         f"{checkpoint.name}: {density:.1%} of the neurons of block {layer} are active for a token "
-        f"(activation {checkpoint.config.hidden_act}); expected a model whose activation makes most of them zero, as "
+        f"(activation {_activation(checkpoint)}); expected a model whose activation makes most of them zero, as "
         "ReLU does. To trace those that matter most, give --share and --calibration"
     )
 

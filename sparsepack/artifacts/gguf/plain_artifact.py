@@ -34,10 +34,10 @@ class PlainArtifact(GgufArtifact):
 
     def stock(self) -> StockModel:
         config = gguf_config(self.file, str(self.path))
-        permuted = family_of(config.model_type, str(self.path)).gguf_permuted
+        family = family_of(config.model_type, str(self.path))
         check_sizes(config, str(self.path))
         names = {theirs: ours for ours, theirs in gguf_names(config.num_hidden_layers).items()}
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
 
         def tensor(name: str) -> Tensor:
             """One tensor by its Hugging Face name, rotary rows back in Hugging Face's order."""
@@ -46,7 +46,7 @@ class PlainArtifact(GgufArtifact):
             if names.get(name) not in self.tensors:
                 raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
             value = self.decoded(names[name])
-            if permuted:
+            if family.gguf_permuted:
                 for projection, count in heads.items():
                     if f"{projection}." in name:
                         return unpermute_rotary(value, count)

@@ -18,7 +18,7 @@ from sparsepack.files.gguf import GgufFile, TensorInfo
 from sparsepack.files.stored import shown
 from sparsepack.models.architecture import ACTIVATIONS, Architecture
 from sparsepack.models.chat import CHAT_TEMPLATE
-from sparsepack.models.families import FAMILIES, SITES
+from sparsepack.models.families import PACKABLE, SITES
 from sparsepack.models.gguf_config import OWN_CONFIG
 from sparsepack.models.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
@@ -181,8 +181,8 @@ def _check_numbers(architecture: Architecture, tensors: int) -> None:
         raise ValueError("qk_norm or tied is neither true nor false")
     if architecture.activation not in ACTIVATIONS:
         raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if not isinstance(architecture.model_type, str) or architecture.model_type not in FAMILIES:
-        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(FAMILIES)}")
+    if not isinstance(architecture.model_type, str) or architecture.model_type not in PACKABLE:
+        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(PACKABLE)}")
     windows = len(architecture.sliding_windows)
     if architecture.layers > tensors or windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {tensors} tensors, {windows} sliding windows")

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from sparsepack.artifacts.formats import FORMATS, those_with
-from sparsepack.errors import PackingError
+from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.atomic import write_json
 from sparsepack.pack import PackRequest
 from sparsepack.progress import say
@@ -122,12 +122,18 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Pack) -> Iterator[str]:
-    """What of attention the model does not have; of a format that leaves out zeros: whether there will be any, in a
-    pattern that it can hold."""
+    """Whether any format holds the model; what of attention it does not have; of a format that leaves out zeros:
+    whether there will be any, in a pattern that it can hold."""
+    from sparsepack.models.families import check_packable
     from sparsepack.models.pruned import pruning_record
     from sparsepack.pack import plan_of
     from sparsepack.sparsity.attention import channels_asked
 
+    try:
+        check_packable(job.checkpoint.family, job.checkpoint.name)
+    except CheckpointError as error:
+        yield f"pack: {error}"
+        return
     if asked.sparse_attention.sparse:
         try:
             channels_asked(job.checkpoint, asked.sparse_attention)
@@ -191,11 +197,12 @@ def _neurons_to_come(job: Job, asked: Pack) -> "NeuronCounts | None":
     import torch
 
     from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.families import MLP_MID
     from sparsepack.models.neurons import NeuronCounts
 
     if not FORMATS[asked.format].neurons:
         return None
-    shape = (job.checkpoint.layers, int(job.checkpoint.config.intermediate_size))
+    shape = (job.checkpoint.layers, job.checkpoint.stacked_shape(MLP_MID)[1])
     return NeuronCounts(torch.zeros(shape, dtype=torch.int64), 1, NO_HASH)
 
 

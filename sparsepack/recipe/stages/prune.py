@@ -104,7 +104,7 @@ def record_to_come(job: Job) -> "PruningRecord | None":
     if asked is None:
         return None
     patterns = {
-        f"model.layers.{layer}.{projection}": pattern
+        f"{checkpoint.family.block(layer)}.{projection}": pattern
         for (layer, site), pattern in site_patterns(checkpoint, _options(job.recipe, asked)).items()
         for projection in checkpoint.family.projections[site]
     }

@@ -23,6 +23,7 @@ from sparsepack.codecs.labels import encode_labels
 from sparsepack.errors import UserError
 from sparsepack.models.families import family_of
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.whole import backbone_of
 from sparsepack.runtime import reference
 from sparsepack.runtime.double.reference import QUERIES_AT_ONCE, attend_sparse, heavy
 
@@ -64,7 +65,7 @@ def attach(model: Any, attention: SparseAttention) -> None:
     """
     config = model.config
     family_of(config.model_type, type(model).__name__)
-    blocks = model.base_model.layers
+    blocks = backbone_of(model).layers
     if len(attention.channels) != len(blocks):
         raise UserError(
             f"sparse attention of {len(attention.channels)} layers for a model of {len(blocks)}; expected one that was "
