@@ -183,7 +183,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         source = GgufSource(read_gguf(path), config.num_hidden_layers, heads, kv_heads, permuted)
         config.tie_word_embeddings = HEAD not in source.shapes
     else:
-        source = SafetensorsSource(path)
+        source = SafetensorsSource(path, family.decoder)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     checkpoint = Checkpoint(shown_name, path, config, family, source)
     _check_understood(checkpoint)

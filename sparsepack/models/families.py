@@ -64,6 +64,11 @@ class Family:
     unpackable: str = ""
 
     @property
+    def decoder(self) -> str:
+        """The module of the base model that is the backbone; empty where the base model is that itself."""
+        return self.backbone.partition(".")[2]
+
+    @property
     def embedding(self) -> str:
         """The name of the embedding's tensor."""
         return f"{self.backbone}.embed_tokens.weight"

@@ -43,24 +43,30 @@ class _Index(Stored):
 
 
 class SafetensorsSource:
-    """One or several `.safetensors` files of a folder, with or without an index."""
+    """One or several `.safetensors` files of a folder, with or without an index.
 
-    def __init__(self, folder: Path) -> None:
+    decoder -- module of the base model that is its backbone, empty where the base model is that itself. Exports of such
+               base models alone name their tensors by it, without what stands before it in the whole model
+    """
+
+    def __init__(self, folder: Path, decoder: str = "") -> None:
         from safetensors import SafetensorError, safe_open
 
         files = self._listed(folder)
         self._hash = SourceHash(files, combined)
         self._file_of: dict[str, Path] = {}
+        self._stored_as: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a dict)
+                    for stored_as in file.keys():  # noqa: SIM118 (not a dict)
+                        name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
                         if name in self._file_of:
                             raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
-                        self._file_of[name] = path
-                        stored = file.get_slice(name)
+                        self._file_of[name], self._stored_as[name] = path, stored_as
+                        stored = file.get_slice(stored_as)
                         self._shapes[name] = tuple(stored.get_shape())
                         self._dtypes[name] = _SAFETENSORS_DTYPES.get(stored.get_dtype(), torch.float32)
             except (SafetensorError, OSError) as error:
@@ -108,7 +114,7 @@ class SafetensorsSource:
         path = self._file_of[name]
         try:
             with safe_open(path, framework="pt") as file:
-                value: torch.Tensor = file.get_tensor(name)
+                value: torch.Tensor = file.get_tensor(self._stored_as[name])
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
         return value

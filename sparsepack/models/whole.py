@@ -34,8 +34,7 @@ def build_model(
 
 def backbone_of(model: Any) -> Any:
     """The module with the decoder blocks, `layers`, of a stock causal language model or of its base model."""
-    within = FAMILIES[model.config.model_type].backbone.partition(".")[2]
-    return model.base_model.get_submodule(within)
+    return model.base_model.get_submodule(FAMILIES[model.config.model_type].decoder)
 
 
 def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
