@@ -253,12 +253,8 @@ def main(
             f"\n{model.name}: {same:.2%} of {positions:,} top tokens are those of the dense engine, logits differ by "
             f"{error:.1e}; greedy text of 256 tokens: {greedy_agreement(by_neurons, ids[:32], 256)}\n"
         )
-        rows = [
-            row
-            for count in threads
-            for row in decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)
-        ]
-        click.echo(table(DECODED, rows))
+        for count in threads:
+            click.echo(table(DECODED, decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)))
     if "large" in parts:
         size = TINY if tiny else BILLION
         large, large_zigzag = random_relu(size, frequency, work)
@@ -268,8 +264,8 @@ def main(
         peer = checked_peer(peers_model(size, work), made)
         click.echo(f"llama.cpp's logits differ from the stock model's with its weights by {peer.error:.1e}\n")
         chosen = [Side("llama.cpp, Q4_K", None, True), *sides(large_zigzag, large)]
-        rows = [row for count in threads for row in decoded(chosen, peer, made, count, rounds)]
-        click.echo(table(DECODED, rows))
+        for count in threads:
+            click.echo(table(DECODED, decoded(chosen, peer, made, count, rounds)))
     if "kernel" in parts:
         shapes = [(2048, 8192), (5120, 8192)]
         rows = [
