@@ -109,7 +109,7 @@ class BlockStream:
         """
         family, tensor = self.source.family, self.source.tensor
         hidden = nn.functional.embedding(ids.cpu(), tensor(family.embedding)).to(self.dtype)
-        if hidden.shape[-1] != self.source.config.hidden_size:
+        if family.widening and hidden.shape[-1] != self.source.config.hidden_size:
             widening = tensor(f"{family.backbone}.{family.widening}.weight").to(self.dtype)
             hidden = nn.functional.linear(hidden, widening)
         if family.positions is not None:
