@@ -176,10 +176,11 @@ def _groups(traced: Trace, known: Known, blocks: list[int]) -> list[dict[str, An
         groups = groups_of(known, order, size)
         frequency = grouped_frequency(known.frequency, groups)
         found: dict[str, list[Outcome]] = {name: [] for name in GROUP_POLICIES}
-        touched = 0
+        active, touched = np.zeros(len(blocks)), np.zeros(len(blocks))
         for number, session in enumerate(traced.sessions):
             needed = needed_of(traced, number, groups)[:, blocks]
-            touched += size * int(np.count_nonzero(needed[session.prompt :]))
+            active += needed[session.prompt :].sum((0, 2))
+            touched += size * np.count_nonzero(needed[session.prompt :], axis=(0, 2))
             for index, block in enumerate(blocks):
                 places = round(CHOSEN_AT * frequency.shape[1])
                 start = Start(frequency[[block]], places, needed[:, [index]], session.prompt, size)
@@ -188,7 +189,7 @@ def _groups(traced: Trace, known: Known, blocks: list[int]) -> list[dict[str, An
         tokens = sum(session.tokens - session.prompt for session in traced.sessions)
         total = {name: _total(outcomes) for name, outcomes in found.items()}
         rows.append(
-            {"group": size, "order": order, "active_share": total["static"]["needed"] / touched}
+            {"group": size, "order": order, "active_share": float((active / touched).mean())}
             | {
                 name: {"hit_rate": of["hits"] / of["needed"], "moves": size * of["moves"] / tokens}
                 for name, of in total.items()
@@ -214,7 +215,7 @@ def _groups_table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table(["group", "order", "active share of touched groups", *GROUP_POLICIES], cells)
+    return table(["group", "order", "active share of touched groups, mean of blocks", *GROUP_POLICIES], cells)
 
 
 if __name__ == "__main__":
