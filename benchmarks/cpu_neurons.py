@@ -40,6 +40,9 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.runtime.tuning import ROTATION
 
+PARTS = ("model", "large", "kernel")
+DECODED = ("threads", "engine", "tokens/s", "range", "x", "MB/token", "active neurons", "of read bandwidth")
+READ = ("threads", "hidden x neurons", "active", "records, GB/s", "plain reading, GB/s", "share", "range")
 PROMPT = 16
 """Tokens before those that are timed."""
 LARGEST_ERROR = 1e-3
@@ -129,6 +132,15 @@ def greedy_agreement(packed: PackedModel, prompt: Sequence[int], count: int) -> 
     return f"the same up to token {common}, where the two likeliest are {float(best[0] - best[1]):.1e} apart"
 
 
+def sides(zigzag: PackedModel, neurons: PackedModel) -> list[Side]:
+    """Our ways to decode a model."""
+    return [
+        Side("zigzag, dense", zigzag, True),
+        Side("by neurons, dense", neurons, True),
+        Side("by neurons", neurons, False),
+    ]
+
+
 def seconds(engine: Engine | LlamaCpp, ids: Sequence[int]) -> float:
     """Of the steps after the prompt."""
     engine.reset()
@@ -145,19 +157,21 @@ def seconds(engine: Engine | LlamaCpp, ids: Sequence[int]) -> float:
     return time.perf_counter() - start
 
 
-def decoded(sides: Sequence[Side], peer: Peer | None, ids: Sequence[int], threads: int, rounds: int) -> list[list[Any]]:
+def decoded(
+    chosen: Sequence[Side], peer: Peer | None, ids: Sequence[int], threads: int, rounds: int
+) -> list[list[Any]]:
     """Rows of a table: tokens a second of steps on a text, in turns."""
     torch.set_num_threads(threads)
-    packed = {id(side.packed): side.packed for side in sides if side.packed is not None}
+    packed = {id(side.packed): side.packed for side in chosen if side.packed is not None}
     engines = {key: Engine(each, context=len(ids), backend="cpu", threads=threads) for key, each in packed.items()}
     if peer is not None:
         peer.engine.threads(threads)
-    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    rates: dict[str, list[float]] = {side.name: [] for side in chosen}
     bandwidth = []
     needed: dict[str, tuple[float, list[float]]] = {}
     for _ in range(rounds):
         bandwidth.append(cpu_setting.read_bandwidth(threads))
-        for side in sides:
+        for side in chosen:
             if side.packed is None:
                 assert peer is not None
                 taken = seconds(peer.engine, ids)
@@ -176,12 +190,12 @@ def decoded(sides: Sequence[Side], peer: Peer | None, ids: Sequence[int], thread
             side.name,
             f"{statistics.median(rates[side.name]):.1f}",
             f"{min(rates[side.name]):.1f} to {max(rates[side.name]):.1f}",
-            f"{cpu_setting.median_ratio(rates[side.name], rates[sides[0].name]):.2f}",
+            f"{cpu_setting.median_ratio(rates[side.name], rates[chosen[0].name]):.2f}",
             f"{read / 1e6:.1f}",
             f"{statistics.mean(records):.3f}" if records else "-",
             f"{read * statistics.median(rates[side.name]) / statistics.median(bandwidth):.0%}",
         ]
-        for side in sides
+        for side in chosen
         for read, records in [needed[side.name]]
     ]
 
@@ -222,45 +236,42 @@ def kernel(hidden: int, neurons: int, density: float, threads: int, rounds: int)
 @click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--threads", "threads", multiple=True, type=int, default=(1, 2), show_default=True)
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), default=PARTS, help="What is measured.")
 @click.option("--tiny", is_flag=True, help="A tiny random model in place of the large one, to try the script.")
-def main(model: Path, text: str, work: Path, rounds: int, threads: tuple[int, ...], tiny: bool) -> None:
+def main(
+    model: Path, text: str, work: Path, rounds: int, threads: tuple[int, ...], parts: tuple[str, ...], tiny: bool
+) -> None:
     """Print the tables."""
     setting = cpu_setting.setting()
     folder = work / model.name
     folder.mkdir(parents=True, exist_ok=True)
     by_neurons, zigzag, frequency, ids = books(model, text, folder)
     click.echo(cpu_setting.setting_line(setting))
-    same, error, positions = agreement(by_neurons, ids, 2048)
-    click.echo(
-        f"\n{model.name}: {same:.2%} of {positions:,} top tokens are those of the dense engine, logits differ by "
-        f"{error:.1e}; greedy text of 256 tokens: {greedy_agreement(by_neurons, ids[:32], 256)}\n"
-    )
-    size = TINY if tiny else BILLION
-    large, large_zigzag = random_relu(size, frequency, work)
-    made = random_ids(size.vocabulary, PROMPT + 48, seed=3)
-    same, error, positions = agreement(large, made, len(made))
-    click.echo(f"{size.name}, random: {same:.2%} of {positions} top tokens, logits differ by {error:.1e}")
-    peer = checked_peer(peers_model(size, work), made)
-    click.echo(f"llama.cpp's logits differ from the stock model's with its weights by {peer.error:.1e}\n")
-    head = ["threads", "engine", "tokens/s", "range", "x", "MB/token", "active neurons", "of read bandwidth"]
-
-    def sides(dense: PackedModel, neurons: PackedModel) -> list[Side]:
-        return [
-            Side("zigzag, dense", dense, True),
-            Side("by neurons, dense", neurons, True),
-            Side("by neurons", neurons, False),
+    if "model" in parts:
+        same, error, positions = agreement(by_neurons, ids, 2048)
+        click.echo(
+            f"\n{model.name}: {same:.2%} of {positions:,} top tokens are those of the dense engine, logits differ by "
+            f"{error:.1e}; greedy text of 256 tokens: {greedy_agreement(by_neurons, ids[:32], 256)}\n"
+        )
+        for count in threads:
+            click.echo(table(DECODED, decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)))
+    if "large" in parts:
+        size = TINY if tiny else BILLION
+        large, large_zigzag = random_relu(size, frequency, work)
+        made = random_ids(size.vocabulary, PROMPT + 48, seed=3)
+        same, error, positions = agreement(large, made, len(made))
+        click.echo(f"\n{size.name}, random: {same:.2%} of {positions} top tokens, logits differ by {error:.1e}")
+        peer = checked_peer(peers_model(size, work), made)
+        click.echo(f"llama.cpp's logits differ from the stock model's with its weights by {peer.error:.1e}\n")
+        chosen = [Side("llama.cpp, Q4_K", None, True), *sides(large_zigzag, large)]
+        for count in threads:
+            click.echo(table(DECODED, decoded(chosen, peer, made, count, rounds)))
+    if "kernel" in parts:
+        shapes = [(2048, 8192), (5120, 8192)]
+        rows = [
+            kernel(*shape, density, count, rounds) for shape in shapes for density in (0.135, 0.5) for count in threads
         ]
-
-    for name, chosen, beside, text_ids in (
-        (model.name, sides(zigzag, by_neurons), None, ids[: PROMPT + 256]),
-        (size.name, [Side("llama.cpp, Q4_K", None, True), *sides(large_zigzag, large)], peer, made),
-    ):
-        rows = [row for count in threads for row in decoded(chosen, beside, text_ids, count, rounds)]
-        click.echo(f"{name}\n\n{table(head, rows)}\n")
-    head = ["threads", "hidden x neurons", "active", "records, GB/s", "plain reading, GB/s", "share", "range"]
-    shapes = [(2048, 8192), (5120, 8192)]
-    rows = [kernel(*shape, density, count, rounds) for shape in shapes for density in (0.135, 0.5) for count in threads]
-    click.echo(table(head, rows))
+        click.echo("\n" + table(READ, rows))
     after = cpu_setting.setting()["load_average"]
     click.echo(f"\nload before {setting['load_average']:.1f}, after {after:.1f}, this benchmark's included")
 

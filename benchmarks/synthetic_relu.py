@@ -27,6 +27,7 @@ from sparsepack.models.whole import load_model
 
 CONSTANT = 8.0
 """Of the channel that is the same for every token."""
+ENCODER = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTED = 1_000_000
 """Tokens that the made-up counts of the random model are of."""
 
@@ -36,7 +37,7 @@ def written(checkpoint: Any, format: str, counts: NeuronCounts, folder: Path) ->
     path = folder / f"{format}.gguf"
     if not path.is_file():
         click.echo(f"packing {path}", err=True)
-        FORMATS[format].plan(checkpoint, PlanRequest(neurons=counts)).write(path)
+        FORMATS[format].plan(checkpoint, PlanRequest(neurons=counts, device=ENCODER)).write(path)
     return read_packed(path, verify=False)
 
 
@@ -101,5 +102,5 @@ def peers_model(size: Size, work: Path) -> Path:
         weights.unlink(missing_ok=True)
         os.link(made / "model.safetensors", weights)
         click.echo(f"packing {path}", err=True)
-        FORMATS["q4_k"].plan(open_checkpoint(folder), PlanRequest()).write(path)
+        FORMATS["q4_k"].plan(open_checkpoint(folder), PlanRequest(device=ENCODER)).write(path)
     return path
