@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsepack.errors import PlacementError
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Slow, Start, momentum, slow
 from sparsepack.simulate.play import Outcome, play
@@ -175,6 +176,11 @@ def test_the_slow_one_decides_every_sixteenth_token_and_moves_four_later():
     outcome, seen = watched(POLICIES["slow"].begin, start)
     assert [bool(resident[0, 2]) for resident in seen] == [False] * 52 + [True] * 8
     assert outcome == Outcome(60, 60, 8, 1, 0)
+
+
+def test_moves_that_the_next_decision_would_come_before_are_refused():
+    with pytest.raises(PlacementError, match="delay 4: expected at least 0, and less than every, 4"):
+        Slow(every=4)
 
 
 def test_a_bound_for_one_unit_is_what_it_gains():
