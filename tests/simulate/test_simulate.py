@@ -93,9 +93,18 @@ def test_a_machine_says_how_fast(traced, calibration):
     assert simulate(traced, calibration, SimulateOptions(policy="static"))["machine"] is None
 
 
+def test_what_is_the_best_for_single_neurons_is_not_played_with_groups(traced, calibration):
+    # One neuron of a group that is needed would take the place of a group of which many are.
+    assert "belady" in simulate(traced, calibration, SimulateOptions(cached="0.2"))["policies"]
+    grouped = simulate(traced, calibration, SimulateOptions(cached="0.2", group=5))
+    assert "oracle-static" in grouped["policies"]
+    assert "belady" not in grouped["policies"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (SimulateOptions(policy="belady", group=5), "--policy belady, --group 5: it is the best for single neurons"),
         (SimulateOptions(cached="0.1,many"), r"--cached 0\.1,many: expected shares from 0 to 1"),
         (SimulateOptions(cached="1.5"), "expected shares from 0 to 1"),
         (SimulateOptions(cached="nan"), "expected shares from 0 to 1"),
