@@ -17,6 +17,7 @@ from sparsepack.errors import CalibrationError, PlacementError
 from sparsepack.placement.names import POLICIES as NAMES
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
+from sparsepack.simulate.machine import MACHINES, SHAPES, tokens_per_second
 from sparsepack.simulate.options import SimulateOptions
 from sparsepack.simulate.run import simulate
 from sparsepack.trace.collect import trace
@@ -91,6 +92,20 @@ def test_a_machine_says_how_fast(traced, calibration):
         assert row["tokens_per_second"]["and_bus"] >= row["tokens_per_second"]["processor"] > 0
     assert result["machine"]["dense_split"] == pytest.approx([5.0], abs=0.15)
     assert simulate(traced, calibration, SimulateOptions(policy="static"))["machine"] is None
+
+
+def test_of_groups_neurons_are_told(traced, calibration):
+    options = SimulateOptions(cached="0.2", policy="momentum", group=20, machine="pcie4", shape="13b")
+    result = simulate(traced, calibration, options)
+    row = result["results"][0]
+    for name in ("moves", "unused"):
+        total = row[name] * 3 * 39
+        assert total > 0
+        assert total / 20 == pytest.approx(round(total / 20))
+    about = (result["density"], row["hit_rate"]["value"], row["moves"] / 1500)
+    for name, over_the_bus in (("processor", False), ("and_bus", True)):
+        speed = tokens_per_second(MACHINES["pcie4"], SHAPES["13b"], *about, over_the_bus)
+        assert row["tokens_per_second"][name] == pytest.approx(speed)
 
 
 def test_what_is_the_best_for_single_neurons_is_not_played_with_groups(traced, calibration):
