@@ -191,6 +191,12 @@ def test_merged_traces_have_the_sessions_of_both(relu, texts, traced, tmp_path):
     assert not (tmp_path / "n").exists()
 
 
+def test_no_trace_is_made_of_more_sessions_than_are_read(traced, tmp_path, monkeypatch):
+    monkeypatch.setattr(traces, "MOST_SESSIONS", 5)
+    with pytest.raises(PlacementError, match="cannot merge: 6 sessions; a trace holds at most 5"):
+        traces.merge_folders(traced.path, traced.path, tmp_path / "m")
+
+
 @pytest.fixture
 def copy(traced, tmp_path):
     shutil.copytree(traced.path, tmp_path / "t")
