@@ -9,9 +9,9 @@ predictor gets a threshold for each layer, such that it predicts `--times` as ma
 
 Printed is for each of these budgets, with standard errors over windows of TEXT: which share of the active neurons is
 predicted (recall); which share of the predicted ones is active (precision); how many are predicted, in active ones;
-and how perplexity grows when every position of every layer computes the predicted neurons only, paired by window. The
-last sees states that the layers before have changed in the same way, and recall, precision and counts are of these
-states; "undisturbed" is the recall on the states of the dense model.
+and how many times as high perplexity is when every position computes the predicted neurons only (protocol `all`), paired
+by window. Then a layer sees states that the layers before it have changed in the same way, and recall, precision and
+counts are of these states; "undisturbed" is the recall on the states of the dense model.
 """
 
 import json
@@ -228,7 +228,7 @@ def watch(
             for budget in times:
                 counts[name, budget].append(_counts(scores > fitted.thresholds[budget], x != 0))
 
-    dense = _nll(subject, data, look)
+    dense = _nll(subject, data, "dense", look)
     return dense, {pair: _figures(found, len(layers)) for pair, found in counts.items()}
 
 
@@ -244,7 +244,7 @@ def masked(
         counts.append(_counts(predicted, x != 0))
         return torch.where(predicted, x, 0.0)
 
-    ratio = exp_mean(_nll(subject, data, look) - dense)
+    ratio = exp_mean(_nll(subject, data, "all", look) - dense)
     return {
         "predictor": name,
         "bytes": layers[0][name].predictor.nbytes,
@@ -254,7 +254,7 @@ def masked(
     }
 
 
-def _nll(subject: Subject, data: Windows, look: Look) -> Tensor:
+def _nll(subject: Subject, data: Windows, protocol: str, look: Look) -> Tensor:
     """Mean negative log-likelihood of each window, float64 [windows], while `look` sees, or changes, every MLP."""
     inputs: dict[int, Tensor] = {}
 
@@ -267,7 +267,7 @@ def _nll(subject: Subject, data: Windows, look: Look) -> Tensor:
 
     scorer = SparseScorer(subject.model, subject.family, {}, subject.context)
     with site_hooks(list(enumerate(subject.model.model.layers)), subject.family, function):
-        scores = score_windows(scorer, *data, "dense")
+        scores = score_windows(scorer, *data, protocol)
     return scores.nll / scores.targets
 
 
