@@ -9,9 +9,10 @@ predictor gets a threshold for each layer, such that it predicts `--times` as ma
 
 Printed is for each of these budgets, with standard errors over windows of TEXT: which share of the active neurons is
 predicted (recall); which share of the predicted ones is active (precision); how many are predicted, in active ones;
-and how many times as high perplexity is when every position computes the predicted neurons only (protocol `all`), paired
-by window. Then a layer sees states that the layers before it have changed in the same way, and recall, precision and
-counts are of these states; "undisturbed" is the recall on the states of the dense model.
+and how many times as high perplexity is, paired by window, when every position computes the predicted neurons only
+(protocol `all`). Then a layer sees states that the layers before it have changed in the same way, and recall, precision
+and counts are of these states; "undisturbed" is the recall on the states of the dense model. An adjacent predictor has
+no layer before the first: there it looks at the token before, or ("first exact") the exact gate stands in for it.
 """
 
 import json
@@ -140,7 +141,7 @@ def fit(subject: Subject, windows: Tensor, times: Sequence[float], epochs: int) 
             here, active = _through(stream, layer, hidden)
             gate = _gate(subject, stream.block, layer)
             told = seen(here, before, active)
-            predictors = _predictors(gate, *_part(told, active, learned), epochs)
+            predictors = _predictors(gate, *_part(told, active, learned), epochs, first=before is None)
             layers.append(_with_thresholds(predictors, *_part(told, active, held_back), times))
             before = here
             advance()
@@ -179,7 +180,7 @@ def _part(told: Seen, active: Tensor, rows: slice) -> tuple[Seen, Tensor]:
     return Seen(told.here[part], told.before[part], told.active[part]), active[part]
 
 
-def _predictors(gate: Tensor, told: Seen, active: Tensor, epochs: int) -> dict[str, Predictor]:
+def _predictors(gate: Tensor, told: Seen, active: Tensor, epochs: int, first: bool) -> dict[str, Predictor]:
     inputs = {False: told.here.flatten(0, 1), True: told.before.flatten(0, 1)}
     active = active.flatten(0, 1)
     frequency = Frequency(active.float().mean(0).half())
@@ -197,6 +198,7 @@ def _predictors(gate: Tensor, told: Seen, active: Tensor, epochs: int) -> dict[s
         found[f"gate of rank {rank}"] = reduced
         for name, adjacent in (("same layer", False), ("adjacent", True)):
             found[f"{name}, rank {rank}"] = trained(inputs[adjacent], active, rank, epochs, adjacent)
+        found[f"adjacent, rank {rank}, first exact"] = found["exact gate" if first else f"adjacent, rank {rank}"]
     return found
 
 
@@ -247,7 +249,7 @@ def masked(
     ratio = exp_mean(_nll(subject, data, "all", look) - dense)
     return {
         "predictor": name,
-        "bytes": layers[0][name].predictor.nbytes,
+        "bytes": layers[-1][name].predictor.nbytes,
         "times": budget,
         **_figures(counts, len(layers)),
         "perplexity_ratio": ratio,

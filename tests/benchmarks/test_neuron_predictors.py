@@ -17,6 +17,8 @@ from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.models.checkpoint import Checkpoint
 
 TIMES = (1.0, 1.5)
+ADJACENT = "adjacent, rank 32"
+"""An eighth of the model's width."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def test_the_exact_gate_finds_all_and_changes_nothing(
 def test_as_many_are_predicted_as_asked_on_other_text(seen_by: Any) -> None:
     for (name, budget), found in seen_by[1].items():
         # Eleven units, trained on so little, are all zero for some tokens: then everybody's score is the same.
-        if not name.endswith("rank 11"):
+        if "rank 11" not in name:
             assert found["predicted"]["value"] == pytest.approx(budget, rel=0.05), name
 
 
@@ -87,6 +89,12 @@ def test_what_is_not_predicted_is_left_out_and_later_layers_see_it(
     assert found["perplexity_ratio"]["value"] != 1.0
     assert found["active_by_layer"][0] == dense["active_by_layer"][0]
     assert found["active_by_layer"][1] != dense["active_by_layer"][1]
+
+
+def test_an_adjacent_predictor_may_leave_the_first_layer_to_its_gate(seen_by: Any) -> None:
+    by_token, exact = (seen_by[1][name, 1.0]["recall_by_layer"] for name in (ADJACENT, f"{ADJACENT}, first exact"))
+    assert by_token[0] < exact[0] == 1.0
+    assert by_token[1:] == exact[1:]
 
 
 def test_a_gate_with_a_bias_is_refused(tmp_path: Path) -> None:
