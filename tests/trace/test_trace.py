@@ -146,6 +146,8 @@ def test_a_share_of_them_is_traced_by_the_thresholds_of_a_calibration(silu, text
         assert active.mean() == pytest.approx(0.4, abs=0.03)
     told = CliRunner().invoke(main, ["inspect", str(tmp_path / "t")]).output
     assert "active: above a threshold that 40 % pass" in told
+    nearly_all = trace(silu, texts, tmp_path / "n", replace(OPTIONS, share=0.998), made)
+    assert nearly_all.active(0, 0).mean() > 0.99
     with pytest.raises(PlacementError, match=r"--share 0\.4: its thresholds come from a calibration"):
         trace(silu, texts, tmp_path / "u", replace(OPTIONS, share=0.4))
     with pytest.raises(PlacementError, match="for the thresholds of --share alone"):
