@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
-from sparsepack.option import check_options, option
-from sparsepack.placement.names import EXTRA, POLICIES
+from sparsepack.option import check_options, default_of, option
+from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
 
-ORDERS = ("frequency", "random")
+ORDERS = ("frequency", "random", "metis")
+"""The names of `simulate.groups`."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,13 @@ class SimulateOptions:
     )
     policy: str | None = option(
         f"What moves neurons, with commas between the names: of {', '.join(POLICIES)} (default: all but "
-        f"{', '.join(EXTRA)}).",
+        f"{', '.join(EXTRA)}; with --group, without {' and '.join(SINGLE)}).",
         default=None,
     )
     group: int = option("Neurons of a block that move together.", default=1, least=1, most=255)
     order: str = option(
-        "How groups are formed: of neurons that are active equally often, or at random.",
+        "How groups are formed: of neurons that are active equally often, at random, or by METIS of those that are "
+        "active together, which needs a trace as --calibration.",
         default="frequency",
         choices=ORDERS,
     )
@@ -42,16 +44,23 @@ class SimulateOptions:
     def check(self) -> None:
         """Raise `PlacementError` for values that make no sense."""
         check_options(self, PlacementError)
+        if self.group == 1 and self.order != default_of(SimulateOptions, "order"):
+            raise PlacementError(f"--order {self.order}: each neuron moves alone; give the size of groups, --group 16")
         if self.vram is not None and self.machine is None:
             raise PlacementError(f"--vram {self.vram}: give the machine too, --machine pcie5 for one")
 
     @property
     def policies(self) -> tuple[str, ...]:
         """What `policy` says, in the order of POLICIES. Raises `PlacementError`."""
-        asked = [name for name in POLICIES if name not in EXTRA] if self.policy is None else self.policy.split(",")
+        left_out = EXTRA if self.group == 1 else EXTRA + SINGLE
+        asked = [name for name in POLICIES if name not in left_out] if self.policy is None else self.policy.split(",")
         for name in asked:
             if name not in POLICIES:
                 raise PlacementError(f"--policy {name}: expected one of {', '.join(POLICIES)}")
+            if name in SINGLE and self.group != 1:
+                raise PlacementError(
+                    f"--policy {name}, --group {self.group}: it is the best for single neurons only; leave one out"
+                )
         return tuple(name for name in POLICIES if name in asked)
 
     @property
