@@ -289,4 +289,24 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     machine = result.get("gpu_info") or (
         f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
     )
-    return f"{machine}, half of the columns active\n\n{table(header, rows)}\n\nkept in {result['path']}"
+    parts = [f"{machine}, half of the columns active", table(header, rows), f"kept in {result['path']}"]
+    if links := result.get("links"):
+        parts += [_links_table(links), *(f"kept in {row['path']}" for row in links)]
+    return "\n\n".join(parts)
+
+
+_LINKS = {"hot": "out of places", "bus": "out of host memory", "worker": "by the second worker"}
+
+
+def _links_table(links: Sequence[Mapping[str, Any]]) -> str:
+    """Neurons per second, a row for each width of records."""
+    rows = [
+        [
+            row["hidden"],
+            *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
+            f"{row['together']['handover'] * 1e6:.0f}",
+        ]
+        for row in links
+    ]
+    header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
+    return f"neurons per second, both workers at once (one alone)\n\n{table(header, rows)}"
