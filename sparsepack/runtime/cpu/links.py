@@ -7,7 +7,7 @@ from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.hybrid.kept_links import keep_links, kept_links, links_path
-from sparsepack.runtime.hybrid.measure import measure_links
+from sparsepack.runtime.hybrid.measure import divided, measure_links
 from sparsepack.runtime.hybrid.split import Links
 from sparsepack.runtime.tuning import check_room
 
@@ -26,9 +26,10 @@ def measure(widths: Iterable[int], threads: int) -> list[dict[str, Any]]:
     for of in wanted:
         check_room(links_path(of), 1)
     beside = operations.neuron_ffn_beside
-    return [keep_links(of, measure_links(operations, beside, threads, of["hidden"])) for of in wanted]
+    return [keep_links(of, measure_links(operations, beside, of["threads"], of["hidden"])) for of in wanted]
 
 
 def depends_on(threads: int, hidden: int) -> dict[str, Any]:
-    """What the links depend on; each has a file of its own."""
-    return {"cpu_info": cpu_info(), "instruction_set": instruction_set(), "threads": threads, "hidden": hidden}
+    """What the links depend on; each has a file of its own. Threads are those that both workers have together."""
+    both = sum(divided(threads))
+    return {"cpu_info": cpu_info(), "instruction_set": instruction_set(), "threads": both, "hidden": hidden}
