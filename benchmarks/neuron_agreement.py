@@ -31,7 +31,8 @@ from sparsepack.placement.placement import Placement, budget_of
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.progress import progress
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.decoder import Places, Served
+from sparsepack.runtime.hybrid.decoder import Places
+from sparsepack.runtime.hybrid.served import Served
 from sparsepack.simulate.play import play
 
 BACKENDS = ("cpu", "reference")

@@ -14,6 +14,7 @@ from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.hybrid.served import Served
 from sparsepack.runtime.hybrid.split import HALVES, Links
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
@@ -37,31 +38,6 @@ class Places:
 def places_of(options: PlacesOptions | None) -> Places | None:
     """What was asked for; None: no neuron has a place of its own."""
     return None if options is None or options.cached is None else Places(options.cached, options.mover)
-
-
-@dataclass(frozen=True)
-class Served:
-    """What happened to decoded tokens since the reset.
-
-    needed -- neurons that they needed; hits: of these, those that had places
-    moves  -- neurons that were given places meanwhile
-    """
-
-    tokens: int = 0
-    needed: int = 0
-    hits: int = 0
-    moves: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of what was needed that had a place."""
-        return self.hits / max(self.needed, 1)
-
-    @property
-    def in_words(self) -> str:
-        """Both in a few words."""
-        moves = self.moves / max(self.tokens, 1)
-        return f"{100 * self.hit_rate:.1f} % of the active neurons had places, {moves:.1f} moved per token"
 
 
 class HybridDecoder:
