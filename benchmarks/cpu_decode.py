@@ -21,11 +21,10 @@ import cpu_setting
 import torch
 from cpu_decode_check import Checks
 from cpu_decode_table import show
-from llama_cpp_peer import LlamaCpp
+from llama_cpp_peer import LlamaCpp, bytes_per_token
 from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
 
 from sparsepack.bench import traffic
-from sparsepack.files.gguf import read_gguf
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import skipped_weights
 from sparsepack.runtime.engine import Engine
@@ -127,13 +126,6 @@ def _prefill_round(result: Measured, engine: Engine, peer: LlamaCpp, ids: list[i
     timed("dense", engine.reset, engine.prefill)
 
 
-def peer_bytes(path: Path) -> float:
-    """Stored bytes that llama.cpp needs for a token: everything but the embedding, of which one row."""
-    tensors = read_gguf(path).tensors
-    embedding = tensors["token_embd.weight"]
-    return sum(t.nbytes for t in tensors.values()) - embedding.nbytes * (1 - 1 / embedding.shape[0])
-
-
 def decode_rows(model: Synthetic, results: dict[int, Measured]) -> list[dict[str, Any]]:
     """A row per number of threads and engine."""
     packed = model.packed()
@@ -143,7 +135,7 @@ def decode_rows(model: Synthetic, results: dict[int, Measured]) -> list[dict[str
         for name, speeds in result.decode.items():
             ours, speed = name != PEER, statistics.median(speeds)
             activity = result.activity.get(name, {})
-            needed = traffic.bytes_per_token(packed, activity) if ours else peer_bytes(model.plain)
+            needed = traffic.bytes_per_token(packed, activity) if ours else bytes_per_token(model.plain)
             rows.append(
                 {
                     "threads": threads,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from llama_cpp_peer import LlamaCpp
+from llama_cpp_peer import LlamaCpp, check
 from synthetic import Synthetic, random_ids
 
 from sparsepack.eval.subject import Subject, open_subject
@@ -21,7 +21,6 @@ from sparsepack.runtime.sampling import Sampler, Sampling
 
 TOKENS = 32
 PROMPT = 16
-LLAMA_CPP_LIMIT = 0.02  # it rounds activations to 8 bits
 DENSE_LIMIT = 2e-3
 NOISE = 1e-4
 NOISE_FACTOR = 1.5
@@ -44,7 +43,7 @@ class Checks:
     def __init__(self, model: Synthetic, vocabulary: int) -> None:
         self.ids = random_ids(vocabulary, TOKENS, seed=2)
         plain = open_subject(str(model.plain))
-        self._peer = _Expected(*self._stock(plain, {}), LLAMA_CPP_LIMIT)
+        self._peer, _ = self._stock(plain, {})
         del plain
         gc.collect()
         zigzag = open_subject(str(model.zigzag))
@@ -79,15 +78,7 @@ class Checks:
 
     def peer(self, peer: LlamaCpp) -> float:
         """llama.cpp's relative error."""
-        peer.reset()
-        found = []
-        for piece in self._pieces():
-            peer.decode(piece)
-            found.append(peer.logits())
-            _expect("llama.cpp", peer.choose() == int(found[-1].argmax()), "does not choose the likeliest token")
-        error = _error(torch.stack(found), self._peer.logits)
-        _expect("llama.cpp", error <= self._peer.limit, f"logits differ from the stock model's by {error:.3g}")
-        return error
+        return check(peer, self.ids[:PROMPT], self.ids[PROMPT:], self._peer)
 
     def engine(self, engine: Engine, name: str) -> float:
         """Our relative error, `name` being "dense" or the sparsity; of a sparse engine the median over positions."""

@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
+import sparsepack
 from sparsepack.errors import UserError
 from sparsepack.runtime.cpu.machine import cpu_info
 
 RESULTS = Path(__file__).parent / "results"
 _READ_BYTES = 5 << 28  # 1.25 GiB
-_VERSIONS = ("sparsepack", "torch", "transformers", "llama-cpp-python")
+_VERSIONS = ("torch", "transformers", "llama-cpp-python")
 
 
 def setting() -> dict[str, Any]:
@@ -42,7 +43,11 @@ def setting() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
+        "versions": {
+            "python": platform.python_version(),
+            "sparsepack": sparsepack.__version__,
+            **{name: version(name) for name in _VERSIONS},
+        },
     }
 
 

@@ -11,6 +11,11 @@ import llama_cpp
 import numpy as np
 import torch
 
+from sparsepack.files.gguf import read_gguf
+
+LARGEST_ERROR = 0.02
+"""Of its logits, relative: it rounds activations to 8 bits."""
+
 
 @llama_cpp.llama_log_callback
 def silent(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
@@ -63,3 +68,28 @@ class LlamaCpp:
         """After the last token: float32 [vocabulary]."""
         values = llama_cpp.llama_get_logits_ith(self._context, -1)
         return torch.from_numpy(np.ctypeslib.as_array(values, (self._vocabulary,)).copy())
+
+
+def check(peer: LlamaCpp, prompt: Sequence[int], later: Sequence[int], expected: torch.Tensor) -> float:
+    """The relative error of its logits after a prompt and after each later token: expected is [1 + later, vocabulary].
+
+    Raises `RuntimeError` where it exceeds `LARGEST_ERROR`, or another than the likeliest token is chosen.
+    """
+    peer.reset()
+    found = []
+    for piece in [prompt, *([id] for id in later)]:
+        peer.decode(piece)
+        found.append(peer.logits())
+        if peer.choose() != int(found[-1].argmax()):
+            raise RuntimeError("llama.cpp: does not choose the likeliest token; nothing is timed")
+    error = float((torch.stack(found) - expected).norm() / expected.norm())
+    if error > LARGEST_ERROR:
+        raise RuntimeError(f"llama.cpp: logits differ from the stock model's by {error:.3g}; nothing is timed")
+    return error
+
+
+def bytes_per_token(path: Path) -> float:
+    """Stored bytes that llama.cpp needs for a token: everything but the embedding, of which one row."""
+    tensors = read_gguf(path).tensors
+    embedding = tensors["token_embd.weight"]
+    return sum(t.nbytes for t in tensors.values()) - embedding.nbytes * (1 - 1 / embedding.shape[0])
