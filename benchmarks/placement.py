@@ -3,11 +3,13 @@
     python benchmarks/placement.py [--model MODEL --calibration-text CAL --text TEXT --other OTHER] [--work FOLDER]
 
 Without options it takes books-26m-relu and its texts from SPARSEPACK_SHARED. A calibration of --samples windows gives
-the frequencies; traces of TEXT, and of OTHER, which is text of another kind, are played. Both are made once in --work.
+the frequencies, and a trace of the same text says who is active together; traces of TEXT, and of OTHER, which is text
+of another kind, are played. All are made once in --work.
 
 Printed are: who is active; places in each block, and what they serve beside the same share of each block; every policy
-for every share; the same on OTHER at 30 %; and the settings of the slow momentum, chosen on every second session by the
-fewest neurons read from host memory at 30 %, with what they and the default ones serve on the others.
+for every share; the same on OTHER at 30 %; the settings of the slow momentum, chosen on every second session by the
+fewest neurons read from host memory at 30 %, with what they and the default ones serve on the others; and groups of
+neurons that move together, of --blocks, at 30 %. METIS needs sparsepack[metis]. --only-groups prints these alone.
 """
 
 import itertools
@@ -30,9 +32,11 @@ from sparsepack.inspect import inspect
 from sparsepack.markdown import table
 from sparsepack.placement.names import POLICIES
 from sparsepack.placement.placement import across_blocks, budget_of, same_share
-from sparsepack.placement.policies import Slow, Start, slow
-from sparsepack.simulate.options import SimulateOptions
-from sparsepack.simulate.play import play
+from sparsepack.placement.policies import POLICIES as POLICY_ROWS
+from sparsepack.placement.policies import Slow, Start, momentum, slow
+from sparsepack.simulate.groups import Known, grouped_frequency, groups_of, needed_of
+from sparsepack.simulate.options import ORDERS, SimulateOptions
+from sparsepack.simulate.play import Outcome, play
 from sparsepack.simulate.run import simulate
 from sparsepack.trace.collect import trace
 from sparsepack.trace.options import TraceOptions
@@ -41,6 +45,11 @@ from sparsepack.trace.trace import load as load_trace
 
 SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 CHOSEN_AT = 0.3
+GROUP_POLICIES = {
+    "static": POLICY_ROWS["static"].begin,
+    "momentum .67 (neurons moved)": momentum(0.67),
+    "momentum .95 (neurons moved)": momentum(0.95),
+}
 
 
 @click.command()
@@ -52,6 +61,8 @@ CHOSEN_AT = 0.3
 @click.option("--sessions", default=TraceOptions.sessions)
 @click.option("--tokens", default=TraceOptions.tokens, help="Of a session, and of a window.")
 @click.option("--cached", default=SimulateOptions.cached)
+@click.option("--blocks", default="1,4,6,7", help="Whose neurons form groups.")
+@click.option("--only-groups", is_flag=True)
 @click.option("--work", default="/tmp/sparsepack-placement", type=click.Path(path_type=Path))
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(
@@ -63,6 +74,8 @@ def main(
     sessions: int,
     tokens: int,
     cached: str,
+    blocks: str,
+    only_groups: bool,
     work: Path,
     json_path: Path | None,
 ) -> None:
@@ -70,24 +83,32 @@ def main(
     work.mkdir(exist_ok=True)
     if not (work / "calibration").exists():
         calibrate(model, calibration_text, work / "calibration", CalibrateOptions(context=tokens, samples=samples))
-    for name, source in (("text", text), ("other", other)):
+    for name, source in (("text", text), ("other", other), ("calibration-trace", calibration_text)):
         if not (work / name).exists():
             trace(model, source, work / name, TraceOptions(sessions=sessions, tokens=tokens))
     calibration = load_calibration(work / "calibration")
+    found = {} if only_groups else _policies(work, calibration, cached)
+    known = Known(_frequency(calibration), load_trace(work / "calibration-trace"))
+    found["groups"] = _groups(load_trace(work / "text"), known, [int(block) for block in blocks.split(",")])
+    click.echo(f"\ngroups of neurons of blocks {blocks}, at {CHOSEN_AT:.0%}\n\n{_groups_table(found['groups'])}")
+    if json_path:
+        json_path.write_text(json.dumps(found, indent=1))
+
+
+def _policies(work: Path, calibration: Calibration, cached: str) -> dict[str, Any]:
+    """Print all tables but that of groups."""
     click.echo(neurons_table(inspect(work / "text")["neurons"]))
+    windows = calibration.manifest["tokens"]["windows"]
     click.echo(
-        f"\nplaces, as shares of each block, by the frequencies of {samples} windows\n\n{_places(calibration, cached)}"
+        f"\nplaces, as shares of each block, by the frequencies of {windows} windows\n\n{_places(calibration, cached)}"
     )
-    found = {
-        "text": simulate(work / "text", calibration, SimulateOptions(cached=cached, policy=",".join(POLICIES))),
-        "other": simulate(work / "other", calibration, SimulateOptions(cached=str(CHOSEN_AT))),
-    }
-    click.echo(f"\n{Path(text).name}: {simulation_table(found['text'])}")
-    click.echo(f"\n{Path(other).name}: {simulation_table(found['other'])}")
+    text = simulate(work / "text", calibration, SimulateOptions(cached=cached, policy=",".join(POLICIES)))
+    click.echo(f"\nthe text: {simulation_table(text)}")
+    other = simulate(work / "other", calibration, SimulateOptions(cached=str(CHOSEN_AT)))
+    click.echo(f"\ntext of another kind: {simulation_table(other)}")
     chosen = _chosen(load_trace(work / "text"), calibration)
     click.echo(f"\n{_said(chosen)}")
-    if json_path:
-        json_path.write_text(json.dumps({**found, "settings": chosen}, indent=1))
+    return {"text": text, "other": other, "settings": chosen}
 
 
 def _frequency(calibration: Calibration) -> np.ndarray:
@@ -146,6 +167,55 @@ def _said(found: dict[str, Any]) -> str:
     ]
     head = ["settings of the slow momentum", "lambda", "margin", "hit rate", "moves", "host reads"]
     return table(head, cells)
+
+
+def _groups(traced: Trace, known: Known, blocks: list[int]) -> list[dict[str, Any]]:
+    """What groups serve where every block has the same share of places: each is played alone."""
+    rows = []
+    for size, order in [(1, "frequency"), *itertools.product((8, 16, 32), ORDERS)]:
+        groups = groups_of(known, order, size)
+        frequency = grouped_frequency(known.frequency, groups)
+        found: dict[str, list[Outcome]] = {name: [] for name in GROUP_POLICIES}
+        active, touched = np.zeros(len(blocks)), np.zeros(len(blocks))
+        for number, session in enumerate(traced.sessions):
+            needed = needed_of(traced, number, groups)[:, blocks]
+            active += needed[session.prompt :].sum((0, 2))
+            touched += size * np.count_nonzero(needed[session.prompt :], axis=(0, 2))
+            for index, block in enumerate(blocks):
+                places = round(CHOSEN_AT * frequency.shape[1])
+                start = Start(frequency[[block]], places, needed[:, [index]], session.prompt, size)
+                for name, policy in GROUP_POLICIES.items():
+                    found[name].append(play(policy, start))
+        tokens = sum(session.tokens - session.prompt for session in traced.sessions)
+        total = {name: _total(outcomes) for name, outcomes in found.items()}
+        rows.append(
+            {"group": size, "order": order, "active_share": float((active / touched).mean())}
+            | {
+                name: {"hit_rate": of["hits"] / of["needed"], "moves": size * of["moves"] / tokens}
+                for name, of in total.items()
+            }
+        )
+    return rows
+
+
+def _total(outcomes: list[Outcome]) -> dict[str, int]:
+    return {name: sum(getattr(one, name) for one in outcomes) for name in ("needed", "hits", "moves")}
+
+
+def _groups_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            str(row["group"]),
+            row["order"],
+            f"{row['active_share']:.3f}",
+            *(
+                f"{row[name]['hit_rate']:.3f}" + (f" ({row[name]['moves']:.0f})" if row[name]["moves"] else "")
+                for name in GROUP_POLICIES
+            ),
+        ]
+        for row in rows
+    ]
+    return table(["group", "order", "active share of touched groups, mean of blocks", *GROUP_POLICIES], cells)
 
 
 if __name__ == "__main__":

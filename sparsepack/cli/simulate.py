@@ -9,6 +9,15 @@ from sparsepack.cli.options import PATH, emit, from_options, json_output
 from sparsepack.simulate.options import SimulateOptions
 
 
+def _plottable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a picture that cannot be drawn before there is anything to draw."""
+    if path is not None:
+        from sparsepack.simulate.plot import check_plot
+
+        check_plot(path)
+    return path
+
+
 @click.command()
 @click.argument("trace", type=PATH)
 @click.option(
@@ -16,7 +25,7 @@ from sparsepack.simulate.options import SimulateOptions
     type=PATH,
     required=True,
     help="A folder made by `sparsepack calibrate`: its frequencies give out the first places. For a trace made with "
-    "--share, another trace of the same kind, of other text.",
+    "--share, and for --order metis, another trace of the same kind, of other text.",
 )
 @from_options(SimulateOptions, "--cached")
 @from_options(SimulateOptions, "--policy")
@@ -25,8 +34,16 @@ from sparsepack.simulate.options import SimulateOptions
 @from_options(SimulateOptions, "--machine")
 @from_options(SimulateOptions, "--shape")
 @from_options(SimulateOptions, "--vram")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=PATH,
+    metavar="FILE",
+    callback=_plottable,
+    help="Draw hit rates and host reads into a file, .png or .svg.",
+)
 @json_output
-def simulate(trace: Path, calibration: Path, json_path: str | None, **asked: Any) -> None:
+def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: str | None, **asked: Any) -> None:
     """Play TRACE under policies that say which neurons have places near the processor.
 
     A policy gives out places for a share of the neurons and may move them after each token. Shown is how much of what
@@ -38,3 +55,7 @@ def simulate(trace: Path, calibration: Path, json_path: str | None, **asked: Any
 
     result = run_simulation(trace, calibration, SimulateOptions(**asked))
     emit(result, json_path, simulation_table)
+    if plot_path is not None:
+        from sparsepack.simulate.plot import plot
+
+        plot(result, plot_path)

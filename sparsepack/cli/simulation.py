@@ -29,9 +29,12 @@ def simulation_table(result: Mapping[str, Any]) -> str:
             lambda row: with_error(row["difference"], 3),
         ),
         _titled(
-            "neurons read from host memory per token, moves included (share of the moves that were of no use)",
+            "neurons read from host memory per token, moves included, ± standard error over sessions (share of the "
+            "moves that were of no use)",
             result,
-            lambda row: f"{row['host_reads']:.0f}" + (f" ({row['unused'] / row['moves']:.0%})" if row["moves"] else ""),
+            lambda row: (
+                with_error(row["host_reads"], 0) + (f" ({row['unused'] / row['moves']:.0%})" if row["moves"] else "")
+            ),
         ),
     ]
     if machine := result["machine"]:

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
-from sparsepack.option import check_options, option
+from sparsepack.option import check_options, default_of, option
 from sparsepack.placement.names import EXTRA, POLICIES
 
-ORDERS = ("frequency", "random")
+ORDERS = ("frequency", "random", "metis")
+"""The names of `simulate.groups`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class SimulateOptions:
     )
     group: int = option("Neurons of a block that move together.", default=1, least=1, most=255)
     order: str = option(
-        "How groups are formed: of neurons that are active equally often, or at random.",
+        "How groups are formed: of neurons that are active equally often, at random, or by METIS of those that are "
+        "active together, which needs a trace as --calibration.",
         default="frequency",
         choices=ORDERS,
     )
@@ -42,6 +44,8 @@ class SimulateOptions:
     def check(self) -> None:
         """Raise `PlacementError` for values that make no sense."""
         check_options(self, PlacementError)
+        if self.group == 1 and self.order != default_of(SimulateOptions, "order"):
+            raise PlacementError(f"--order {self.order}: each neuron moves alone; give the size of groups, --group 16")
         if self.vram is not None and self.machine is None:
             raise PlacementError(f"--vram {self.vram}: give the machine too, --machine pcie5 for one")
 

@@ -16,6 +16,7 @@ from sparsepack.eval.standard_error import mean
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.progress import progress
+from sparsepack.simulate.groups import ORDERS, Known, grouped_frequency, groups_of, needed_of
 from sparsepack.simulate.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
 from sparsepack.simulate.options import SimulateOptions
 from sparsepack.simulate.play import Outcome, play
@@ -24,7 +25,6 @@ from sparsepack.trace.trace import Trace, is_trace, load
 
 PRICES = (1.0, 0.25)
 """Of a move, in neurons that the processor would compute otherwise: what bounds are computed for."""
-_SEED = 0  # of groups at random
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,15 @@ def simulate(
     results -- for each share of `cached` and each policy: places; hit_rate, the share of the active neurons that had
         places, of all sessions together, with its standard error over sessions; difference, of the sessions' hit rates
         from those of the first policy; per token: needed, moves, unused (moves that were taken back before they were
-        of use), host_reads (neurons read from host memory: what had no place, and moves); with a machine
-        tokens_per_second, where the processor reads what has no place, and where the GPU helps over the bus
+        of use), host_reads (neurons read from host memory: what had no place, and moves; with its standard error over
+        sessions); with a machine tokens_per_second, where the processor reads what has no place, and where the GPU
+        helps over the bus
     bounds -- for each share and price of a move: what hits less `price` times moves cannot exceed, as a share of the
         active neurons; of single neurons only
 
     Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
-    has counted others than the trace has, which is of those above thresholds.
+    has counted others than the trace has, which is of those above thresholds; or groups by METIS are asked for, and it
+    is no trace, or one of sessions that are played. Raises `UserError` where pymetis is missing for these.
     """
     options = options or SimulateOptions()
     options.check()
@@ -63,8 +65,8 @@ def simulate(
     trace = trace if isinstance(trace, Trace) else load(trace)
     made = calibration if isinstance(calibration, Calibration | Trace) else _opened(calibration)
     frequency = _frequency(trace, made)
-    order = _order(frequency, options)
-    outcomes, limits = _played(trace, _grouped_frequency(frequency, order, options.group), order, setting)
+    groups = _groups(trace, made, frequency, options)
+    outcomes, limits = _played(trace, grouped_frequency(frequency, groups), groups, setting)
     density = _density(next(iter(outcomes.values())), frequency.size)
     results = [
         {"cached": share, "places": round(share * frequency.size), "policy": name}
@@ -116,30 +118,25 @@ def _of_trace(trace: Trace) -> tuple[Activity, ...]:
     return tuple(added([session[layer] for session in sessions]) for layer in range(trace.layers))
 
 
-def _order(frequency: np.ndarray, options: SimulateOptions) -> np.ndarray:
-    """The neurons of each block, those of a group side by side: int64 [blocks, groups, neurons of a group].
-
-    Groups are in the order of their first neurons. Raises `PlacementError` where a block does not divide into groups.
-    """
-    blocks, neurons = frequency.shape
-    if neurons % options.group:
-        raise PlacementError(f"--group {options.group}: {neurons} neurons of a block do not divide into such groups")
-    if options.order == "frequency":
-        order = np.argsort(-frequency, axis=1, kind="stable")
-    else:
-        random = np.random.default_rng(_SEED)
-        order = np.stack([random.permutation(neurons) for _ in range(blocks)])
-    groups = np.sort(order.reshape(blocks, -1, options.group), axis=2)
-    return np.stack([rows[rows[:, 0].argsort()] for rows in groups])
+def _groups(
+    trace: Trace, calibration: Calibration | Trace, frequency: np.ndarray, options: SimulateOptions
+) -> np.ndarray:
+    sessions = calibration if isinstance(calibration, Trace) else None
+    if sessions is not None and ORDERS[options.order].together and not _ids(trace).isdisjoint(_ids(sessions)):
+        raise PlacementError(
+            f"--order {options.order}: a session of {trace.path} is in the calibration {sessions.path} too, and would "
+            "be played with groups that were formed of it; give as --calibration a trace of other text"
+        )
+    return groups_of(Known(frequency, sessions), options.order, options.group)
 
 
-def _grouped_frequency(frequency: np.ndarray, order: np.ndarray, group: int) -> np.ndarray:
-    found: np.ndarray = np.take_along_axis(frequency[:, None], order, axis=2).mean(2)
-    return found
+def _ids(trace: Trace) -> set[bytes]:
+    """The tokens of each session."""
+    return {trace.ids(session).tobytes() for session in range(len(trace.sessions))}
 
 
 def _played(
-    trace: Trace, frequency: np.ndarray, order: np.ndarray, setting: _Setting
+    trace: Trace, frequency: np.ndarray, groups: np.ndarray, setting: _Setting
 ) -> tuple[dict[tuple[float, str], list[Outcome]], dict[tuple[float, float], float]]:
     """Of each share and policy, every session; of each share and price, the bound."""
     outcomes: dict[tuple[float, str], list[Outcome]] = {
@@ -149,7 +146,7 @@ def _played(
     limits = {(share, price): 0.0 for share in setting.shares for price in prices}
     with progress("simulating", len(trace.sessions) * (len(outcomes) + len(limits))) as advance:
         for number, session in enumerate(trace.sessions):
-            needed = _needed(trace, number, order)
+            needed = needed_of(trace, number, groups)
             decoded = needed[session.prompt :].reshape(session.tokens - session.prompt, -1)
             for share, name in outcomes:
                 start = Start(frequency, round(share * frequency.size), needed, session.prompt, setting.group)
@@ -162,12 +159,6 @@ def _played(
     return outcomes, {key: value / max(total, 1) for key, value in limits.items()}
 
 
-def _needed(trace: Trace, session: int, order: np.ndarray) -> np.ndarray:
-    """How many neurons of each group were active: uint8 [tokens, blocks, groups]."""
-    blocks = [trace.active(session, block)[:, order[block]].sum(2, dtype=np.uint8) for block in range(trace.layers)]
-    return np.stack(blocks, axis=1)
-
-
 def _density(outcomes: Sequence[Outcome], neurons: int) -> float:
     """The share of the neurons that a decoded token needs."""
     tokens = sum(outcome.tokens for outcome in outcomes)
@@ -178,13 +169,17 @@ def _summary(outcomes: Sequence[Outcome], first: Sequence[Outcome], group: int) 
     total = {name: sum(asdict(outcome)[name] for outcome in outcomes) for name in asdict(outcomes[0])}
     rates, others = (torch.tensor([each.hit_rate for each in found]) for found in (outcomes, first))
     tokens, moves = total["tokens"], group * total["moves"]
+    reads = torch.tensor([(each.needed - each.hits + group * each.moves) / each.tokens for each in outcomes])
     return {
         "hit_rate": {"value": total["hits"] / max(total["needed"], 1), "stderr": mean(rates)["stderr"]},
         "difference": mean(rates - others),
         "needed": total["needed"] / tokens,
         "moves": moves / tokens,
         "unused": group * total["unused"] / tokens,
-        "host_reads": (total["needed"] - total["hits"] + moves) / tokens,
+        "host_reads": {
+            "value": (total["needed"] - total["hits"] + moves) / tokens,
+            "stderr": mean(reads)["stderr"],
+        },
     }
 
 

@@ -46,7 +46,9 @@ def test_static_is_the_share_of_activations_of_the_calibrated_hottest_neurons(tr
     assert row["hit_rate"]["value"] == pytest.approx(pooled)
     assert row["hit_rate"]["stderr"] == pytest.approx(np.std(expected, ddof=1) / 3**0.5, rel=1e-4)
     assert row["needed"] == pytest.approx(sum(each.sum() for each in decoded) / (3 * 39))
-    assert row["host_reads"] == pytest.approx(row["needed"] * (1 - pooled))
+    assert row["host_reads"]["value"] == pytest.approx(row["needed"] * (1 - pooled))
+    reads = [(each.sum() - each[:, resident].sum()) / len(each) for each in decoded]
+    assert row["host_reads"]["stderr"] == pytest.approx(np.std(reads, ddof=1) / 3**0.5, rel=1e-4)
     assert result["density"] == pytest.approx(row["needed"] / 1500)
     all_cached = [each for each in result["results"] if each["cached"] == 1]
     assert [each["hit_rate"]["value"] for each in all_cached] == [1, 1]
