@@ -80,7 +80,8 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Print the tables for one model."""
-    work.mkdir(exist_ok=True)
+    work = work / f"{Path(model).name}-{samples}x{tokens}-{sessions}"  # other settings do not find these
+    work.mkdir(parents=True, exist_ok=True)
     if not (work / "calibration").exists():
         calibrate(model, calibration_text, work / "calibration", CalibrateOptions(context=tokens, samples=samples))
     for name, source in (("text", text), ("other", other), ("calibration-trace", calibration_text)):

@@ -54,7 +54,7 @@ def _of_layer(calibration: Calibration, layer: int) -> Activity:
             "calibrate again"
         )
     active, tokens, squares = (statistics[f"neurons.{name}"] for name in ("active", "tokens", "squares"))
-    fits = len(tokens) == len(squares) == 1 and int(tokens) > 0 and bool((active <= tokens).all())
+    fits = len(tokens) == len(squares) == 1 and int(tokens) > 0 and bool(((active >= 0) & (active <= tokens)).all())
     total = int(active.sum())
     # By Cauchy and Schwarz; whole numbers of Python, which do not overflow.
     if not fits or not total**2 <= int(squares) * int(tokens) <= total * len(active) * int(tokens):

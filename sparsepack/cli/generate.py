@@ -72,7 +72,7 @@ def generate(
     json_path: str | None,
     **asked: Any,
 ) -> None:
-    """Continue a prompt with a zigzag artifact, or converse with it.
+    """Continue a prompt with a packed model, or converse with it.
 
     Text goes to standard output, what ran and how fast to stderr. With --json each text is a line of JSON: the text,
     its tokens, why it ended, tokens per second, the share of the weights that was skipped.

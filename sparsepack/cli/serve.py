@@ -89,7 +89,7 @@ def serve(
     device: str,
     backend: str | None,
 ) -> None:
-    """Serve a zigzag artifact over HTTP, by the protocol of OpenAI: completions and chat completions.
+    """Serve a packed model over HTTP, by the protocol of OpenAI: completions and chat completions.
 
     One text is made at a time; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
     """

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from sparsepack.errors import PlacementError
 from sparsepack.placement.choose import best, swapped
 from sparsepack.placement.oracles import Mover, belady
 from sparsepack.placement.placement import Placement, across_blocks, same_share
@@ -59,13 +60,19 @@ class Slow:
     decay  -- lambda, for a token
     margin -- a neuron comes where its score is better by more than this than that of the one that goes
     every  -- tokens between two decisions
-    delay  -- tokens from a decision until the moves are done
+    delay  -- tokens from a decision until the moves are done, which is before the next one
+
+    Raises `PlacementError` for a delay that is not.
     """
 
     decay: float = 0.995
     margin: float = 0.02
     every: int = 16
     delay: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay < self.every:
+            raise PlacementError(f"delay {self.delay}: expected at least 0, and less than every, {self.every}")
 
 
 def _static(start: Start) -> tuple[Placement, None]:

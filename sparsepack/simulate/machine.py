@@ -17,6 +17,8 @@ HBM, DRAM, SCATTERED = 0.7, 0.9, 0.85
 """What kernels reach of the GPU's memory and of the host's, and of the latter where they read scattered records."""
 BUFFERS = 0.8e9
 """Bytes of the GPU's memory that weights and cache cannot have."""
+_MOST = 1e9
+"""GB/s and microseconds: more are a slip, and too many have no place in a float."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,15 @@ def machine_of(name: str) -> Machine:
     except (ValueError, TypeError, RecursionError) as error:
         names = ", ".join(field.name for field in fields(Machine))
         raise PlacementError(f"{name}: no machine; expected a JSON object with numbers for {names}") from error
-    if not all(type(value) in (int, float) and 0 <= value < float("inf") for value in values) or 0 in (
+    if not all(type(value) in (int, float) and 0 <= value <= _MOST for value in values) or 0 in (
         machine.hbm,
         machine.dram,
         machine.pcie,
         machine.cpu,
     ):
-        raise PlacementError(f"{name}: expected numbers above 0 for bandwidths, and at least 0 for handover_us")
+        raise PlacementError(
+            f"{name}: expected numbers above 0 for bandwidths, at least 0 for handover_us, up to {_MOST:g}"
+        )
     return machine
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
 from sparsepack.option import check_options, default_of, option
-from sparsepack.placement.names import EXTRA, POLICIES
+from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
 
 ORDERS = ("frequency", "random", "metis")
 """The names of `simulate.groups`."""
@@ -20,7 +20,7 @@ class SimulateOptions:
     )
     policy: str | None = option(
         f"What moves neurons, with commas between the names: of {', '.join(POLICIES)} (default: all but "
-        f"{', '.join(EXTRA)}).",
+        f"{', '.join(EXTRA)}; with --group, without {' and '.join(SINGLE)}).",
         default=None,
     )
     group: int = option("Neurons of a block that move together.", default=1, least=1, most=255)
@@ -52,10 +52,15 @@ class SimulateOptions:
     @property
     def policies(self) -> tuple[str, ...]:
         """What `policy` says, in the order of POLICIES. Raises `PlacementError`."""
-        asked = [name for name in POLICIES if name not in EXTRA] if self.policy is None else self.policy.split(",")
+        left_out = EXTRA if self.group == 1 else EXTRA + SINGLE
+        asked = [name for name in POLICIES if name not in left_out] if self.policy is None else self.policy.split(",")
         for name in asked:
             if name not in POLICIES:
                 raise PlacementError(f"--policy {name}: expected one of {', '.join(POLICIES)}")
+            if name in SINGLE and self.group != 1:
+                raise PlacementError(
+                    f"--policy {name}, --group {self.group}: it is the best for single neurons only; leave one out"
+                )
         return tuple(name for name in POLICIES if name in asked)
 
     @property

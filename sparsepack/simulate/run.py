@@ -114,8 +114,10 @@ def _frequency(trace: Trace, calibration: Calibration | Trace) -> np.ndarray:
 
 def _of_trace(trace: Trace) -> tuple[Activity, ...]:
     """Of all sessions together."""
-    sessions = [trace_activity(trace, number) for number in range(len(trace.sessions))]
-    return tuple(added([session[layer] for session in sessions]) for layer in range(trace.layers))
+    found = trace_activity(trace, 0)
+    for number in range(1, len(trace.sessions)):
+        found = tuple(map(added, zip(found, trace_activity(trace, number), strict=True)))
+    return found
 
 
 def _groups(

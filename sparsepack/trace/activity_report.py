@@ -4,7 +4,7 @@ A place near the processor is worth what its neuron is used more than others. Wh
 of the neurons serve 30 % of what is needed, whoever has them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,14 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     layers = [added([session[layer] for session in sessions]) for layer in range(len(sessions[0]))]
     whole = _joined(layers)
     hottest = [_hottest(whole, share) for share in SHARES]
-    verdict = _verdict(whole.density, hottest[SHARES.index(JUDGED)])
+    drift = _drift([_joined(session) for session in sessions])
+    verdict = _verdict(whole.density, hottest[SHARES.index(JUDGED)], drift)
     return {
         "tokens": whole.tokens,
         "density": whole.density,
         "shares": list(SHARES),
         "hottest": hottest,
-        "drift": _drift([_joined(session) for session in sessions]),
+        "drift": drift,
         "layers": [
             {
                 "density": layer.density,
@@ -64,14 +65,21 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     }
 
 
-def _verdict(density: float, hottest: float) -> tuple[bool, str]:
+def _verdict(density: float, hottest: float, drift: Mapping[str, float] | None) -> tuple[bool, str]:
+    """By other documents than those that chose the neurons, where there are several: the hottest of a few tokens are
+    much of what these few had active, whatever the model."""
     if density > DENSE:
         return False, (
             f"placement cannot pay: {100 * density:.1f} % of the neurons are active for every token, there is nothing "
             "to leave out"
         )
-    found = f"the hottest {100 * JUDGED:.0f} % of the neurons are {100 * hottest:.0f} % of what is active"
-    if hottest < PAYS * JUDGED:
+    served = hottest if drift is None else drift["others"]
+    elsewhere = "" if drift is None else " of all other documents"
+    where = "" if drift is None else " in one"
+    found = (
+        f"the hottest {100 * JUDGED:.0f} % of the neurons{elsewhere} are {100 * served:.0f} % of what is active{where}"
+    )
+    if served < PAYS * JUDGED:
         return False, f"placement cannot pay: {found}; any other {100 * JUDGED:.0f} % would be nearly as many"
     return True, f"placement can pay: {found}"
 

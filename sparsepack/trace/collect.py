@@ -160,21 +160,22 @@ def _run(
     with progress("tracing", checkpoint.layers * batches, state.done * batches) as advance:
         for layer in range(state.done, checkpoint.layers):
             stream.load(layer)
-            found: list[np.ndarray] = []
+            found: list[tuple[float, bytes]] = []  # of each session the share that is active, and the bit sets
             threshold = rule["thresholds"][layer] if "thresholds" in rule else 0.0
 
             def record(_: int, site: str, x: torch.Tensor, into: Any = found, above: float = threshold) -> None:
                 if site == MLP_MID:
-                    into.extend((x.float().abs() > above).cpu().numpy())
+                    active = (x.float().abs() > above).cpu().numpy()
+                    into.extend((float(each.mean()), traces.packed_bits(each)) for each in active)
 
             with site_hooks([(layer, stream.block)], checkpoint.family, record):
                 for batch in torch.split(hidden, options.batch):
                     batch.copy_(stream(batch))  # in place: the states of all sessions are there once
                     advance()
-            density = float(np.mean([each.mean() for each in found]))
-            if density > DENSE:
+            density = float(np.mean([share for share, _ in found]))
+            if density > DENSE and "thresholds" not in rule:  # else so many are what was asked for
                 raise PlacementError(_all_active(checkpoint, layer, density))
-            state.save_block(layer, _tensors([traces.packed_bits(each) for each in found]), hidden)
+            state.save_block(layer, _tensors([data for _, data in found]), hidden)
 
 
 def _all_active(checkpoint: Checkpoint, layer: int, density: float) -> str:

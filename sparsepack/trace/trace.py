@@ -27,6 +27,7 @@ from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 SCHEMA = 1
 MANIFEST = "trace.json"
 _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "intermediate", "rule", "compute.dtype")
+MOST_SESSIONS = 100_000
 _MOST_BITS = 1 << 33
 """Of a session's block: what is read is unpacked, and no file may ask for more memory than there is."""
 
@@ -73,7 +74,7 @@ class _Manifest(Stored):
     rule: _Rule
     tokenizer: _Tokenizer
     texts: list[_Text]
-    sessions: Annotated[list[_Session], Field(min_length=1, max_length=100_000)]
+    sessions: Annotated[list[_Session], Field(min_length=1, max_length=MOST_SESSIONS)]
     compute: _Compute
     files: dict[Name, Name]
 
@@ -240,6 +241,8 @@ def merge_folders(first: Path, second: Path, output: Path, overwrite: bool = Fal
                 f"cannot merge: {key} is {_short(ours)} in the first and {_short(theirs)} in the second"
             )
     sources = [(each, number) for each in (one, other) for number in range(len(each.sessions))]
+    if len(sources) > MOST_SESSIONS:
+        raise PlacementError(f"cannot merge: {len(sources)} sessions; a trace holds at most {MOST_SESSIONS}")
     contents = [_hashes(*source) for source in sources]
     if len(set(contents)) < len(contents):
         raise PlacementError("cannot merge: a session is in both traces and would count twice")

@@ -113,6 +113,15 @@ def test_counts_that_do_not_belong_together_are_refused(relu_calibration, change
         activity(replace(relu_calibration, layers=layers))
 
 
+def test_counts_below_zero_are_refused(relu_calibration):
+    active = relu_calibration.layers[1]["neurons.active"].clone()
+    active[active.argmin()] = -1
+    layers = [*relu_calibration.layers]
+    layers[1] = layers[1] | {"neurons.active": active}
+    with pytest.raises(CalibrationError, match=r"neurons\.active of block 1 is no count of the tokens"):
+        activity(replace(relu_calibration, layers=tuple(layers)))
+
+
 def test_inspect_shows_who_is_active_or_why_it_cannot(old, relu_calibration, small_calibration, tmp_path):
     for name, calibration in (("old", old), ("relu", relu_calibration), ("silu", small_calibration)):
         folder.save(calibration, tmp_path / name)

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsepack.errors import PlacementError
+from sparsepack.placement import policies
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Slow, Start, momentum, slow
 from sparsepack.simulate.play import Outcome, play
@@ -65,6 +67,17 @@ def test_what_is_counted_is_what_happened(name, start):
     if name != "momentum-letter":
         assert ended == {int(begun)}, "as many come as go"
     assert play(POLICIES[name].begin, start) == outcome
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(start=starts())
+def test_groups_whose_neurons_are_all_active_together_are_as_one_neuron(name, start):
+    grouped = Start(start.frequency, start.places, 4 * start.needed, start.prompt, size=4)
+    policy = slow(Slow(0.9, 0.05, every=2, delay=1)) if name == "slow" else POLICIES[name].begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "PRIOR", 4)  # else a prompt this short changes nothing
+        alone, together = (play(policy, each) for each in (start, grouped))
+    assert together == Outcome(alone.tokens, 4 * alone.needed, 4 * alone.hits, alone.moves, alone.unused)
 
 
 @pytest.mark.parametrize("name", [name for name, row in POLICIES.items() if not row.clairvoyant])
@@ -175,6 +188,11 @@ def test_the_slow_one_decides_every_sixteenth_token_and_moves_four_later():
     outcome, seen = watched(POLICIES["slow"].begin, start)
     assert [bool(resident[0, 2]) for resident in seen] == [False] * 52 + [True] * 8
     assert outcome == Outcome(60, 60, 8, 1, 0)
+
+
+def test_moves_that_the_next_decision_would_come_before_are_refused():
+    with pytest.raises(PlacementError, match="delay 4: expected at least 0, and less than every, 4"):
+        Slow(every=4)
 
 
 def test_a_bound_for_one_unit_is_what_it_gains():

@@ -94,6 +94,7 @@ def test_a_machine_is_read_from_a_file(tmp_path):
         ('{"hbm": 0, "dram": 1, "pcie": 1}', "expected numbers above 0"),
         ('{"hbm": "1", "dram": 1, "pcie": 1}', "expected numbers above 0"),
         ('{"hbm": Infinity, "dram": 1, "pcie": 1}', "expected numbers above 0"),
+        (f'{{"hbm": 1{400 * "0"}, "dram": 1, "pcie": 1}}', "expected numbers above 0 .* up to 1e.09"),
         ('{"hbm": NaN, "dram": 1, "pcie": 1}', "expected numbers above 0"),
     ],
 )

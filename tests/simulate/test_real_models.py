@@ -56,4 +56,6 @@ def test_on_a_silu_model_placement_cannot_pay_and_inspect_says_so(shared, held_o
     report = inspect(tmp_path / "t")["neurons"]
     assert report["density"] == pytest.approx(0.5, abs=0.02)
     assert not report["pays"]
-    assert report["verdict"].startswith("placement cannot pay: the hottest 30 % of the neurons are 3")
+    assert report["verdict"].startswith(
+        "placement cannot pay: the hottest 30 % of the neurons of all other documents are 3"
+    )

@@ -17,6 +17,7 @@ from sparsepack.errors import CalibrationError, PlacementError
 from sparsepack.placement.names import POLICIES as NAMES
 from sparsepack.placement.placement import across_blocks
 from sparsepack.placement.policies import POLICIES
+from sparsepack.simulate.machine import MACHINES, SHAPES, tokens_per_second
 from sparsepack.simulate.options import SimulateOptions
 from sparsepack.simulate.run import simulate
 from sparsepack.trace.collect import trace
@@ -95,9 +96,32 @@ def test_a_machine_says_how_fast(traced, calibration):
     assert simulate(traced, calibration, SimulateOptions(policy="static"))["machine"] is None
 
 
+def test_of_groups_neurons_are_told(traced, calibration):
+    options = SimulateOptions(cached="0.2", policy="lru", group=4, machine="pcie4", shape="13b")
+    result = simulate(traced, calibration, options)
+    row = result["results"][0]
+    for name in ("moves", "unused"):
+        total = row[name] * 3 * 39
+        assert total > 0
+        assert total / 4 == pytest.approx(round(total / 4))
+    about = (result["density"], row["hit_rate"]["value"], row["moves"] / 1500)
+    for name, over_the_bus in (("processor", False), ("and_bus", True)):
+        speed = tokens_per_second(MACHINES["pcie4"], SHAPES["13b"], *about, over_the_bus)
+        assert row["tokens_per_second"][name] == pytest.approx(speed)
+
+
+def test_what_is_the_best_for_single_neurons_is_not_played_with_groups(traced, calibration):
+    # One neuron of a group that is needed would take the place of a group of which many are.
+    assert "belady" in simulate(traced, calibration, SimulateOptions(cached="0.2"))["policies"]
+    grouped = simulate(traced, calibration, SimulateOptions(cached="0.2", group=5))
+    assert "oracle-static" in grouped["policies"]
+    assert "belady" not in grouped["policies"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (SimulateOptions(policy="belady", group=5), "--policy belady, --group 5: it is the best for single neurons"),
         (SimulateOptions(cached="0.1,many"), r"--cached 0\.1,many: expected shares from 0 to 1"),
         (SimulateOptions(cached="1.5"), "expected shares from 0 to 1"),
         (SimulateOptions(cached="nan"), "expected shares from 0 to 1"),

@@ -45,6 +45,16 @@ def test_drift_tells_documents_that_differ_from_those_that_do_not():
     assert drift["others"] < 0.05
 
 
+def test_documents_that_choose_others_say_that_placement_cannot_pay():
+    one, other = activity([50] * 3 + [1] * 7), activity([1] * 7 + [50] * 3)
+    report = activity_report([(one,), (other,)])
+    assert not report["pays"]
+    assert report["verdict"].startswith(
+        "placement cannot pay: the hottest 30 % of the neurons of all other documents are 2 % of what is active in one;"
+    )
+    assert activity_report([(one,), (one,)])["pays"]
+
+
 @pytest.mark.parametrize(
     ("active", "sentence"),
     [

@@ -146,6 +146,8 @@ def test_a_share_of_them_is_traced_by_the_thresholds_of_a_calibration(silu, text
         assert active.mean() == pytest.approx(0.4, abs=0.03)
     told = CliRunner().invoke(main, ["inspect", str(tmp_path / "t")]).output
     assert "active: above a threshold that 40 % pass" in told
+    nearly_all = trace(silu, texts, tmp_path / "n", replace(OPTIONS, share=0.998), made)
+    assert nearly_all.active(0, 0).mean() > 0.99
     with pytest.raises(PlacementError, match=r"--share 0\.4: its thresholds come from a calibration"):
         trace(silu, texts, tmp_path / "u", replace(OPTIONS, share=0.4))
     with pytest.raises(PlacementError, match="for the thresholds of --share alone"):
@@ -189,6 +191,12 @@ def test_merged_traces_have_the_sessions_of_both(relu, texts, traced, tmp_path):
     with pytest.raises(PlacementError, match=r"cannot merge: model\.sha256 is"):
         traces.merge_folders(traced.path, foreign.path, tmp_path / "n")
     assert not (tmp_path / "n").exists()
+
+
+def test_no_trace_is_made_of_more_sessions_than_are_read(traced, tmp_path, monkeypatch):
+    monkeypatch.setattr(traces, "MOST_SESSIONS", 5)
+    with pytest.raises(PlacementError, match="cannot merge: 6 sessions; a trace holds at most 5"):
+        traces.merge_folders(traced.path, traced.path, tmp_path / "m")
 
 
 @pytest.fixture

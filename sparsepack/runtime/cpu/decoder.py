@@ -95,12 +95,12 @@ class NativeDecoder:
 
     def prefill(self, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
-        self.native.prefill(ids, False, logits)
+        self.native.prefill(ids.numpy(), False, logits.numpy())
         return logits[0]
 
     def step(self, id: int, sparse: bool) -> Tensor:
         logits = torch.empty(self._vocabulary)
-        self.native.step(id, sparse, logits)
+        self.native.step(id, sparse, logits.numpy())
         return logits
 
     def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
@@ -115,9 +115,9 @@ class NativeDecoder:
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._vocabulary)
         if sparse_from:
-            self.native.prefill(ids[:sparse_from], True, logits[:sparse_from])
+            self.native.prefill(ids[:sparse_from].numpy(), True, logits[:sparse_from].numpy())
         for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
-            self.native.step(id, sparse, row)
+            self.native.step(id, sparse, row.numpy())
         return logits
 
 

@@ -35,12 +35,12 @@ class NativeKvCache:
 
     def append(self, layer: int, qkv: Tensor, sequence: int = 0) -> Tensor:
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
-        operations().append(self.native[sequence], layer, rows)
+        operations().append(self.native[sequence], layer, rows.numpy())
         return rows
 
     def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
         y = torch.empty(len(queries), self._heads)
-        operations().attend(self.native[sequence], layer, queries, y, sparse)
+        operations().attend(self.native[sequence], layer, queries.numpy(), y.numpy(), sparse)
         return y
 
     def step(self, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:

@@ -3,11 +3,15 @@
 Matrices keep their 4.5 bits a weight. `load_*` copy them into the order that the kernels read and give the pages of
 a mapped file back, so that a model is held once. Threads are torch's (`torch.set_num_threads`); results have the
 same bits every run with as many threads.
+
+Kernels are given NumPy's views of tensors. For a tensor itself nanobind runs Python code of torch's, and forgets what
+is raised there, which may be a user's Ctrl-C.
 """
 
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +37,7 @@ def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu", thread
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
     backend_named("cpu").check_device(device)
     config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads())
-    return operations().load_zigzag(matrix.blocks.contiguous(), matrix.rows, config.span, config.tile)
+    return operations().load_zigzag(matrix.blocks.contiguous().numpy(), matrix.rows, config.span, config.tile)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
@@ -41,36 +45,36 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
     if matrix.type == ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
     backend_named("cpu").check_device(device)
-    return operations().load_rows(matrix.blocks.contiguous(), matrix.columns, ROW_TYPES[matrix.type])
+    return operations().load_rows(matrix.blocks.contiguous().numpy(), matrix.columns, ROW_TYPES[matrix.type])
 
 
 def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """List the active columns of an input vector; see `reference.collect`."""
-    x = x.float().contiguous()
+    columns = x.float().contiguous().numpy()
     indices = torch.empty(x.numel() + _SPARE_INDICES, dtype=torch.int32)
-    limits = threshold.float().reshape(-1).contiguous()
-    count = operations().collect(x, None, limits, 0, torch.empty_like(x), indices)
+    limits = threshold.float().reshape(-1).contiguous().numpy()
+    count = operations().collect(columns, None, limits, 0, np.empty_like(columns), indices.numpy())
     return indices[: x.numel()], torch.tensor(count, dtype=torch.int32)
 
 
 def zigzag_gemv(matrix: Any, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """y = W[:, active] x[active]; see `reference.zigzag_gemv`. Same bits every run with as many threads."""
     y = torch.empty(matrix.rows)
-    operations().zigzag_gemv(matrix, x.contiguous(), indices.contiguous(), int(count), y)
+    operations().zigzag_gemv(matrix, x.contiguous().numpy(), indices.contiguous().numpy(), int(count), y.numpy())
     return y
 
 
 def zigzag_matmul(matrix: Any, x: Tensor) -> Tensor:
     """Y = X W^T with every column: float32 [S, columns] -> float32 [S, rows]."""
     y = torch.empty(x.shape[0], matrix.rows)
-    operations().zigzag_matmul(matrix, x.contiguous(), y)
+    operations().zigzag_matmul(matrix, x.contiguous().numpy(), y.numpy())
     return y
 
 
 def matmul(weight: Any, x: Tensor) -> Tensor:
     """Y = X W^T for a matrix loaded by `load_rows`: float32 [S, columns] -> float32 [S, rows]."""
     y = torch.empty(x.shape[0], weight.rows)
-    operations().rows_matmul(weight, x.contiguous(), y)
+    operations().rows_matmul(weight, x.contiguous().numpy(), y.numpy())
     return y
 
 
@@ -78,7 +82,7 @@ def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> A
     """Copy stored neuron records into the order that the kernels read. Takes their stored size, up to whole cache
     lines."""
     backend_named("cpu").check_device(device)
-    return operations().load_neurons(records.blocks.contiguous())
+    return operations().load_neurons(records.blocks.contiguous().numpy())
 
 
 def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> Any:
@@ -89,7 +93,7 @@ def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> 
 
 def copy_neurons(to: Any, places: Tensor, source: Any, records: Tensor) -> None:
     """Copy loaded records to places of others; see `reference.copy_neurons`. May go on beside products."""
-    native().Operations.copy_neurons(to, places.contiguous(), source, records.contiguous())
+    native().Operations.copy_neurons(to, places.contiguous().numpy(), source, records.contiguous().numpy())
 
 
 def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
@@ -104,14 +108,15 @@ def neuron_ffn_beside(threads: int) -> NeuronFfn:
 
 def _neuron_ffn(kernels: Any, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     y = torch.empty(neurons.hidden)
-    kernels.neuron_ffn(neurons, x.contiguous(), gate.contiguous(), indices.contiguous(), int(count), y)
+    inputs = (each.contiguous().numpy() for each in (x, gate, indices))
+    kernels.neuron_ffn(neurons, *inputs, int(count), y.numpy())
     return y
 
 
 def neuron_matmul(neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
     """The same for several positions: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
     y = torch.empty(x.shape[0], neurons.hidden)
-    operations().neuron_matmul(neurons, x.contiguous(), gate.contiguous(), y)
+    operations().neuron_matmul(neurons, x.contiguous().numpy(), gate.contiguous().numpy(), y.numpy())
     return y
 
 

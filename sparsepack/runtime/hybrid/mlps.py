@@ -129,10 +129,12 @@ class DividedMlps:
         copy, to = self.copy_neurons, self._staging[piece % 2]
         slots = torch.from_numpy(self.residency.table[neurons.block])[start : start + self._piece]
         is_hot, position = slots != NOWHERE, torch.arange(len(slots), dtype=torch.int32)
+        # Of the table nothing is read later: of a prefill that was interrupted nobody waits for the worker.
+        hot, cold, from_slots = position[is_hot], position[~is_hot], slots[is_hot]
 
         def fill() -> None:
-            copy(to, position[is_hot], self._slots, slots[is_hot])
-            copy(to, position[~is_hot], neurons.records, start + position[~is_hot])
+            copy(to, hot, self._slots, from_slots)
+            copy(to, cold, neurons.records, start + cold)
 
         return fill
 

@@ -51,7 +51,7 @@ class Worker:
         self._longest, self._shared = longest, _Shared()
         self._thread = threading.Thread(target=_serve, args=(self._shared,), name="cold neurons", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._shared.close)
+        weakref.finalize(self, _end, self._shared, self._thread, longest)
 
     def post(self, work: Callable[[], Any]) -> int:
         """Hand over what is to be done. Returns its number. Waits for what was posted before."""
@@ -88,6 +88,13 @@ class Worker:
                 self.close()
                 raise RuntimeError(f"the worker of the cold neurons has not answered for {self._longest:g} s")
             shared.changed.wait(_LOOK)
+
+
+def _end(shared: _Shared, thread: threading.Thread, longest: float) -> None:
+    """Nobody knows the caller any more, or Python ends, which aborts where a thread comes back from a kernel later."""
+    shared.close()
+    if thread is not threading.current_thread():
+        thread.join(longest)
 
 
 def _serve(shared: _Shared) -> None:

@@ -1,6 +1,8 @@
 """The second worker: work is done in order, and a worker that is gone ends in an error, not in a wait."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -73,3 +75,25 @@ def test_a_forgotten_worker_ends_its_thread() -> None:
     while threads() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threads() == before
+
+
+def test_python_ends_well_while_a_kernel_runs() -> None:
+    """As after Ctrl-C: the worker may not come back from a kernel to a Python that is gone."""
+    program = """
+import time, torch
+from sparsepack.runtime.cpu.operations import neuron_ffn_beside, new_neurons
+from sparsepack.runtime.hybrid.worker import Worker
+
+neurons, ffn, end = new_neurons(2000, 1024), neuron_ffn_beside(1), time.monotonic() + 1
+x, gate, indices = torch.ones(1024), torch.ones(2000), torch.arange(2000, dtype=torch.int32)
+
+def work():
+    while time.monotonic() < end:
+        ffn(neurons, x, gate, indices, torch.tensor(2000))
+
+worker = Worker()
+worker.post(work)
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -255,6 +255,39 @@ def test_an_interrupted_step_leaves_an_engine_that_can_be_reset() -> None:
     assert torch.equal(run(engine, 3), expected)
 
 
+def test_places_may_change_while_the_worker_still_has_work_of_an_interrupted_prefill() -> None:
+    engine = engine_of(model(), "cpu", places=Places(0.3, by_chance(3, 2)))
+    expected = engine.prefill(IDS)
+    engine.reset()
+    divided, left = engine._decoder._mlps, list[Callable[[], Any]]()  # type: ignore[attr-defined]
+
+    def interrupted(work: Callable[[], Any]) -> int:
+        left.append(work)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(divided._worker, "post", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill(IDS)
+    for nobody in (1, 0, 1):
+        resident = divided.residency.resident
+        resident[:, nobody:] = False
+        divided.place(resident, anew=False)
+    left[0]()
+    engine.reset()
+    assert torch.equal(engine.prefill(IDS), expected)
+
+
+@pytest.mark.parametrize("places", [None, Places(0.3, by_chance(3, 2))], ids=["whole", "divided"])
+def test_no_interrupt_is_lost_on_the_way_to_a_kernel(places: Places | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nanobind asks a tensor for its memory in Python, and goes on whatever is raised there."""
+    engine, asked = engine_of(model(), "cpu", places=places), list[int]()
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", lambda *_, **__: asked.append(1))
+    run(engine, 5)
+    engine.teacher_forced(IDS[:4], 2)
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
