@@ -1,4 +1,4 @@
-"""`tune`: measure once which layout of the matrices suits this machine, and remember it."""
+"""`tune`: measure once which layout suits this machine, and how fast it computes neurons, and remember it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +15,25 @@ from sparsepack.runtime.tuning import GATES, SHAPES
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
     """Measure the matrices of these artifacts, or without any those of Llamas of 1 and 8 billion parameters.
 
+    Of artifacts by neurons also how fast neurons with places and without are computed, as `links`, where the device's
+    backend gives places.
+
     What was found is kept below ~/.cache and returned, JSON-able. Raises `UserError` without kernels for the device,
     `OutputError` where it cannot be kept.
     """
     backend = tuning_backend(device)
+    models = [read_packed(path, verify=False) for path in paths]
     sites = [
         (name, (matrix.rows, matrix.columns))
-        for path in paths
-        for layer in read_packed(path, verify=False).layers
+        for packed in models
+        for layer in packed.layers
         for name, matrix in layer.matrices.items()
         if matrix.type == ZIGZAG
     ]
     shapes = [shape for _, shape in sites] or SHAPES
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
-    return backend.open().tune(shapes, torch.device(device), threads, gates)
+    found = backend.open().tune(shapes, torch.device(device), threads, gates)
+    widths = [packed.architecture.hidden for packed in models if packed.by_neurons]
+    if widths and backend.places:
+        found["links"] = backend.open().tune_links(widths, torch.device(device), threads)
+    return found

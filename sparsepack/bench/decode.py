@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +21,8 @@ from sparsepack.runtime.backends import backend_named, batch_backend
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.decoder import Served, places_of
+from sparsepack.runtime.hybrid.decoder import places_of
+from sparsepack.runtime.hybrid.served import Served
 from sparsepack.runtime.operations_decoder import torch_threads
 
 SCHEMA = 1
@@ -91,7 +92,7 @@ def bench_decode(
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
     for test, row in zip(tests, rows, strict=True):
         if (of_test := served.get(test)) is not None:
-            row["served"] = asdict(of_test)
+            row["served"] = of_test.to_json()
             notes.append(f"{test.name}, {test.mode}: {of_test.in_words}")
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
     return {

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, emit, from_options, json_output, torch_threads
+from sparsepack.cli.options import PATH, compute, emit, from_options, json_output, places, places_options, torch_threads
 from sparsepack.eval.options import EvalRequest
 
 
@@ -39,6 +39,7 @@ _OLD_NAMES = {"runtime": "backend"}
 @from_options(EvalRequest, "--apply-chat-template")
 @from_options(EvalRequest, "--batch")
 @from_options(EvalRequest, "--backend", "runtime")
+@places
 @compute
 @torch_threads
 @json_output
@@ -47,4 +48,4 @@ def evaluate(json_path: str | None, **asked: Any) -> None:
     from sparsepack.cli.tables import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
-    emit(measure(EvalRequest(**asked)), json_path, evaluation_table)
+    emit(measure(EvalRequest(places=places_options(asked), **asked)), json_path, evaluation_table)

@@ -46,7 +46,7 @@ class Answers:
         """A text that has ended."""
         served = self._engine.served if isinstance(self._engine, Engine) else None
         say(summary(made) + (f"; {served.in_words}" if served else ""))
-        record = self._record(prompt, made) | {"served": asdict(served) if served else None}
+        record = self._record(prompt, made) | {"served": served.to_json() if served else None}
         if self._path == "-":
             _write(f"{json_text(record)}\n")
         elif self._path is not None:

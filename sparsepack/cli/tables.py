@@ -8,6 +8,7 @@ from sparsepack.eval.standard_error import with_error
 from sparsepack.markdown import table
 from sparsepack.models.skipped import shown
 from sparsepack.models.sparse_attention import in_words
+from sparsepack.runtime.hybrid.served import served_in_words
 
 if TYPE_CHECKING:
     from sparsepack.models.pruned import Pruned, PrunedMatrix
@@ -202,6 +203,7 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
     parts = [f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {_precision(result['compute'])}"]
     reads = any(row["tokens_read"] for row in result["perplexity"])
+    uncounted = any(row["realised_sparsity"]["neurons_counted"] is False for row in result["perplexity"])
     if result["perplexity"]:
         rows = [_perplexity_row(row, reads) for row in result["perplexity"]]
         header = [
@@ -222,6 +224,11 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         parts.append(
             f"scored: {scored} of each window; skipped, target: share of all block weights that a decoded token skips"
         )
+        parts += [
+            f"{Path(row['text']).name}: {served_in_words(row['served'])}"
+            for row in result["perplexity"]
+            if row["served"]
+        ]
     if result["tasks"]:
         rows = [
             [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
@@ -232,16 +239,27 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
         if result["tasks"]["apply_chat_template"]:
             parts.append("documents of the tasks are in the model's chat template")
         realised = result["tasks"]["realised_sparsity"]
-        parts.append(
-            f"skipped in tasks: {shown(realised['overall'], realised['of_sparse_sites'])} of the block weights"
-        )
+        uncounted = uncounted or realised["neurons_counted"] is False
+        parts.append(f"skipped in tasks: {_skipped(realised)} of the block weights")
+        if result["tasks"]["served"]:
+            parts.append(f"in tasks: {served_in_words(result['tasks']['served'])}")
         if result["tasks"]["tokens_read"]:
             reads = True
             parts.append(f"read in tasks: {_share_read(result['tasks']['tokens_read'])} of the tokens seen")
+    if uncounted:
+        parts.append(
+            "skipped: not counted, transformers computes inactive neurons like all others; with --backend cpu they are "
+            "left out, as by generate"
+        )
     if (attention := result["subject"]["attention"]) is not None:
         told = f"{in_words(attention)}\ntokens read: by layers that read a share"
         parts.append(f"attention: {told if reads else 'not used by protocol ' + result['protocol']}")
     return "\n\n".join(parts)
+
+
+def _skipped(realised: Mapping[str, Any]) -> str:
+    """The share of the block weights; nothing where it was not counted."""
+    return "-" if realised["neurons_counted"] is False else shown(realised["overall"], realised["of_sparse_sites"])
 
 
 def _share_read(read: Mapping[str, Any] | None) -> str:
@@ -261,7 +279,7 @@ def _perplexity_row(row: Mapping[str, Any], reads: bool) -> list[str]:
         with_error(row["perplexity_ratio"], 4) if compared else "-",
         with_error(row["kl_divergence"], 4) if compared else "-",
         with_error(row["top_token_agreement"], 4) if compared else "-",
-        shown(realised["overall"], realised["of_sparse_sites"]),
+        _skipped(realised),
         shown(realised["target_overall"], realised["target"]),
         *([_share_read(row["tokens_read"])] if reads else []),
     ]
@@ -289,4 +307,24 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     machine = result.get("gpu_info") or (
         f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
     )
-    return f"{machine}, half of the columns active\n\n{table(header, rows)}\n\nkept in {result['path']}"
+    parts = [f"{machine}, half of the columns active", table(header, rows), f"kept in {result['path']}"]
+    if links := result.get("links"):
+        parts += [_links_table(links), *(f"kept in {row['path']}" for row in links)]
+    return "\n\n".join(parts)
+
+
+_LINKS = {"hot": "out of places", "bus": "out of host memory", "worker": "by the second worker"}
+
+
+def _links_table(links: Sequence[Mapping[str, Any]]) -> str:
+    """Neurons per second, a row for each width of records."""
+    rows = [
+        [
+            row["hidden"],
+            *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
+            f"{row['together']['handover'] * 1e6:.0f}",
+        ]
+        for row in links
+    ]
+    header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
+    return f"neurons per second, both workers at once (one alone)\n\n{table(header, rows)}"

@@ -18,7 +18,8 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
 
     Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
     runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
-    only. Nothing else should run meanwhile.
+    only. Of artifacts by neurons it also measures, on the CPU, what --cached divides neurons by. Nothing else should
+    run meanwhile.
     """
     from sparsepack.cli.tables import tuning_table
     from sparsepack.tune import tune as measure

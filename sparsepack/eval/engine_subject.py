@@ -19,7 +19,11 @@ from sparsepack.models.rule import SiteKey
 from sparsepack.models.skipped import sparse_sites_of
 from sparsepack.models.sparse_attention import SparseAttention
 from sparsepack.progress import say
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid.decoder import places_of
+from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.hybrid.served import Served
 
 
 class EngineScorer:
@@ -27,11 +31,14 @@ class EngineScorer:
 
     steps = 1
 
-    def __init__(self, packed: PackedModel, backend: str, device: str = "cpu") -> None:
+    def __init__(
+        self, packed: PackedModel, backend: str, device: str = "cpu", places: PlacesOptions | None = None
+    ) -> None:
         self.context, self.vocabulary = packed.architecture.context, packed.architecture.vocabulary
         self.device = torch.device(device)
-        self._packed, self._backend = packed, backend
+        self._packed, self._backend, self._places = packed, backend, places_of(places)
         self._engine: Engine | None = None
+        self._served: Served | None = None
         self.tokens_read = TokensRead(packed.attention, packed.architecture.sliding_windows)
         self.reset()
 
@@ -70,6 +77,8 @@ class EngineScorer:
         logits = engine.teacher_forced(ids, sparse_from)
         decoded = len(ids) - sparse_from
         self._decoded += decoded
+        if engine.served is not None:
+            self._served = (self._served or Served()) + engine.served
         for key, share in engine.activity().items():
             self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
         return logits
@@ -81,7 +90,9 @@ class EngineScorer:
         if self._engine is None or before < positions:
             self._engine = None
             context = min(self.context, max(positions, 2 * before))
-            self._engine = Engine(self._packed, device=self.device, context=context, backend=self._backend)
+            self._engine = Engine(
+                self._packed, device=self.device, context=context, backend=self._backend, places=self._places
+            )
             if not before:
                 say(f"runtime: {self._engine.description}", *self._engine.notes)
         return self._engine
@@ -90,7 +101,13 @@ class EngineScorer:
         """Forget the counts."""
         self.tokens_read.reset()
         self._decoded = 0
+        self._served = None
         self._inactive: dict[SiteKey, float] = {}
+
+    @property
+    def served(self) -> Served | None:
+        """What places served of all sparse positions so far; None where nobody has places."""
+        return self._served
 
     def realised(self) -> dict[SiteKey, float]:
         """Share of inactive channels per sparse site, and of inactive neurons where MLPs are stored by them, over all
@@ -112,6 +129,7 @@ class EngineSubject:
     backend: str
     tokenizer: Any
     device: str = "cpu"
+    places: PlacesOptions | None = None
 
     @property
     def kind(self) -> str:
@@ -151,7 +169,7 @@ class EngineSubject:
 
     def scorer(self) -> EngineScorer:
         """A scorer over the engine, counts at zero."""
-        return EngineScorer(self.packed, self.backend, self.device)
+        return EngineScorer(self.packed, self.backend, self.device, self.places)
 
     def task_scorer(self) -> EngineScorer:
         """What scores the rows of tasks, counts at zero."""
@@ -173,11 +191,16 @@ class EngineSubject:
         return {key: size / total for key, size in sizes.items()}
 
 
-def open_engine_subject(name: str, backend: str, device: str = "cpu") -> EngineSubject:
-    """Open an artifact to be run by an engine's backend on a device. Raises `UserError` for what no engine runs."""
+def open_engine_subject(
+    name: str, backend: str, device: str = "cpu", places: PlacesOptions | None = None
+) -> EngineSubject:
+    """Open an artifact to be run by an engine's backend on a device. Raises `UserError` for what no engine runs, and
+    for places that the backend or the artifact does not know."""
     path = Path(name)
     if not is_artifact(path) or not open_artifact(path).format.runs:
         formats = those_with("runs")
         raise UserError(f"{name}: --backend {backend} runs {formats} artifacts; pack the model first, or leave it out")
     packed = read_packed(path)
-    return EngineSubject(name, packed, backend, stock_tokenizer(packed), device)
+    if places is not None and places.asked:
+        backend_named(backend).check_places(packed)
+    return EngineSubject(name, packed, backend, stock_tokenizer(packed), device, places)

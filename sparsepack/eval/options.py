@@ -8,6 +8,7 @@ from sparsepack.errors import UserError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.option import check_options, option
 from sparsepack.runtime.backends import BACKENDS, backend_named
+from sparsepack.runtime.hybrid.options import PlacesOptions
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class EvalRequest:
     against     -- source checkpoint for KL divergence and top-token agreement, or the one that it was pruned from
     second_half -- score only the second half of each window under every protocol, as under decode, so that the
                    figures of several are of the same tokens
+    places      -- who has places, of an artifact by neurons that a backend runs
     """
 
     subject: str
@@ -63,6 +65,7 @@ class EvalRequest:
         default="transformers",
         choices=("transformers", *BACKENDS),
     )
+    places: PlacesOptions | None = None
 
     @property
     def windows_at_once(self) -> int:
@@ -86,5 +89,14 @@ class EvalRequest:
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
+        if self.places is not None and self.places.asked:
+            self._check_places()
         if self.apply_chat_template and not self.tasks:
             raise UserError("--apply-chat-template is for tasks, perplexity has no conversations; give --tasks NAMES")
+
+    def _check_places(self) -> None:
+        if self.runtime == "transformers":
+            able = " or ".join(row.name for row in BACKENDS.values() if row.places)
+            raise UserError(f"cached: transformers gives neurons no places; give --backend {able}")
+        if self.protocol == "dense":
+            raise UserError("cached: protocol dense decodes nothing that places could serve; take decode or all")

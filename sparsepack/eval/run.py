@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparsepack import __version__
+from sparsepack.artifacts.formats import FORMATS
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import EngineScorer, EngineSubject, open_engine_subject
 from sparsepack.eval.options import EvalRequest
@@ -62,6 +63,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
                 **summarise(scores, _bytes_of(subject.tokenizer, scored)),
                 "realised_sparsity": realised_sparsity(scorer, subject),
                 "tokens_read": scorer.tokens_read.result(),
+                "served": served(scorer),
             }
         )
     del scorer, reference  # tasks may need the memory
@@ -106,7 +108,7 @@ def subject_of(request: EvalRequest, table: Thresholds | None = None) -> Subject
     """What a request is about, opened to be measured. Raises `UserError` subclasses for what cannot be."""
     if request.runtime == "transformers":
         return open_subject(request.subject, table, request.device, request.dtype)
-    return open_engine_subject(request.subject, request.runtime, request.device)
+    return open_engine_subject(request.subject, request.runtime, request.device, request.places)
 
 
 def protocol_of(request: EvalRequest, subject: Subject | EngineSubject) -> str:
@@ -147,7 +149,14 @@ def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str
         "batch": request.requests_at_once,
         "realised_sparsity": realised_sparsity(scorer, subject),
         "tokens_read": scorer.tokens_read.result(),
+        "served": served(scorer),
     }
+
+
+def served(scorer: StreamedScorer | SparseScorer | EngineScorer) -> dict[str, Any] | None:
+    """What places served over all sparse positions so far, as `Served.to_json`; None where nobody has places."""
+    found = scorer.served if isinstance(scorer, EngineScorer) else None
+    return None if found is None else found.to_json()
 
 
 def realised_sparsity(
@@ -155,14 +164,20 @@ def realised_sparsity(
 ) -> Mapping[str, Any]:
     """Realised sparsity: `overall` and `of_sparse_sites` as `models.skipped.Skipped`, and that of every sparse site.
 
-    `target` is of the sparse sites, `target_overall` the same of all block weights.
+    `target` is of the sparse sites, `target_overall` the same of all block weights. `neurons_counted`: whether inactive
+    neurons are in these, which transformers computes like all others; None for a model that is not stored by neurons.
     """
     shares = subject.parameter_shares()
     realised = scorer.realised()
     sparse = sum(share for key, share in shares.items() if key in subject.sparse_sites)
     return {
+        "neurons_counted": isinstance(subject, EngineSubject) if _by_neurons(subject) else None,
         "target": subject.target_sparsity,
         "target_overall": subject.target_sparsity * sparse,
         **asdict(skipped(shares, realised, subject.sparse_sites)),
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }
+
+
+def _by_neurons(subject: Subject | EngineSubject) -> bool:
+    return subject.kind in FORMATS and FORMATS[subject.kind].neurons

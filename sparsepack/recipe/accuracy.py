@@ -9,6 +9,7 @@ from rich.table import Table
 
 from sparsepack.eval.standard_error import with_error
 from sparsepack.recipe.console import table
+from sparsepack.runtime.hybrid.served import served_in_words
 
 
 def accuracy_tables(report: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -16,6 +17,9 @@ def accuracy_tables(report: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     if rows:
         yield _accuracy(rows)
+        for row in rows:
+            if row.get("served"):
+                yield f"{escape(row['text'])}, {row['protocol']}: {served_in_words(row['served'])}"
     for evaluation in report["evaluations"]:
         if evaluation["tasks"]:
             yield _tasks(evaluation["tasks"])
@@ -34,7 +38,8 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
     )
     for row in rows:
         realised = row["realised_sparsity"]
-        skips = row["protocol"] != "dense" and realised["target"]
+        skips = row["protocol"] != "dense" and (realised["target"] or realised["overall"])
+        target = f" ({100 * realised['target']:.1f} %)" if realised["target"] else ""
         made.add_row(
             escape(row["text"]),
             row["protocol"],
@@ -44,7 +49,7 @@ def _accuracy(rows: list[Mapping[str, Any]]) -> Table:
             with_error(row["kl_divergence"], 4),
             f"{100 * row['top_token_agreement']['value']:.1f} %",
             f"{100 * realised['overall']:.1f} %" if skips else "nothing",
-            f"{100 * realised['of_sparse_sites']:.1f} % ({100 * realised['target']:.1f} %)" if skips else "",
+            f"{100 * realised['of_sparse_sites']:.1f} %{target}" if skips else "",
             *([_share_read(row.get("tokens_read"))] if reads else []),
         )
     return made

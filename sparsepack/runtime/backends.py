@@ -150,6 +150,10 @@ class BackendModule(Protocol):
         gates -- of the shapes, those of gate and up
         """
 
+    def tune_links(self, widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+        """Measure how fast neurons with places and without are computed, for records of so many channels, keep it, and
+        return it as JSON-able values. Asked of backends alone whose row `tunes` and has `places`."""
+
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {

@@ -11,7 +11,8 @@ from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
 from sparsepack.runtime.backends import backend_for, backend_named, check_offload
-from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places, Served
+from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
+from sparsepack.runtime.hybrid.served import Served
 from sparsepack.runtime.sampling import Sampler
 
 DEFAULT_CONTEXT = 4096

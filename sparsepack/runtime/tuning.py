@@ -68,7 +68,7 @@ def measure_shapes(
     """
     wanted = list(dict.fromkeys(shapes))
     rows = dict(known)
-    _check_room(path, len(known) + len(wanted))
+    check_room(path, len(known) + len(wanted))
     with progress("tune", len(wanted)) as advance:
         for shape in wanted:
             rows[shape] = best(shape)
@@ -104,8 +104,11 @@ def copies_of(blocks: torch.Tensor, rotation: int, most: int) -> int:
     return min(max(2, -(-rotation // blocks.numel())), most)
 
 
-def _check_room(path: Path, rows: int) -> None:
-    """Make the folder, and write as much into it as will be kept: measuring takes minutes, and would be in vain."""
+def check_room(path: Path, rows: int) -> None:
+    """Make the folder, and write as much into it as will be kept: measuring takes minutes, and would be in vain.
+
+    Raises `OutputError` where that is impossible.
+    """
     remedy = "set XDG_CACHE_HOME to a folder where what was measured can be kept"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

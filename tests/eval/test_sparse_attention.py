@@ -183,6 +183,7 @@ def test_a_table_of_rows_and_tasks_tells_the_policy_once(request_):
         "apply_chat_template": False,
         "realised_sparsity": result["perplexity"][0]["realised_sparsity"],
         "tokens_read": read,
+        "served": None,
     }
     table = evaluation_table({**result, "tasks": tasks})
     assert table.count("attention: ") == 1

@@ -1,5 +1,6 @@
 """Recipes whose artifact stores MLPs by neurons: the order is from the calibration."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sparsepack.errors import CalibrationError, PackingError, RecipeError
 from sparsepack.pack import PackRequest, pack
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.shipped import FOLDER
 
 
 @pytest.fixture
@@ -57,3 +59,80 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, sections: dict[s
         run_recipe(write_recipe(tmp_path, **{**sections, "model": str(silu)}), work=tmp_path / "w", dry_run=True)
     with pytest.raises(PackingError, match="give --calibration, a folder made by"):
         PackRequest("m", Path("o"), "neuron-q4_k").check()
+
+
+PLACED = {
+    "eval": {
+        "perplexity": "shipped:heldout",
+        "protocols": ["decode", "dense"],
+        "context": 64,
+        "windows": 2,
+        "backend": "reference",
+        "cached": 0.3,
+    },
+    "generate": {"prompt": "The class", "tokens": 4, "cached": 0.3, "policy": "static"},
+    "bench": {"prompt": 0, "generate": 4, "repetitions": 1, "backend": "reference", "cached": 0.3},
+    "gates": {"realised_sparsity": {"min": 0.1}},
+}
+
+
+def test_sections_that_run_the_artifact_tell_what_had_places(tmp_path: Path, sections: dict[str, Any]) -> None:
+    outcome = run_recipe(write_recipe(tmp_path, **{**sections, **PLACED}), work=tmp_path / "work")
+    report = outcome.report
+    assert outcome.passed
+    rows = {row["protocol"]: row for found in report["evaluations"] for row in found["perplexity"]}
+    assert 0 < rows["decode"]["served"]["hit_rate"] < 1
+    assert rows["dense"]["served"] is None
+    assert report["generate"]["served"]["moves"] == 0
+    assert all("served" not in row for row in report["bench"]["tests"])
+    assert [row["served"]["tokens"] for row in report["bench"]["with_places"]["tests"]] == [4, 4]
+
+
+NO_NEURONS = "cached: the artifact's MLPs are not stored by neurons; expected pack.format neuron-q4_k"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("pack.format=zigzag-q4_k", f"eval.{NO_NEURONS}"),
+        ("pack.format=zigzag-q4_k eval=null generate=null", f"bench.{NO_NEURONS}"),
+        ("device=cuda eval=null bench=null", "generate.cached: two workers share the CPU so far; expected device cpu"),
+        ("generate.cached=null", "generate: policy static: nothing has places; give cached too"),
+        (
+            "eval.backend=transformers",
+            "eval.cached: transformers gives neurons no places; expected eval.backend cpu or",
+        ),
+        ("eval.protocols=dense", "eval.cached: nothing is decoded that places could serve; expected protocol decode"),
+        ("bench.batch=2", "bench: batch 2: cached is for one text at a time"),
+    ],
+)
+def test_places_that_serve_nobody_are_told(
+    tmp_path: Path, sections: dict[str, Any], changes: str, message: str
+) -> None:
+    recipe = write_recipe(tmp_path, **{**sections, **PLACED, "gates": None})
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        load_recipe(recipe, changes.split())
+
+
+def test_a_gate_on_neurons_that_nobody_skips_is_told(tmp_path: Path, sections: dict[str, Any]) -> None:
+    recipe = write_recipe(tmp_path, **{**sections, **PLACED, "eval": {**PLACED["eval"], "cached": None}})
+    with pytest.raises(RecipeError, match=r"gates\.realised_sparsity: transformers computes inactive neurons, too"):
+        load_recipe(recipe, ["eval.backend=transformers"])
+    assert load_recipe(recipe, []).name == "tiny"
+
+
+def test_the_shipped_recipe_runs(tmp_path: Path, sections: dict[str, Any]) -> None:
+    small = ["calibrate.text=shipped:train", "calibrate.context=64", "calibrate.samples=4", "eval.context=64"]
+    small += ["eval.perplexity=shipped:heldout", "eval.windows=2", "eval.backend=reference", "generate.tokens=4"]
+    small += ["bench.backend=reference", "bench.prompt=8", "bench.generate=4", "gates.perplexity_ratio=null"]
+    recipe = FOLDER / "relu-neurons.yaml"
+    outcome = run_recipe(recipe, [f"model={sections['model']}", *small], tmp_path / "work")
+    assert [stage["name"] for stage in outcome.report["stages"] if stage["status"] == "ran"] == [
+        "calibrate",
+        "pack",
+        "verify",
+        "eval",
+        "bench",
+        "generate",
+    ]
+    assert outcome.passed

@@ -32,6 +32,7 @@ def test_a_module_offers_what_its_row_says(row: Backend) -> None:
         assert callable(getattr(module, name))
     assert hasattr(module, "batch_decoder") == (row.sequences > 1)
     assert hasattr(module, "tune") == row.tunes
+    assert hasattr(module, "tune_links") == (row.tunes and row.places)
     assert all(callable(getattr(module.operations, name)) for name in OPERATIONS)
 
 

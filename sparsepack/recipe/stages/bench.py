@@ -1,6 +1,7 @@
 """`bench`: tokens a second, on the first evaluation text where there is one."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from rich.markup import escape
@@ -13,16 +14,20 @@ from sparsepack.progress import say
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.eval import kernels, perplexity_texts
-from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine
+from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine, places_problems
+from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.hybrid.served import served_in_words
 
 RESULT = "bench.json"
 
 
 class Bench(Section):
-    """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one."""
+    """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one; with `cached` once
+    as without it, and once more with places."""
 
     key: ClassVar[str] = "bench"
     options: ClassVar[type] = BenchSettings
+    also: ClassVar[tuple[type, ...]] = (PlacesOptions,)
 
     prompt: int
     generate: int
@@ -31,10 +36,15 @@ class Bench(Section):
     seed: int
     backend: str | None
     batch: int
+    cached: float | None
+    policy: str | None
 
 
 def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
     yield from needs_engine("bench", recipe)
+    yield from (problems := list(places_problems("bench", recipe, asked.cached, asked.policy)))
+    if problems:
+        return
     try:
         _asked_for(recipe, asked)
     except UserError as error:
@@ -42,7 +52,8 @@ def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
 
 
 def _asked_for(recipe: Recipe, asked: Bench) -> BenchSettings:
-    return BenchSettings(**asked.model_dump(), device=recipe.device)
+    given = asked.model_dump(exclude={"cached", "policy"})
+    return BenchSettings(**given, device=recipe.device, places=PlacesOptions(asked.cached, asked.policy))
 
 
 def _misfits(job: Job, asked: Bench) -> Iterator[str]:
@@ -80,12 +91,16 @@ def _run(job: Job, asked: Bench) -> None:
         if len(ids) < settings.tokens:
             say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None
-    write_json(job.folder / RESULT, {**bench_decode(packed, settings, artifact_of(job).name, ids), "text": text})
+    name = artifact_of(job).name
+    result = bench_decode(packed, replace(settings, places=None), name, ids)
+    with_places = bench_decode(packed, settings, name, ids) if asked.cached is not None else None
+    write_json(job.folder / RESULT, {**result, "text": text, "with_places": with_places})
 
 
 def _tokens(job: Job, asked: Bench) -> int:
-    """Of prefill, and of decoding, dense and sparse."""
-    return asked.repetitions * (_prefilled(asked) + 2 * asked.generate * asked.batch)
+    """Of prefill, and of decoding, dense and sparse; all of it again with places."""
+    runs = asked.repetitions if asked.cached is None else 2 * asked.repetitions
+    return runs * (_prefilled(asked) + 2 * asked.generate * asked.batch)
 
 
 def _memory(job: Job, asked: Bench) -> int:
@@ -101,16 +116,21 @@ def _skipped(row: Mapping[str, Any]) -> str:
 
 
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
-    if report["bench"] is None:
-        return
-    for row in report["bench"]["tests"]:
+    for found in (report["bench"], report["bench"] and report["bench"].get("with_places")):
+        if found is not None:
+            yield from _rows(found)
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[str]:
+    for row in found["tests"]:
         what = "prefill" if row["n_prompt"] else "decode"
         skipped = f", {_skipped(row)} skipped" if row["mode"] == "sparse" else ""
+        served = f"; {served_in_words(row['served'])}" if row.get("served") else ""
         yield (
             f"{what} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}: "
-            f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f} tokens/s{skipped}"
+            f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f} tokens/s{skipped}{served}"
         )
-    yield f"  ({escape(report['bench']['runtime'])})"
+    yield f"  ({escape(found['runtime'])})"
 
 
 BENCH = Stage(

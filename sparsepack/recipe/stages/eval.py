@@ -15,9 +15,18 @@ from sparsepack.recipe.accuracy import accuracy_tables
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of, needs_engine, sparse_attention
+from sparsepack.recipe.stages.pack import (
+    PACK,
+    Pack,
+    artifact_of,
+    by_neurons,
+    needs_engine,
+    places_problems,
+    sparse_attention,
+)
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
 from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.hybrid.options import PlacesOptions
 
 RESULT = "eval.json"
 Protocol = Literal["decode", "all", "dense"]
@@ -29,6 +38,7 @@ class Eval(Section):
 
     key: ClassVar[str] = "eval"
     options: ClassVar[type] = EvalRequest
+    also: ClassVar[tuple[type, ...]] = (PlacesOptions,)
 
     perplexity: Annotated[Names, PATH]
     protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
@@ -46,6 +56,8 @@ class Eval(Section):
     num_fewshot: int | None
     apply_chat_template: bool
     batch: int | None
+    cached: float | None
+    policy: str | None
 
 
 def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
@@ -57,8 +69,14 @@ def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
 def _protocols(recipe: Recipe) -> tuple[str, ...]:
     """Each once, in the order asked for."""
     asked = Eval.asked_in(recipe)
-    some = sparse(recipe) or sparse_attention(recipe)
+    some = sparse(recipe) or sparse_attention(recipe) or _skips_neurons(recipe)
     return tuple(dict.fromkeys(asked.protocols if asked else ())) or ("decode" if some else "dense",)
+
+
+def _skips_neurons(recipe: Recipe) -> bool:
+    """Whether decoded tokens leave out inactive neurons, which transformers computes like all others."""
+    asked = Eval.asked_in(recipe)
+    return by_neurons(recipe) and asked is not None and asked.runtime != EvalRequest.runtime
 
 
 def second_half(recipe: Recipe) -> bool:
@@ -75,6 +93,11 @@ def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
             backend_named(asked.runtime).check_device(recipe.device)
         except UserError as error:
             yield f"eval.backend: {error}"
+    yield from (problems := list(places_problems("eval", recipe, asked.cached, asked.policy)))
+    if asked.cached is not None and not problems and not _skips_neurons(recipe):
+        yield "eval.cached: transformers gives neurons no places; expected eval.backend cpu or reference"
+    elif asked.cached is not None and not problems and set(_protocols(recipe)) == {"dense"}:
+        yield "eval.cached: nothing is decoded that places could serve; expected protocol decode or all"
     if asked.apply_chat_template and not asked.tasks:
         yield "eval.apply_chat_template: it is for tasks, and there are none; add eval.tasks or leave it out"
     if asked.task_path and not Path(asked.task_path).is_dir():
@@ -137,7 +160,8 @@ def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        **asked.model_dump(exclude={"protocols", "task_path"}),
+        places=None if protocol == "dense" else PlacesOptions(asked.cached, asked.policy),
+        **asked.model_dump(exclude={"protocols", "task_path", "cached", "policy"}),
     )
 
 
@@ -222,7 +246,11 @@ def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
         if getattr(gates, name) is not None and not perplexity_texts(recipe):
             yield f"gates.{name}: it is not measured; add texts as eval.perplexity"
     for name in _SPARSITIES:
-        if getattr(gates, name) is not None and (not sparse(recipe) or set(_protocols(recipe)) == {"dense"}):
+        if getattr(gates, name) is None:
+            continue
+        if by_neurons(recipe) and not sparse(recipe) and not _skips_neurons(recipe):
+            yield f"gates.{name}: transformers computes inactive neurons, too; expected eval.backend cpu"
+        elif not (sparse(recipe) or by_neurons(recipe)) or set(_protocols(recipe)) == {"dense"}:
             above = f"{ActivationSparsity.key}.sparsity above 0"
             yield f"gates.{name}: nothing runs sparse; expected {above}, and decode or all"
     for task in gates.tasks:

@@ -8,9 +8,11 @@ from rich.markup import escape
 
 from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
-from sparsepack.recipe.section import Names, Section
+from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine
+from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine, places_problems
+from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.hybrid.served import served_in_words
 from sparsepack.runtime.options import GenerateOptions
 
 RESULT = "generate.json"
@@ -21,6 +23,7 @@ class Generate(Section):
 
     key: ClassVar[str] = "generate"
     options: ClassVar[type] = GenerateOptions
+    also: ClassVar[tuple[type, ...]] = (PlacesOptions,)
 
     prompt: str = Field(description="The text to continue.")
     tokens: int
@@ -31,6 +34,8 @@ class Generate(Section):
     repeat_last_n: int
     stop: Names
     seed: int
+    cached: float | None
+    policy: str | None
 
 
 def _length(job: Job, asked: Generate) -> int:
@@ -42,18 +47,28 @@ def _length(job: Job, asked: Generate) -> int:
     return len(prompt) + asked.tokens
 
 
+def _problems(recipe: Recipe, asked: Generate) -> Iterator[str]:
+    yield from needs_engine("generate", recipe)
+    yield from places_problems("generate", recipe, asked.cached, asked.policy)
+
+
 def _run(job: Job, asked: Generate) -> None:
     from sparsepack.load import load, what_runs
+    from sparsepack.runtime.hybrid.decoder import places_of
 
-    model = load(artifact_of(job), job.recipe.device, _length(job, asked), verify=False)
+    places = places_of(PlacesOptions(asked.cached, asked.policy))
+    model = load(artifact_of(job), job.recipe.device, _length(job, asked), verify=False, places=places)
     say(*what_runs(model.engine))
-    made = model.generate(asked.prompt, GenerateOptions(**asked.model_dump(exclude={"prompt"}))).result()
+    options = GenerateOptions(**asked.model_dump(exclude={"prompt", "cached", "policy"}))
+    made = model.generate(asked.prompt, options).result()
+    served = model.engine.served
     result = {
         "prompt": asked.prompt,
         "text": made.text,
         "ended": made.reason,
         "realised_sparsity": made.skipped.overall if made.skipped else None,
         "backend": model.engine.backend,
+        "served": served.to_json() if served else None,
     }
     write_json(job.folder / RESULT, result)
 
@@ -62,6 +77,8 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["generate"]
     if made is not None:
         yield f"\n[dim]{escape(made['prompt'])}[/]{escape(made['text'])}\n"
+        if made.get("served"):
+            yield served_in_words(made["served"])
 
 
 GENERATE = Stage(
@@ -72,7 +89,7 @@ GENERATE = Stage(
     outputs=leaves(RESULT),
     settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
-    problems=lambda recipe, asked: needs_engine("generate", recipe),
+    problems=_problems,
     misfits=lambda job, asked: job.too_long("generate, prompt and tokens together", _length(job, asked)),
     tokens=lambda job, asked: asked.tokens,
     result=("generate", read_json(RESULT), None),

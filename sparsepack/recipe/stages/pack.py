@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from sparsepack.artifacts.formats import FORMATS, those_with
-from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.errors import CheckpointError, PackingError, UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.pack import PackRequest
 from sparsepack.progress import say
@@ -21,6 +21,7 @@ from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
 from sparsepack.recipe.stages.prune import pruned, record_to_come
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
+from sparsepack.runtime.hybrid.options import PlacesOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 
 if TYPE_CHECKING:
@@ -71,8 +72,27 @@ def sparse_attention(recipe: Recipe) -> bool:
 
 def calibrated(recipe: Recipe) -> bool:
     """Whether the artifact takes something from the calibration itself, not by way of thresholds."""
+    return sparse_attention(recipe) or by_neurons(recipe)
+
+
+def by_neurons(recipe: Recipe) -> bool:
+    """Whether the artifact stores MLPs by neurons."""
     asked = Pack.asked_in(recipe)
-    return sparse_attention(recipe) or (asked is not None and FORMATS[asked.format].neurons)
+    return asked is not None and FORMATS[asked.format].neurons
+
+
+def places_problems(name: str, recipe: Recipe, cached: float | None, policy: str | None) -> Iterator[str]:
+    """What is wrong with the places that a stage asks for."""
+    try:
+        asked = PlacesOptions(cached, policy).asked
+    except UserError as error:
+        yield f"{name}: {error}"
+        return
+    if asked and not by_neurons(recipe):
+        able = those_with("neurons")
+        yield f"{name}.cached: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
+    if asked and recipe.device != "cpu":
+        yield f"{name}.cached: two workers share the CPU so far; expected device cpu"
 
 
 def artifact_name(asked: Pack) -> str:

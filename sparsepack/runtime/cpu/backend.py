@@ -9,11 +9,13 @@ from sparsepack.models.packed import PackedModel
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
+from sparsepack.runtime.cpu.links import measure as measure_links
+from sparsepack.runtime.cpu.links import measured_links
 from sparsepack.runtime.cpu.tune import measure
 from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
 from sparsepack.runtime.tuning import Shape
 
-__all__ = ["decoder", "describe", "operations", "synchronise", "tune", "usable"]
+__all__ = ["decoder", "describe", "operations", "synchronise", "tune", "tune_links", "usable"]
 
 
 def usable(device: torch.device) -> None:
@@ -31,8 +33,9 @@ def decoder(
     places: Places | None = None,
 ) -> NativeDecoder | HybridDecoder:
     if places is not None:
-        beside = operations.neuron_ffn_beside
-        return HybridDecoder(packed, operations, beside, device, context, threads, cache_type, places)
+        beside, threads = operations.neuron_ffn_beside, threads or torch.get_num_threads()
+        measured = measured_links(threads, packed.architecture.hidden)
+        return HybridDecoder(packed, operations, beside, device, context, threads, cache_type, places, measured)
     return NativeDecoder(packed, device, context, threads)
 
 
@@ -50,3 +53,9 @@ def tune(
     """See `cpu.tune.measure`. What follows a product does not matter here."""
     usable(device)
     return measure(shapes, threads or torch.get_num_threads())
+
+
+def tune_links(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+    """See `cpu.links.measure`."""
+    usable(device)
+    return measure_links(widths, threads or torch.get_num_threads())

@@ -11,8 +11,10 @@ from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.placement.placement import budget_of
 from sparsepack.placement.policies import POLICIES, Policy, Start
+from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.hybrid.served import Served
 from sparsepack.runtime.hybrid.split import HALVES, Links
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
@@ -25,41 +27,17 @@ class Places:
 
     cached -- share of the neurons of all blocks
     policy -- a name in `placement.names.ONLINE`, or a policy
+    links  -- None: as measured on this machine, or else `HALVES`
     """
 
     cached: float
     policy: str | Policy = "slow"
-    links: Links = HALVES
+    links: Links | None = None
 
 
 def places_of(options: PlacesOptions | None) -> Places | None:
     """What was asked for; None: no neuron has a place of its own."""
     return None if options is None or options.cached is None else Places(options.cached, options.mover)
-
-
-@dataclass(frozen=True)
-class Served:
-    """What happened to decoded tokens since the reset.
-
-    needed -- neurons that they needed; hits: of these, those that had places
-    moves  -- neurons that were given places meanwhile
-    """
-
-    tokens: int = 0
-    needed: int = 0
-    hits: int = 0
-    moves: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of what was needed that had a place."""
-        return self.hits / max(self.needed, 1)
-
-    @property
-    def in_words(self) -> str:
-        """Both in a few words."""
-        moves = self.moves / max(self.tokens, 1)
-        return f"{100 * self.hit_rate:.1f} % of the active neurons had places, {moves:.1f} moved per token"
 
 
 class HybridDecoder:
@@ -72,6 +50,7 @@ class HybridDecoder:
     operations -- of a backend on the CPU
     beside     -- given a number of threads, its `neuron_ffn` on threads of its own
     threads    -- for both workers together, a half each and at least one
+    measured   -- the links as they were measured on this machine for this model's records and these threads
 
     Raises `UserError` for a device other than the CPU.
     """
@@ -86,20 +65,19 @@ class HybridDecoder:
         threads: int | None,
         cache_type: str | None,
         places: Places,
+        measured: Links | None = None,
     ) -> None:
         neurons = [layer.neurons for layer in packed.layers if layer.neurons is not None]
         if device.type != "cpu":
             raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
-        threads = threads or torch.get_num_threads()
-        second = max(1, threads // 2)
+        first, second = divided(threads or torch.get_num_threads())
         self._order = torch.stack([block.order for block in neurons]).numpy()
         self._frequency = self._by_model(torch.stack([block.frequency for block in neurons]).double().numpy())
         self._count = budget_of(places.cached, self._frequency)
         shape: tuple[int, int] = self._frequency.shape
-        self._mlps = DividedMlps(
-            operations, beside(second), shape, packed.architecture.hidden, self._count, places.links
-        )
-        first = max(1, threads - second)
+        links = places.links or measured or HALVES
+        self._links = "given" if places.links else "measured" if measured else "assumed equal"
+        self._mlps = DividedMlps(operations, beside(second), shape, packed.architecture.hidden, self._count, links)
         self._decoder = OperationsDecoder(packed, self._mlps, device, context, first, cache_type)
         self._places, self.threads = places, first + second
         self._begin = POLICIES[places.policy].begin if isinstance(places.policy, str) else places.policy
@@ -109,7 +87,8 @@ class HybridDecoder:
     def description(self) -> str:
         name = f", {self._places.policy}" if isinstance(self._places.policy, str) else ""
         return (
-            f"{self.threads} threads in two workers, {100 * self._places.cached:g} % of the neurons with places{name}"
+            f"{self.threads} threads in two workers, {100 * self._places.cached:g} % of the neurons with places{name}, "
+            f"links {self._links}"
         )
 
     @property

@@ -33,6 +33,11 @@ class PlacesOptions:
             raise UserError(f"policy {self.policy}: nothing has places; give cached too, 0.3 for one")
 
     @property
+    def asked(self) -> bool:
+        """Whether any neuron has a place of its own."""
+        return self.cached is not None
+
+    @property
     def mover(self) -> str:
         """The policy that is meant."""
         return self.policy or DEFAULT_POLICY

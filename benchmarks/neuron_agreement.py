@@ -1,0 +1,175 @@
+"""Do engines that leave out inactive neurons say what the dense model says? Do places serve what is simulated?
+
+    python benchmarks/neuron_agreement.py m.gguf --text TEXT [--sessions 6] [--cached 0.3] [--backend cpu]
+
+m.gguf is of the format neuron-q4_k. Sessions are stretches of other documents, as in a trace. Of each the prompt passes
+dense, then every token is a step of its own. Logits of each step are compared with those of the reference engine that
+skips nothing, and with those of the engine's own backend that skips nothing: these two differ in arithmetic, too.
+
+The policy is also played by the simulator, on who was active in the engine's own steps. Ends with an error where the
+counts differ, or where an engine has another likeliest token than a dense one in more than one position of a thousand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from sparsepack.artifacts.open import read_packed
+from sparsepack.artifacts.stock import stock_tokenizer
+from sparsepack.files.text import read_text
+from sparsepack.markdown import table
+from sparsepack.models.packed import MLP_RECORDS, PackedModel
+from sparsepack.models.windows import session_windows
+from sparsepack.placement.names import ONLINE
+from sparsepack.placement.placement import Placement, budget_of
+from sparsepack.placement.policies import POLICIES, Start
+from sparsepack.progress import progress
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid.decoder import Places
+from sparsepack.runtime.hybrid.served import Served
+from sparsepack.runtime.hybrid.split import HALVES
+from sparsepack.simulate.play import play
+
+LEAST_AGREEMENT = 0.999
+DENSE, PLACED = "dense", "with places"
+
+
+@dataclass
+class Compared:
+    """Sums over positions of what two engines say."""
+
+    positions: int = 0
+    same_top: int = 0
+    largest: float = 0.0
+    total: float = 0.0
+
+    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+        """Logits [S, vocabulary] of the same positions."""
+        theirs, ours = (logits.double().log_softmax(-1) for logits in (expected, found))
+        divergence = (theirs.exp() * (theirs - ours)).sum(-1)
+        self.positions += len(found)
+        self.same_top += int((expected.argmax(-1) == found.argmax(-1)).sum())
+        self.largest = max(self.largest, float(divergence.max()))
+        self.total += float(divergence.sum())
+
+    @property
+    def cells(self) -> list[str]:
+        """Of a table."""
+        share = f"{100 * self.same_top / self.positions:.3f} % ({self.positions - self.same_top} others)"
+        return [f"{self.positions:,}", share, f"{self.largest:.2e}", f"{self.total / self.positions:.2e}"]
+
+
+class Watched:
+    """A policy that writes down who was active, token by token."""
+
+    def __init__(self, name: str) -> None:
+        self.policy, self.rows = POLICIES[name].begin, list[np.ndarray]()
+
+    def begin(self, start: Start) -> tuple[Placement, Any]:
+        self.rows.clear()
+        placement, mover = self.policy(start)
+
+        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
+            self.rows.append(needed.copy())
+            return resident if mover is None else mover(token, needed, resident)
+
+        return placement, move
+
+
+def engines_of(
+    packed: PackedModel, watched: Mapping[str, Watched], tokens: int, cached: float
+) -> dict[tuple[str, str], Engine]:
+    """By backend and name: the dense reference, and three of each backend."""
+    engines = {("reference", DENSE): Engine(packed, context=tokens, backend="reference", dense=True)}
+    for backend, policy in watched.items():
+        places = Places(cached, policy.begin, HALVES)  # so that both workers have work, whatever tune found
+        engines[backend, DENSE] = Engine(packed, context=tokens, backend=backend, dense=True)
+        engines[backend, "by neurons"] = Engine(packed, context=tokens, backend=backend)
+        engines[backend, PLACED] = Engine(packed, context=tokens, backend=backend, places=places)
+    return engines
+
+
+def said(engine: Engine, ids: list[int], prompt: int) -> torch.Tensor:
+    """The logits after each token beyond the prompt: [tokens, vocabulary]. An engine that skips takes steps."""
+    if engine.dense:
+        return engine.teacher_forced(ids, prompt)[prompt:]
+    engine.reset()
+    engine.prefill(ids[:prompt])
+    return torch.stack([engine.step(id) for id in ids[prompt:]])
+
+
+def simulated(packed: PackedModel, watched: Watched, prompt: int, cached: float) -> Served:
+    """What the simulator says of the session that was watched."""
+    blocks = [layer.neurons for layer in packed.layers if layer.neurons is not None]
+    frequency = np.stack([block.frequency[block.order.argsort()].double().numpy() for block in blocks])
+    outcome = play(watched.policy, Start(frequency, budget_of(cached, frequency), np.stack(watched.rows), prompt))
+    return Served(outcome.tokens, outcome.needed, outcome.hits, outcome.moves)
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--text", required=True)
+@click.option("--sessions", default=6, show_default=True)
+@click.option("--tokens", default=2048, show_default=True, help="Of a session.")
+@click.option("--prompt", default=256, show_default=True, help="Its first tokens, which are not compared.")
+@click.option("--cached", default=0.3, show_default=True)
+@click.option("--policy", default="slow", show_default=True, type=click.Choice(ONLINE))
+@click.option("--backend", "backends", multiple=True, default=("cpu", "reference"), show_default=True)
+def main(
+    path: Path,
+    text: str,
+    sessions: int,
+    tokens: int,
+    prompt: int,
+    cached: float,
+    policy: str,
+    backends: tuple[str, ...],
+) -> None:
+    """Print what each engine agrees on with the dense ones, and what had places beside the simulator's counts."""
+    packed = read_packed(path)
+    windows, _ = session_windows(stock_tokenizer(packed), read_text(text), tokens, sessions)
+    watched = {backend: Watched(policy) for backend in backends}
+    engines = engines_of(packed, watched, tokens, cached)
+    compared: dict[tuple[str, str, str], Compared] = {}
+    served, wrong = [], []
+    with progress("comparing", len(windows) * len(engines)) as advance:
+        for number, ids in enumerate(windows.tolist()):
+            logits = {}
+            for key, engine in engines.items():
+                logits[key] = said(engine, ids, prompt)
+                advance()
+            for backend, name in engines:
+                for against in dict.fromkeys(("reference", backend)):
+                    if (backend, name) != (against, DENSE):
+                        row = compared.setdefault((backend, name, against), Compared())
+                        row.add(logits[against, DENSE], logits[backend, name])
+            for backend, policy_of in watched.items():
+                engine, expected = engines[backend, PLACED], simulated(packed, policy_of, prompt, cached)
+                counted = sum(n for (_, name), n in engine.counts().active.items() if name == MLP_RECORDS)
+                served.append([backend, number, *cells(engine.served), *cells(expected)])
+                if engine.served != expected or counted != expected.needed:
+                    wrong.append(f"session {number}, {backend}: {engine.served}, the simulator says {expected}")
+    head = ["backend", "engine", "against the dense", "positions", "same likeliest token", "largest KL", "mean KL"]
+    click.echo(table(head, [[*key, *each.cells] for key, each in compared.items()]))
+    both = [f"{name}{of}" for of in ("", ", simulated") for name in ("needed", "with places", "moves")]
+    click.echo(f"\n{100 * cached:g} % with places, {policy}\n\n{table(['backend', 'session', *both], served)}")
+    for (backend, name, against), each in compared.items():
+        if each.same_top < LEAST_AGREEMENT * each.positions:
+            wrong.append(f"{backend}, {name}: the likeliest token is not that of the dense {against} too often")
+    if wrong:
+        raise click.ClickException("; ".join(wrong))
+
+
+def cells(served: Served | None) -> list[str]:
+    """Of a table."""
+    assert served is not None
+    return [f"{served.needed:,}", f"{served.hits:,}", f"{served.moves:,}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What `sparsepack tune` measured of the links: a file for each machine, number of threads and width of records."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from sparsepack.files.atomic import write_json
+from sparsepack.runtime.hybrid.measure import MeasuredLinks
+from sparsepack.runtime.hybrid.split import Links
+from sparsepack.runtime.tuning import tuned_path
+
+SCHEMA = 1
+
+
+def links_path(of: Mapping[str, Any]) -> Path:
+    """Where links are kept. of -- what they depend on: the machine, threads, width."""
+    return tuned_path("links", SCHEMA, *of.values())
+
+
+def keep_links(of: Mapping[str, Any], measured: MeasuredLinks) -> dict[str, Any]:
+    """Keep what was measured; returns it as JSON-able values, with its `path`. Raises `OutputError`."""
+    path = links_path(of)
+    content = {"schema": SCHEMA, **of, **asdict(measured)}
+    write_json(path, content)
+    return {**content, "path": str(path)}
+
+
+def kept_links(of: Mapping[str, Any]) -> Links | None:
+    """What was measured. A file that is missing, damaged, of another schema or of another machine holds nothing."""
+    try:
+        content = json.loads(links_path(of).read_text())
+        links = Links(**{field.name: float(content["together"][field.name]) for field in fields(Links)})
+        known = {key: content[key] for key in ("schema", *of)}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+    speeds = (links.hot, links.bus, links.worker, links.handover)
+    return links if known == {"schema": SCHEMA, **of} and all(0 < each < math.inf for each in speeds) else None

@@ -1,0 +1,145 @@
+"""How fast the links are between two workers of one processor, measured: see `split.Links`.
+
+    alone      the device out of slots | the device out of the host's records | the worker out of the host's records
+    together   the device out of slots, or of the host's records; at the same time the worker out of the host's records
+    handed     a piece of work without neurons, to the worker and back
+
+All take turns, round after round, so that what disturbs the machine disturbs them all. Both read the same memory, at
+the same time when a model runs: the speeds together are the ones that count.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.codecs.matrices import PackedMatrix
+from sparsepack.codecs.neurons import record_bytes
+from sparsepack.runtime.hybrid.split import Links
+from sparsepack.runtime.hybrid.worker import Worker
+from sparsepack.runtime.operations import NeuronFfn, Operations
+from sparsepack.runtime.operations_decoder import torch_threads
+from sparsepack.runtime.tuning import ROTATION, random_blocks
+
+LISTED = 2048
+"""Active neurons of a call: so many that starting it hardly counts."""
+ONE_IN = 8
+"""Of so many neurons one is active, as in trained models with ReLU."""
+CALLS = 24
+ROUNDS = 7
+
+Calls = Iterator[Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """What was measured: `together` is what the division goes by, `alone` is for people."""
+
+    together: Links
+    alone: Links
+
+
+def divided(threads: int) -> tuple[int, int]:
+    """How many threads the device has and how many the worker: a half each, and at least one."""
+    worker = max(1, threads // 2)
+    return max(1, threads - worker), worker
+
+
+def measure_links(
+    operations: Operations, beside: Callable[[int], NeuronFfn], threads: int, hidden: int
+) -> MeasuredLinks:
+    """Medians over all rounds, of records of `hidden` channels. Takes twice `ROTATION` bytes of memory.
+
+    operations -- of a backend on the CPU; beside: given a number of threads, its `neuron_ffn` on threads of its own
+    threads    -- of both together
+    """
+    first, second = divided(threads)
+    count = -(-ROTATION // record_bytes(hidden))
+    count += -count % (ONE_IN * LISTED)
+    worker = Worker()
+    handed = cycle([lambda: worker.take(worker.post(_nothing))])
+    with torch_threads(first):
+        host = operations.load_neurons(_records(count, hidden))
+        slots = operations.new_neurons(count, hidden)
+        everyone = torch.arange(count, dtype=torch.int32)
+        operations.copy_neurons(slots, everyone, host, everyone)
+        hot = _calls(operations.neuron_ffn, slots, count, hidden, seed=1)
+        bus = _calls(operations.neuron_ffn, host, count, hidden, seed=2)
+        cold = _calls(beside(second), host, count, hidden, seed=3)
+        taken: dict[str, list[int]] = {}
+        for _ in range(ROUNDS):
+            for name, calls in (("hot", hot), ("bus", bus)):
+                taken.setdefault(f"{name} alone", []).extend(_times(calls))
+                own, others = _times_together(calls, worker, cold)
+                taken.setdefault(name, []).extend(own)
+                taken.setdefault("worker", []).extend(others)
+            taken.setdefault("worker alone", []).extend(worker.take(worker.post(lambda: _times(cold))))
+            taken.setdefault("handover", []).extend(_times(handed))
+    worker.close()
+    seconds = {name: statistics.median(times) / 1e9 for name, times in taken.items()}
+    return MeasuredLinks(_links(seconds, ""), _links(seconds, " alone"))
+
+
+def _links(seconds: Mapping[str, float], how: str) -> Links:
+    hot, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("hot", "bus", "worker"))
+    return Links(hot, bus, worker, seconds["handover"])
+
+
+def _nothing() -> None:
+    """What is handed over to see how long that takes."""
+
+
+def _records(count: int, hidden: int) -> PackedMatrix:
+    blocks = random_blocks((256 * count, 2 * hidden // 256))
+    return PackedMatrix(blocks.flatten(1), "Q4_K", count, 2 * hidden)
+
+
+def _calls(ffn: NeuronFfn, neurons: Any, count: int, hidden: int, seed: int) -> Calls:
+    """Calls on lists of neurons, each neuron in one of them: when a list comes again, no cache has it any more."""
+    generator = torch.Generator().manual_seed(seed)
+    x, gate = torch.randn(hidden, generator=generator), torch.ones(count)
+    starts = torch.arange(0, count, ONE_IN * LISTED)
+    within = torch.rand(len(starts), ONE_IN * LISTED, generator=generator).argsort(dim=1)
+    lists = (starts[:, None] + within).view(-1, LISTED).sort(dim=1).values.to(torch.int32)
+    order = torch.randperm(len(lists), generator=generator)  # lists of the same neighbours share pages
+    return cycle([_call(ffn, neurons, x, gate, lists[number]) for number in order.tolist()])
+
+
+def _call(ffn: NeuronFfn, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor) -> Callable[[], Tensor]:
+    count = torch.tensor(len(indices), dtype=torch.int32)
+    return lambda: ffn(neurons, x, gate, indices, count)
+
+
+def _times(calls: Calls) -> list[int]:
+    """Nanoseconds of each of the next calls."""
+    return [_time(call) for call in islice(calls, CALLS)]
+
+
+def _time(call: Callable[[], Any]) -> int:
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start
+
+
+def _times_together(calls: Calls, worker: Worker, cold: Calls) -> tuple[list[int], list[int]]:
+    """The same of the device, and of the worker, which goes on as long as the device does."""
+    ended = threading.Event()
+
+    def work() -> list[int]:
+        taken = [_time(next(cold))]
+        while not ended.is_set():
+            taken.append(_time(next(cold)))
+        return taken
+
+    number = worker.post(work)
+    try:
+        own = _times(calls)
+    finally:
+        ended.set()
+    return own, worker.take(number)
