@@ -86,6 +86,17 @@ class Backend:
                 "leave it out"
             )
 
+    def offloading(self, packed: PackedModel, asked: bool) -> dict[str, bool]:
+        """What its decoders are given for offload, nothing where it is not asked for.
+
+        Raises `UserError` where the backend or the model has none.
+        """
+        if not asked:
+            return {}
+        self.check_offloads()
+        check_selects(packed)
+        return {"offload": True}
+
     def check_places(self, packed: PackedModel) -> None:
         """Raise `UserError` where neurons cannot have places of their own."""
         if not self.places:
@@ -232,7 +243,7 @@ def most_sequences() -> int:
     return max(row.sequences for row in BACKENDS.values())
 
 
-def check_offload(packed: PackedModel) -> None:
+def check_selects(packed: PackedModel) -> None:
     """Raise `UserError` for a model none of whose layers selects what it reads: over the bus that would take too
     long."""
     attention, windows = packed.attention, packed.architecture.sliding_windows

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
-from sparsepack.runtime.backends import batch_backend, check_offload
+from sparsepack.runtime.backends import batch_backend
 from sparsepack.runtime.engine import check_ids, check_room, checked_context, described_attention, shares
 from sparsepack.runtime.sampling import Sampler
 
@@ -48,11 +48,8 @@ class BatchEngine:
         self.dense = dense
         cache_type = row.checked_cache_type(cache_type)
         self.offload = offload
-        if offload:
-            row.check_offloads()
-            check_offload(packed)
+        more = row.offloading(packed, offload)
         self._module = row.open()
-        more = {"offload": True} if offload else {}
         self._decoder = self._module.batch_decoder(packed, self.device, self.context, sequences, cache_type, **more)
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.skipped import Skipped, skipped_weights
-from sparsepack.runtime.backends import backend_for, backend_named, check_offload
+from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
 from sparsepack.runtime.hybrid.served import Served
 from sparsepack.runtime.sampling import Sampler
@@ -77,11 +77,8 @@ class Engine:
         row = backend_named(self.backend)
         cache_type = row.checked_cache_type(cache_type)
         self.offload = offload
-        if offload:
-            row.check_offloads()
-            check_offload(packed)
+        more: dict[str, Any] = row.offloading(packed, offload)
         self._module = row.open()
-        more: dict[str, Any] = {"offload": True} if offload else {}
         if places is not None:
             row.check_places(packed)
             more["places"] = places

@@ -22,7 +22,7 @@ from sparsepack.load import load
 from sparsepack.models.packed import PackedModel
 from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime import reference_operations
-from sparsepack.runtime.backends import check_offload
+from sparsepack.runtime.backends import check_selects
 from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.cuda.attention import Variant
 from sparsepack.runtime.cuda.batch import CudaBatch
@@ -179,12 +179,12 @@ def test_an_engine_says_where_keys_and_values_are_or_refuses(packed: PackedModel
 
 def test_a_model_whose_windows_are_read_whole_has_nothing_to_offload(packed: PackedModel) -> None:
     assert packed.attention is not None
-    check_offload(packed)
+    check_selects(packed)
     narrow = replace(packed.architecture, sliding_windows=(3,) * packed.architecture.layers)
     with pytest.raises(UserError, match="every layer reads all that it sees, which is fewer than 4 tokens"):
-        check_offload(replace(packed, architecture=narrow))
+        check_selects(replace(packed, architecture=narrow))
     with pytest.raises(UserError, match="pack it with --attention double"):
-        check_offload(replace(packed, attention=None))
+        check_selects(replace(packed, attention=None))
 
 
 @pytest.mark.parametrize("verb", [["generate", "--prompt", "a"], ["serve"]])
