@@ -19,7 +19,8 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,16 @@ class Fitted:
     thresholds: Mapping[float, float]
 
 
+@contextmanager
+def denormals_flushed() -> Iterator[None]:
+    """Moments of the optimiser become numbers so small that processors take several times as long for them."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @click.command()
 @click.option("--model", default=str(SHARED / "models" / "books-26m-relu"))
 @click.option("--calibration-text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"))
@@ -97,12 +108,11 @@ def main(
     json_path: Path | None,
 ) -> None:
     """Print the tables for one model."""
-    # Moments of the optimiser become numbers so small that processors take several times as long for them.
-    torch.set_flush_denormal(True)
     subject = open_subject(model, None, device)
     began = time.time()
     learned, _ = windows_of(subject, calibration_text, samples, context=tokens)
-    layers = fit(subject, learned, times, epochs)
+    with denormals_flushed():
+        layers = fit(subject, learned, times, epochs)
     spent = time.time() - began
     data = windows_of(subject, text, windows, context=tokens)
     dense, undisturbed = watch(subject, data, layers, times)
