@@ -262,6 +262,12 @@ def _skipped(realised: Mapping[str, Any]) -> str:
     return "-" if realised["neurons_counted"] is False else shown(realised["overall"], realised["of_sparse_sites"])
 
 
+def _target(realised: Mapping[str, Any]) -> str:
+    """The share that was asked for; nobody asks for one of neurons, which are skipped where they are zero."""
+    by_neurons_alone = realised["neurons_counted"] is not None and not realised["target"]
+    return "-" if by_neurons_alone else shown(realised["target_overall"], realised["target"])
+
+
 def _share_read(read: Mapping[str, Any] | None) -> str:
     """Of the tokens that sparse layers see."""
     return f"{100 * read['of_sparse_layers']:.1f} % ({100 * read['target']:.1f} %)" if read else "all"
@@ -280,7 +286,7 @@ def _perplexity_row(row: Mapping[str, Any], reads: bool) -> list[str]:
         with_error(row["kl_divergence"], 4) if compared else "-",
         with_error(row["top_token_agreement"], 4) if compared else "-",
         _skipped(realised),
-        shown(realised["target_overall"], realised["target"]),
+        _target(realised),
         *([_share_read(row["tokens_read"])] if reads else []),
     ]
 

@@ -96,11 +96,18 @@ def test_what_transformers_does_not_leave_out_is_not_shown_as_nothing(asked: Eva
     done = CliRunner().invoke(main, ["eval", asked.subject, *flags])
     assert done.exit_code == 0, done.output
     assert "skipped: not counted, transformers computes inactive neurons like all others" in done.stdout
-    (row,) = (line for line in done.stdout.splitlines() if "heldout" in line)
-    assert [cell.strip() for cell in row.split("|")][-3:-1] == ["-", "0.0 %"]
+    assert _skipped_and_target(done.stdout) == ["-", "-"]
     counted = CliRunner().invoke(main, ["eval", asked.subject, *flags, "--backend", "reference"])
     assert counted.exit_code == 0, counted.output
     assert "not counted" not in counted.stdout
+    skipped, target = _skipped_and_target(counted.stdout)
+    assert "% of sparse sites" in skipped
+    assert target == "-"
+
+
+def _skipped_and_target(told: str) -> list[str]:
+    (row,) = (line for line in told.splitlines() if "heldout" in line)
+    return [cell.strip() for cell in row.split("|")][-3:-1]
 
 
 @pytest.mark.parametrize(
