@@ -217,10 +217,11 @@ def neurons_for(checkpoint: Checkpoint, request: PackRequest) -> NeuronCounts | 
 
     from sparsepack.calibrate.folder import load
     from sparsepack.calibrate.neurons import activity
-    from sparsepack.models.neurons import NeuronCounts
+    from sparsepack.models.neurons import NeuronCounts, check_neurons
 
     if not format_of(request.format).neurons or request.calibration is None:
         return None
+    check_neurons(checkpoint.architecture)  # first: no other calibration would help
     calibration = load(request.calibration)
     calibration.check_model(checkpoint)
     layers = activity(calibration)

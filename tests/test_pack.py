@@ -50,6 +50,11 @@ def refused(request, kind=PackingError) -> str:
     return str(caught.value)
 
 
+def test_an_activation_without_zeros_is_refused_before_its_calibration_is_read(request_, tmp_path):
+    message = refused(replace(request_, format="neuron-q4_k", calibration=tmp_path / "none"))
+    assert message.startswith("activation 'silu': its neurons are never exactly inactive")
+
+
 def test_a_table_goes_into_the_artifact_with_where_it_came_from(source, request_):
     packed = pack(replace(request_, thresholds=source / "t.json", recipe={"name": "r"}))
     table, artifact = read_thresholds(source / "t.json"), read_packed(request_.output)
