@@ -32,11 +32,17 @@ def swapped(score: np.ndarray, resident: np.ndarray, margin: float) -> np.ndarra
 
     score -- float32 [units]; resident -- bool [units]. Of two with the same score the first one counts as better.
     """
-    order = np.argsort(-score, kind="stable")
-    inside = resident[order]
-    coming, going = order[~inside], order[inside][::-1]
+    least = np.float32(margin)
+    # Few can change places at all: those outside that better the worst inside, and those inside that the best outside
+    # betters. Only these are sorted, of millions.
+    worst = np.where(resident, score, np.inf).min()
+    best_outside = np.where(resident, -np.inf, score).max()
+    coming = np.flatnonzero(~resident & (score > worst + least))
+    going = np.flatnonzero(resident & (score + least < best_outside))
+    coming = coming[np.argsort(-score[coming], kind="stable")]
+    going = going[np.argsort(-score[going], kind="stable")][::-1]
     pairs = min(len(coming), len(going))
-    better = score[coming[:pairs]] > score[going[:pairs]] + np.float32(margin)
+    better = score[coming[:pairs]] > score[going[:pairs]] + least
     count = pairs if better.all() else int(np.argmin(better))
     after = resident.copy()
     after[coming[:count]] = True

@@ -50,6 +50,20 @@ def test_each_swap_gains_more_than_the_margin(case, margin):
     assert (came > went + np.float32(margin)).all()
 
 
+@given(groups(), st.sampled_from([0.0, 0.1, 0.25, 10.0]))
+def test_swaps_are_those_of_sorting_everyone(case, margin):
+    score, resident, _ = (each[0] for each in case)
+    order = sorted(range(len(score)), key=lambda unit: (-score[unit], unit))
+    coming = [unit for unit in order if not resident[unit]]
+    going = [unit for unit in reversed(order) if resident[unit]]
+    expected = resident.copy()
+    for come, go in zip(coming, going, strict=False):
+        if not score[come] > score[go] + np.float32(margin):
+            break
+        expected[come], expected[go] = True, False
+    assert swapped(score, resident, margin).tolist() == expected.tolist()
+
+
 def test_with_a_margin_no_pair_is_left_that_gains_more():
     score = np.array([0.5, 0.6, 0.1, 0.9], np.float32)
     resident = np.array([True, True, False, False])
