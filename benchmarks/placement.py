@@ -9,8 +9,8 @@ of another kind, are played. All are made once in --work.
 Printed are: who is active; places in each block, and what they serve beside the same share of each block; every policy
 for every share; the same on OTHER at 30 %; the settings of the slow momentum, chosen on every second session by the
 fewest neurons read from host memory at 30 %, with what they and the default ones serve on the others; and groups of
-neurons that move together, of --blocks, at 30 %, for which METIS needs sparsepack[metis]; and how long a decision of the
-slow momentum takes for a model of 70B. --only-groups prints the last two alone.
+neurons that move together, of --blocks, at 30 %, for which METIS needs sparsepack[metis]; and how long a decision of
+the slow momentum takes for a model of 70B. --only-groups prints the last two alone.
 """
 
 import itertools
