@@ -34,7 +34,11 @@ def ffn(backend: Backend, records: PackedMatrix, x: Tensor, gate: Tensor) -> Ten
 
 
 def assert_close(bounds: Bounds, y: Tensor, records: PackedMatrix, x: Tensor, gate: Tensor) -> None:
-    """y [..., hidden] against the sum in float64. Errors add up over two products."""
+    """y [..., hidden] against the sum in float64.
+
+    Errors add up over two products, and few terms average out less: of 6,000 random cases of 1 to 20 neurons half are
+    within 0.5 of the bound of one product, one in a thousand is beyond 2, the worst is 2.5.
+    """
     up, down = (half.double() for half in neurons.unpack(records.blocks))
     inner = gate.double() * (x.double() @ up.t())
     expected = inner @ down.t()
@@ -44,7 +48,7 @@ def assert_close(bounds: Bounds, y: Tensor, records: PackedMatrix, x: Tensor, ga
     uncancelled = gate.double() * (x.double().square() @ up.t().square()).sqrt()
     typical = (uncancelled.square() @ down.t().square()).sum(-1).sqrt()
     error = (y.double() - expected).norm(dim=-1)
-    assert (error <= 2 * bounds.normwise * expected.norm(dim=-1).maximum(typical)).all()
+    assert (error <= 4 * bounds.normwise * expected.norm(dim=-1).maximum(typical)).all()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
