@@ -92,6 +92,9 @@ def main(
             trace(model, source, work / name, TraceOptions(sessions=sessions, tokens=tokens))
     calibration = load_calibration(work / "calibration")
     found = {} if only_groups else _policies(work, calibration, cached)
+    for name, source in (("text", text), ("other", other)):
+        if name in found:  # files, not where they are on this machine
+            found[name]["trace"]["name"], found[name]["model"]["name"] = Path(source).name, Path(model).name
     known = Known(_frequency(calibration), load_trace(work / "calibration-trace"))
     found["groups"] = _groups(load_trace(work / "text"), known, [int(block) for block in blocks.split(",")])
     click.echo(f"\ngroups of neurons of blocks {blocks}, at {CHOSEN_AT:.0%}\n\n{_groups_table(found['groups'])}")
