@@ -1,13 +1,15 @@
 """Artifacts written as `pack` writes them, from what a test has at hand."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from models_for_tests import edit_config
 
 from sparsepack.artifacts.formats import FORMATS
 from sparsepack.artifacts.plan import Plan, PlanRequest
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.neurons import NeuronCounts
 from sparsepack.models.rule import Rules
 
@@ -38,6 +40,14 @@ def plan_neurons(checkpoint: Checkpoint, rules: Rules | None = None, **inside: A
     """A neuron GGUF, not written yet; `inside` as `PlanRequest` takes it."""
     inside = {"neurons": neuron_counts(checkpoint), **inside}
     return FORMATS["neuron-q4_k"].plan(checkpoint, PlanRequest(rules or {}, **inside))
+
+
+def tiny_by_neurons(folder: Path) -> Path:
+    """The tiny model by neurons, as if it had been trained with ReLU, in a folder. Its text makes no sense."""
+    shutil.copytree(open_checkpoint("shipped:tiny").path, folder / "relu")
+    edit_config(folder / "relu", hidden_act="relu")
+    plan_neurons(open_checkpoint(folder / "relu")).write(folder / "m.gguf")
+    return folder / "m.gguf"
 
 
 def write_plain(checkpoint: Checkpoint, path: Path, type: str = "q4_k", **inside: Any) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Small random checkpoints of every family, with a byte-level tokenizer, as Hugging Face folders."""
 
+import json
 import pydoc_data.topics
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,12 @@ def make_opt(folder: Path, seed: int = 0, **changes: Any) -> Path:
         **changes,
     }
     return _saved(folder, "opt", values, seed)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Other values in a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path:

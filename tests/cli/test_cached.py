@@ -1,26 +1,18 @@
 """`generate --cached`: the same text whoever has places, and what was served is told."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from artifacts_for_tests import plan_neurons
+from artifacts_for_tests import tiny_by_neurons
 from click.testing import CliRunner
 
 from sparsepack.cli import main
-from sparsepack.models.checkpoint import open_checkpoint
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model by neurons, as if it had been trained with ReLU. Its text makes no sense, which is no matter."""
-    folder = tmp_path_factory.mktemp("cached")
-    shutil.copytree(open_checkpoint("shipped:tiny").path, folder / "relu")
-    config = folder / "relu" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "relu"}))
-    plan_neurons(open_checkpoint(folder / "relu")).write(folder / "m.gguf")
-    return folder / "m.gguf"
+    return tiny_by_neurons(tmp_path_factory.mktemp("cached"))
 
 
 def test_text_is_the_same_and_what_had_places_is_told(model: Path) -> None:

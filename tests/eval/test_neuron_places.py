@@ -1,12 +1,10 @@
 """`eval` of models by neurons: what is skipped and what places serve, and where neither is known, that is said."""
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from artifacts_for_tests import plan_neurons
+from artifacts_for_tests import tiny_by_neurons
 from click.testing import CliRunner
 
 from sparsepack.artifacts.open import read_packed
@@ -16,7 +14,6 @@ from sparsepack.eval.engine_subject import EngineScorer, open_engine_subject
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import open_checkpoint
 from sparsepack.models.windows import rolling_windows
 from sparsepack.pack import PackRequest, pack
 from sparsepack.runtime.engine import Engine
@@ -30,13 +27,9 @@ SOME = PlacesOptions(0.3)
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> EvalRequest:
     """Three windows by the tiny model by neurons, as if it had been trained with ReLU."""
-    folder = tmp_path_factory.mktemp("places")
-    shutil.copytree(open_checkpoint("shipped:tiny").path, folder / "relu")
-    config = folder / "relu" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "relu"}))
-    plan_neurons(open_checkpoint(folder / "relu")).write(folder / "m.gguf")
+    path = tiny_by_neurons(tmp_path_factory.mktemp("places"))
     texts = {"perplexity": ("shipped:heldout",), "context": 32, "windows": 3}
-    return EvalRequest(str(folder / "m.gguf"), runtime="reference", **texts)
+    return EvalRequest(str(path), runtime="reference", **texts)
 
 
 def test_places_change_nothing_but_what_is_told_of_them(asked: EvalRequest) -> None:

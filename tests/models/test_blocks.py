@@ -6,6 +6,7 @@ import pytest
 import torch
 from model_variants import FOLDERS
 from models_for_tests import VOCABULARY
+from passes import by_a_stream, by_the_stock_model
 from transformers import AutoModelForCausalLM
 
 from sparsepack.models.blocks import BlockStream
@@ -21,22 +22,10 @@ def test_every_block_gives_what_the_stock_model_gives(folders, name, watched):
     """Exactly, on a text longer than the sliding window; watching the attention changes nothing."""
     folder = folders(name)
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    expected = []
-    for block in stock.model.layers:
-        block.register_forward_hook(lambda _, __, output: expected.append(output))
-    stock(IDS, use_cache=False)
-
+    expected, _ = by_the_stock_model(stock, stock.model.layers, IDS)
     checkpoint = open_checkpoint(folder)
-    stream, seen = BlockStream(checkpoint), []
-    hidden = stream.embed(IDS)
-    for layer in range(checkpoint.layers):
-        stream.load(layer)
-        if watched:
-            with stream.watched(lambda query, key, _: seen.append((query.shape, key.shape))):
-                hidden = stream(hidden)
-        else:
-            hidden = stream(hidden)
-        assert torch.equal(hidden, expected[layer]), f"layer {layer}"
+    found, seen = by_a_stream(BlockStream(checkpoint), checkpoint.layers, IDS, watched)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert len(expected) == checkpoint.layers
     if watched:
         config = stock.config

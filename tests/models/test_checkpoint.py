@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from models_for_tests import VOCABULARY, make_model
+from models_for_tests import VOCABULARY, edit_config, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -31,11 +31,6 @@ def edit_tensors(folder, change) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def refused(name) -> str:

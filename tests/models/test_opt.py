@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 import torch
-from models_for_tests import END, OPT, TEXT, VOCABULARY, make_model, make_opt, tokenizer
+from models_for_tests import END, OPT, TEXT, VOCABULARY, edit_config, make_model, make_opt, tokenizer
+from passes import by_a_stream, by_the_stock_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -37,11 +38,6 @@ def stock_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def edit_config(folder, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def refused(folder) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder)
@@ -53,23 +49,13 @@ def refused(folder) -> str:
 @pytest.mark.parametrize("name", OPT)
 @torch.inference_mode()
 def test_embedding_blocks_and_what_comes_after_are_those_of_the_stock_model_bit_for_bit(opts, name, watched):
-    stock, expected = stock_model(opts[name]), []
-    for block in stock.model.decoder.layers:
-        block.register_forward_hook(lambda _, __, output: expected.append(output))
-    last = stock.model(IDS, use_cache=False).last_hidden_state
-
+    stock = stock_model(opts[name])
+    expected, last = by_the_stock_model(stock, stock.model.decoder.layers, IDS)
     checkpoint = open_checkpoint(opts[name])
-    stream, seen = BlockStream(checkpoint), []
-    hidden = stream.embed(IDS)
-    for layer in range(checkpoint.layers):
-        stream.load(layer)
-        if watched:
-            with stream.watched(lambda query, key, _: seen.append((query.shape, key.shape))):
-                hidden = stream(hidden)
-        else:
-            hidden = stream(hidden)
-        assert torch.equal(hidden, expected[layer]), f"layer {layer}"
-    assert torch.equal(stream.finish(hidden), last)
+    stream = BlockStream(checkpoint)
+    found, seen = by_a_stream(stream, checkpoint.layers, IDS, watched)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert torch.equal(stream.finish(found[-1]), last)
     assert torch.equal(stream.head().float(), stock.lm_head.weight)
     heads, hidden_size = stock.config.num_attention_heads, stock.config.hidden_size
     assert seen == [((2, heads, 33, hidden_size // heads),) * 2] * (checkpoint.layers if watched else 0)

@@ -15,22 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_places import give_places
+from simulated_double import attend_double, attend_offloaded, double_parameters, label_append, rotated
 from torch import Tensor
 
-from sparsepack.codecs.labels import encode_labels
 from sparsepack.codecs.matrices import PackedMatrix, decode_matrix
-from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime import reference
 from sparsepack.runtime.cuda import dense, elementwise, kernel_set, shared_memory, tile_config, zigzag
 from sparsepack.runtime.cuda.attention import AttentionParameters
-from sparsepack.runtime.cuda.double.attention import DoubleParameters
-from sparsepack.runtime.cuda.double.offload import TokenPlaces
 from sparsepack.runtime.cuda.handoff import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.handoff import handoff_buffers as real_handoff_buffers
 from sparsepack.runtime.cuda.tile_config import BAND_ROWS, CHUNK, TileConfig
 from sparsepack.runtime.cuda.zigzag import Input
-from sparsepack.runtime.double import reference as double
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 ONE_SPLIT = TileConfig(2, 8, 8, 1)
@@ -146,77 +141,14 @@ def attend(
     attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
         q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q = _apply_rope(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here])
-        k = _apply_rope(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])
+        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here])
+        k = rotated(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])
         keys[n, :, here], values[n, :, here] = k[0], v[0]
         oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
         attn_output[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
     _write(out, attn_output)
-
-
-def double_parameters(
-    dense: AttentionParameters, channels: Tensor, policy: TokenPolicy, from_tokens: int = 0
-) -> DoubleParameters:
-    batch, kv_heads, context, _ = dense.keys.shape
-    codes, scales = encode_labels(torch.zeros(batch, kv_heads, context, channels.shape[1]))
-    return DoubleParameters(dense, channels, codes, scales, policy, from_tokens)
-
-
-def label_append(
-    of: DoubleParameters, first: int, count: int, sequence: int | None = None, positions: Tensor | None = None
-) -> None:
-    starts = [first] * len(of.codes) if positions is None else positions.tolist()
-    for n, start in enumerate(starts):
-        if sequence in (None, n):
-            new = slice(start, start + count)
-            codes, scales = encode_labels(double.heavy(of.dense.keys[n, :, new], of.channels))
-            of.codes[n, :, new], of.scales[n, :, new] = codes, scales
-
-
-def attend_double(
-    of: DoubleParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, from_tokens: int | None = None
-) -> None:
-    policy = of.policy if from_tokens is None else replace(of.policy, min_context=from_tokens)
-    shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
-    for n, here in enumerate(positions.tolist()):
-        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q = _apply_rope(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
-        keys[n, :, here] = _apply_rope(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])[0]
-        values[n, :, here] = v[0]
-        label_append(of, here, 1, n)
-        codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
-        scores = double.label_scores(double.label_queries(q, of.channels), codes, scales)
-        selected = double.select_tokens(scores, here, policy, layer.window)
-        cached = (x[n, :, : here + 1].float() for x in (keys, values))
-        out[n] = double.attend_selected(q, *cached, selected)[0]
-
-
-def attend_offloaded(of: DoubleParameters, places: TokenPlaces, qkv: Tensor, positions: Tensor, out: Tensor) -> None:
-    attend_double(of, qkv, positions, out)  # which appends, too
-    shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
-    for n, here in enumerate(positions.tolist()):
-        q = qkv[n, : shape.heads * shape.head_dim].view(1, -1, shape.head_dim)
-        q = _apply_rope(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
-        codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
-        scores = double.label_scores(double.label_queries(q, of.channels), codes, scales)
-        selected = double.select_tokens(scores, here, of.policy, layer.window)
-        for head, tokens in enumerate(selected[:, 0]):
-            found = give_places(places, (n, head), tokens.nonzero().flatten().tolist(), here)
-            for token in found:
-                place = places.place_of[n, head, token]
-                places.keys[n, head, place] = keys[n, head, token]
-                places.values[n, head, place] = values[n, head, token]
-        heads = torch.arange(len(selected))[:, None]
-        listed = places.listed[n, :, : places.counts[n, 0]].long()
-        cached = (x[n][heads, listed].float() for x in (places.keys, places.values))
-        everything = torch.ones(len(selected), 1, listed.shape[1], dtype=torch.bool, device=listed.device)
-        out[n] = double.attend_selected(q, *cached, everything)[0]
-
-
-def _apply_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    return reference.rotate(x if norm is None else reference.rms_norm(x, norm, eps), cos, sin)
 
 
 def embed(matrix: Matrix, ids: Tensor, out: Tensor) -> None:
@@ -290,8 +222,8 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
     here = slice(first, first + len(q))
     rows = _finished(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
     queries, k, v = (x.transpose(0, 1) for x in rows.split([heads, kv_heads, kv_heads], dim=1))
-    q.copy_(_apply_rope(queries, q_norm, eps, cos[here], sin[here]).transpose(0, 1))
-    keys[:, here], values[:, here] = _apply_rope(k, k_norm, eps, cos[here], sin[here]), v
+    q.copy_(rotated(queries, q_norm, eps, cos[here], sin[here]).transpose(0, 1))
+    keys[:, here], values[:, here] = rotated(k, k_norm, eps, cos[here], sin[here]), v
 
 
 def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int, out: Tensor) -> None:
