@@ -3,13 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 
 from sparsepack.calibrate.collectors import Statistics, added, check, named, of_block
 from sparsepack.calibrate.heads import Heads, check_heads, merged_heads
+from sparsepack.calibrate.made_from import StoredModel, StoredText, StoredTokenizer
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
@@ -21,22 +21,6 @@ from sparsepack.progress import say
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
 _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "tokens.context", "tokens.sinks", "compute.dtype")
-
-
-class _Model(Stored):
-    name: Name
-    sha256: Name
-    model_type: Name
-    layers: Annotated[Size, Field(le=10_000)]
-
-
-class _Tokenizer(Stored):
-    sha256: Name
-
-
-class _Text(Stored):
-    name: Name
-    documents: Count
 
 
 class _Tokens(Stored):
@@ -58,9 +42,9 @@ class _Manifest(Stored):
     """What is read of a manifest, by whomever."""
 
     kind: Literal["calibration"]
-    model: _Model
-    tokenizer: _Tokenizer
-    texts: list[_Text]
+    model: StoredModel
+    tokenizer: StoredTokenizer
+    texts: list[StoredText]
     tokens: _Tokens
     compute: _Compute
     statistics_sha256: Name

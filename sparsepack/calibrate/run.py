@@ -17,16 +17,17 @@ from sparsepack.calibrate.collectors import Statistics
 from sparsepack.calibrate.criteria import column_norms
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.heads import heads_of
+from sparsepack.calibrate.made_from import made_from
 from sparsepack.calibrate.options import CalibrateOptions
 from sparsepack.errors import CalibrationError, TextError
-from sparsepack.files.hashing import fingerprint, sha256_bytes
+from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.precision import arithmetic, type_name
+from sparsepack.models.precision import arithmetic
 from sparsepack.models.windows import drawn_windows, window_length
 from sparsepack.progress import progress
 
@@ -79,22 +80,13 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
 
 
 def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions) -> dict[str, Any]:
-    import transformers
-
     count, context = windows.shape
     return {
         "schema": folder.SCHEMA,
         "kind": "calibration",
         "sparsepack": __version__,
-        "model": {
-            "name": checkpoint.name,
-            "sha256": checkpoint.sha256,
-            "model_type": checkpoint.family.model_type,
-            "layers": checkpoint.layers,
-        },
+        **made_from(checkpoint, text, options.device, _dtype(checkpoint, options), options.batch),
         "attention": heads_of(checkpoint),
-        "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
-        "texts": [{"name": text.name, "sha256": text.sha256, "documents": text.count}],
         "tokens": {
             "windows": count,
             "context": options.context,
@@ -106,13 +98,6 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
             "samples_asked": options.samples,
             "seed": options.seed,
         },
-        "compute": {
-            "device": options.device,
-            "dtype": type_name(_dtype(checkpoint, options)),
-            "weights": type_name(checkpoint.dtype),
-            "batch": options.batch,
-        },
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 

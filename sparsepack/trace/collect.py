@@ -15,15 +15,16 @@ from sparsepack import __version__
 from sparsepack.calibrate import folder as calibration_folder
 from sparsepack.calibrate.collectors import histogram
 from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibrate.made_from import made_from
 from sparsepack.errors import PlacementError, TextError
-from sparsepack.files.hashing import fingerprint, sha256_bytes
+from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.models.blocks import BlockStream
 from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.hooks import site_hooks
-from sparsepack.models.precision import arithmetic, type_name
+from sparsepack.models.precision import arithmetic
 from sparsepack.models.windows import session_windows
 from sparsepack.progress import progress, say
 from sparsepack.trace import trace as traces
@@ -116,34 +117,20 @@ def _manifest(
     windows: torch.Tensor,
     documents: list[int | None],
 ) -> dict[str, Any]:
-    import transformers
-
+    dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
+    made = made_from(checkpoint, text, options.device, dtype, options.batch)
     return {
         "schema": traces.SCHEMA,
         "kind": "trace",
         "sparsepack": __version__,
-        "model": {
-            "name": checkpoint.name,
-            "sha256": checkpoint.sha256,
-            "model_type": checkpoint.family.model_type,
-            "layers": checkpoint.layers,
-            "activation": _activation(checkpoint),
-        },
+        **made,
+        "model": {**made["model"], "activation": _activation(checkpoint)},
         "intermediate": checkpoint.stacked_shape(MLP_MID)[1],
         "rule": rule,
-        "tokenizer": {"sha256": sha256_bytes(checkpoint.tokenizer_json().encode())},
-        "texts": [{"name": text.name, "sha256": text.sha256, "documents": text.count}],
         "sessions": [
             {"text": 0, "document": document, "tokens": windows.shape[1], "prompt": options.prompt}
             for document in documents
         ],
-        "compute": {
-            "device": options.device,
-            "dtype": type_name(arithmetic(options.dtype, checkpoint.dtype, options.device)),
-            "weights": type_name(checkpoint.dtype),
-            "batch": options.batch,
-        },
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 

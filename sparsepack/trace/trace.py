@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from sparsepack.calibrate.made_from import StoredModel, StoredText, StoredTokenizer
 from sparsepack.errors import PlacementError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_bytes
@@ -30,22 +31,6 @@ _MUST_AGREE = ("model.sha256", "tokenizer.sha256", "intermediate", "rule", "comp
 MOST_SESSIONS = 100_000
 _MOST_BITS = 1 << 33
 """Of a session's block: what is read is unpacked, and no file may ask for more memory than there is."""
-
-
-class _Model(Stored):
-    name: Name
-    sha256: Name
-    model_type: Name
-    layers: Annotated[Size, Field(le=10_000)]
-
-
-class _Tokenizer(Stored):
-    sha256: Name
-
-
-class _Text(Stored):
-    name: Name
-    documents: Count
 
 
 class _Session(Stored):
@@ -69,11 +54,11 @@ class _Manifest(Stored):
     """What is read of a manifest."""
 
     kind: Literal["trace"]
-    model: _Model
+    model: StoredModel
     intermediate: Annotated[Size, Field(le=1 << 24)]
     rule: _Rule
-    tokenizer: _Tokenizer
-    texts: list[_Text]
+    tokenizer: StoredTokenizer
+    texts: list[StoredText]
     sessions: Annotated[list[_Session], Field(min_length=1, max_length=MOST_SESSIONS)]
     compute: _Compute
     files: dict[Name, Name]
