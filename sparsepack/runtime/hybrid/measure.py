@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -62,9 +63,8 @@ def measure_links(
     first, second = divided(threads)
     count = -(-ROTATION // record_bytes(hidden))
     count += -count % (ONE_IN * LISTED)
-    worker = Worker()
-    handed = cycle([lambda: worker.take(worker.post(_nothing))])
-    with torch_threads(first):
+    with closing(Worker()) as worker, torch_threads(first):
+        handed = cycle([lambda: worker.take(worker.post(_nothing))])
         host = operations.load_neurons(_records(count, hidden))
         slots = operations.new_neurons(count, hidden)
         everyone = torch.arange(count, dtype=torch.int32)
@@ -81,7 +81,6 @@ def measure_links(
                 taken.setdefault("worker", []).extend(others)
             taken.setdefault("worker alone", []).extend(worker.take(worker.post(lambda: _times(cold))))
             taken.setdefault("handover", []).extend(_times(handed))
-    worker.close()
     seconds = {name: statistics.median(times) / 1e9 for name, times in taken.items()}
     return MeasuredLinks(_links(seconds, ""), _links(seconds, " alone"))
 
