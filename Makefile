@@ -1,6 +1,6 @@
 # make demo   the quickstart on the shipped tiny model, in an environment of its own
-# make test   all tests, in the same environment
-# make test-kill   the verbs killed at each of their file operations, state of theirs damaged; `make test` tries some
+# make test   the tests that take little time, in the same environment; make test-all: every test
+# make test-kill   the verbs killed at each of their file operations, state of theirs damaged; `make test-all` tries some
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
@@ -12,11 +12,16 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # Waiting threads that spin make two slower than one where something else takes a core.
 export OMP_WAIT_POLICY ?= passive
 
-NATIVE := CMakeLists.txt $(wildcard sparsepack/runtime/cpu/native/*)
+NATIVE := CMakeLists.txt $(shell find sparsepack/runtime/cpu/native -type f)
 CMAKE := PATH="$(abspath $(BIN)):$$PATH" cmake
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Kernels that do not compile are an error where there is a compiler; without one the rest is installed.
+COMPILER := $(shell command -v c++ g++ clang++ $(CXX) 2>/dev/null)
+REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
+# Tests of one file share its models, so a worker takes whole files. One process: PYTEST_ARGS="-n 0".
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: demo build test fuzz test-kill test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
+.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -26,7 +31,10 @@ demo:
 build: $(VENV)/.built
 
 test: $(VENV)/.installed-test build
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test build
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # Six readers. Inputs that end in anything but success or one line stay in build/fuzz, with the seed that made them.
 # FUZZ="recipe --seed 1 --case 2" runs one again.
@@ -35,7 +43,7 @@ fuzz: $(VENV)/.installed-test build
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 # Every verb killed, and failed by the disk, at each of its file operations; states of killed runs damaged at random.
-# `make test` tries some of these. One verb: PYTEST_ARGS="-k calibrate".
+# `make test-all` tries some of these. One verb: PYTEST_ARGS="-k calibrate".
 test-kill: $(VENV)/.installed-test build
 	SPARSEPACK_TEST_KILL=every $(BIN)/python -m pytest tests/kill $(PYTEST_ARGS)
 
@@ -59,14 +67,19 @@ test-neon: $(VENV)/.installed
 	$(CMAKE) --build $(NEON)
 	qemu-aarch64 $(NEON)/check_kernels
 
+# C++ and CUDA.
+CLANG_FORMATTED = $(shell git ls-files "*.cpp" "*.h" "*.inc" "*.cu" "*.cuh")
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED)
 	$(BIN)/mypy
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CLANG_FORMATTED)
 
 # On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported.
 test-gpu:
@@ -96,15 +109,15 @@ EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch cmake nanobind ninja scikit-build-core
-	$(PIP_INSTALL) $(EDITABLE) .
+	$(REQUIRE_KERNELS) $(PIP_INSTALL) $(EDITABLE) .
 	touch $@ $(VENV)/.built
 
 $(VENV)/.built: $(VENV)/.installed $(NATIVE)
-	$(PIP_INSTALL) --no-deps $(EDITABLE) .
+	$(REQUIRE_KERNELS) $(PIP_INSTALL) --no-deps $(EDITABLE) .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP_INSTALL) $(EDITABLE) '.[test,lint]'
+	$(REQUIRE_KERNELS) $(PIP_INSTALL) $(EDITABLE) '.[test,lint]'
 	touch $@
 
 clean:

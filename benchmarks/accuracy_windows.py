@@ -4,7 +4,7 @@ import torch
 
 from sparsepack.eval.subject import Subject
 from sparsepack.files.text import read_text
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.tokenizer.windows import rolling_windows
 
 Windows = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets: int64 [windows, context] each."""

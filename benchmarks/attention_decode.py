@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.markdown import table
-from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime.cuda import attention as dense_attention
-from sparsepack.runtime.cuda.attention import AttentionParameters
-from sparsepack.runtime.cuda.double import attention as double_attention
-from sparsepack.runtime.double import reference
+from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.runtime.cuda.attention import attention as dense_attention
+from sparsepack.runtime.cuda.attention import double_sparsity
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference import double_sparsity as reference
+from sparsepack.tables import Table, markdown
 
 HEAD_DIM, CHANNELS = 128, 32
 CASES = (
@@ -67,8 +67,8 @@ class Case:
         self._parameters = []
         for _ in range(copies):
             dense = AttentionParameters(shape, layer, self._normal(*room), self._normal(*room))
-            of = double_attention.double_parameters(dense, heavy, POLICY)
-            double_attention.label_append(of, 0, tokens, positions=torch.zeros_like(self._last))
+            of = double_sparsity.double_sparsity_parameters(dense, heavy, POLICY)
+            double_sparsity.label_append(of, 0, tokens, positions=torch.zeros_like(self._last))
             self._parameters.append(of)
         self._q = self._normal(batch, heads, 1, HEAD_DIM)
         new = [of[:, :, -1].reshape(batch, -1) for of in (self._keys(0), self._values(0))]
@@ -78,7 +78,7 @@ class Case:
     def sparse(self, number: int, cluster: int | None = None) -> Tensor:
         """Put a sparse step on the current stream; float32 [batch, heads * HEAD_DIM]."""
         of = self._parameters[number % len(self._parameters)]
-        double_attention.attend(of, self._qkv, self._last, self._out, cluster=cluster)
+        double_sparsity.attend(of, self._qkv, self._last, self._out, cluster=cluster)
         return self._out
 
     def dense(self, number: int) -> Tensor:
@@ -132,7 +132,7 @@ def measure(case: Case, rounds: int, clusters: bool = False) -> dict[str, float]
     runs = {"sparse": graph_seconds(case.sparse, case.length), "dense": graph_seconds(case.dense, case.length)}
     runs |= torchs_runs(case, lambda found: _check("torch", case.errors(found, False)))
     if clusters:
-        for n in double_attention.CLUSTERS:
+        for n in double_sparsity.CLUSTERS:
             try:
                 _check("sparse", case.errors(case.sparse(0, n), True))
             except RuntimeError as error:
@@ -210,10 +210,10 @@ def main(quick: bool, clusters: bool, path: Path | None) -> None:
         torch.cuda.empty_cache()
         return row
 
-    click.echo(table(HEAD, [timed(*case) for case in CASES]))
+    click.echo(markdown(Table(HEAD, [timed(*case) for case in CASES])))
     click.echo("\nWhere sparse attention begins to pay:\n")
     few = [(heads, kv, batch, tokens) for heads, kv in ((32, 32), (32, 8)) for batch in (1, 8) for tokens in BREAK_EVEN]
-    click.echo(table(HEAD, [timed(*case) for case in few]))
+    click.echo(markdown(Table(HEAD, [timed(*case) for case in few])))
     if path:
         path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "results": results}, indent=1))
 

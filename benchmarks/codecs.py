@@ -22,7 +22,7 @@ import codec_cases  # noqa: E402
 import ggml  # noqa: E402
 from codec_cases import relative_error  # noqa: E402
 
-from sparsepack.codecs import q4_k, q6_k, zigzag  # noqa: E402
+from sparsepack.formats.codecs import q4_k, q6_k, zigzag  # noqa: E402
 
 CODECS = {"q4_k": q4_k, "q6_k": q6_k}
 

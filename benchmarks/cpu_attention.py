@@ -23,12 +23,12 @@ import click
 import cpu_setting
 import torch
 
-from sparsepack.markdown import table
-from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime import reference_operations
+from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import operations as native_operations
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference.backend import operations as reference_operations
+from sparsepack.tables import Table, markdown
 
 HEADS = ((32, 8), (8, 4))
 """Of queries, and of keys and values."""
@@ -88,13 +88,13 @@ def random_rows(case: Case, count: int, seed: int) -> torch.Tensor:
 
 def check(case: Case) -> None:
     """Compare one layer with the oracle's. RuntimeError where an error is too large."""
-    ours = operations.new_kv_cache(case.shape(1))
-    theirs = reference_operations.new_kv_cache(case.shape(1), type="f16")
+    ours = operations.new_cache(case.shape(1))
+    theirs = reference_operations.new_cache(case.shape(1), type="f16")
     for caches in (ours, theirs):
         _fill(case, caches, 1)
     rows = random_rows(case, 1, 10**6)
     for sparse in (False, True):
-        found, expected = (cache.step(0, rows, sparse=sparse) for cache in (ours, theirs))
+        found, expected = (cache.attend(0, cache.append(0, rows), sparse=sparse) for cache in (ours, theirs))
         error = float((found - expected).norm() / expected.norm())
         if not error <= LIMIT:
             raise RuntimeError(f"{case}, sparse {sparse}: wrong by {error:.3g}, expected at most {LIMIT}; not timed")
@@ -113,7 +113,7 @@ def _fill(case: Case, cache: Any, layers: int) -> None:
 
 def filled(case: Case) -> Any:
     """The cache of all layers, one position short of the case's."""
-    cache = operations.new_kv_cache(case.shape(case.layers))
+    cache = operations.new_cache(case.shape(case.layers))
     _fill(case, cache, case.layers)
     return cache
 
@@ -163,38 +163,40 @@ def break_even(rows: list[dict[str, Any]]) -> int | None:
 
 def show(rows: list[dict[str, Any]]) -> str:
     """The table."""
-    return table(
-        [
-            "heads / KV heads",
-            "tokens",
-            "threads",
-            "dense, us",
-            "sparse, us",
-            "x",
-            "x of the medians",
-            "MB: dense",
-            "sparse",
-            "x",
-            "of GB/s: dense",
-            "sparse",
-        ],
-        [
+    return markdown(
+        Table(
             [
-                f"{row['heads']} / {row['kv_heads']}",
-                row["positions"],
-                row["threads"],
-                f"{row['microseconds']['dense']:.0f}",
-                f"{row['microseconds']['sparse']:.0f}",
-                f"{row['ratio']:.1f}",
-                f"{row['median_ratio']:.1f}",
-                f"{row['needed_bytes']['dense'] / 1e6:.2f}",
-                f"{row['needed_bytes']['sparse'] / 1e6:.2f}",
-                f"{row['needed_bytes']['dense'] / row['needed_bytes']['sparse']:.1f}",
-                f"{row['share_of_bandwidth']['dense']:.0%} of {row['bandwidth'] / 1e9:.1f}",
-                f"{row['share_of_bandwidth']['sparse']:.0%}",
-            ]
-            for row in rows
-        ],
+                "heads / KV heads",
+                "tokens",
+                "threads",
+                "dense, us",
+                "sparse, us",
+                "x",
+                "x of the medians",
+                "MB: dense",
+                "sparse",
+                "x",
+                "of GB/s: dense",
+                "sparse",
+            ],
+            [
+                [
+                    f"{row['heads']} / {row['kv_heads']}",
+                    row["positions"],
+                    row["threads"],
+                    f"{row['microseconds']['dense']:.0f}",
+                    f"{row['microseconds']['sparse']:.0f}",
+                    f"{row['ratio']:.1f}",
+                    f"{row['median_ratio']:.1f}",
+                    f"{row['needed_bytes']['dense'] / 1e6:.2f}",
+                    f"{row['needed_bytes']['sparse'] / 1e6:.2f}",
+                    f"{row['needed_bytes']['dense'] / row['needed_bytes']['sparse']:.1f}",
+                    f"{row['share_of_bandwidth']['dense']:.0%} of {row['bandwidth'] / 1e9:.1f}",
+                    f"{row['share_of_bandwidth']['sparse']:.0%}",
+                ]
+                for row in rows
+            ],
+        )
     )
 
 

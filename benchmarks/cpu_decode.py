@@ -25,10 +25,10 @@ from llama_cpp_peer import LlamaCpp, bytes_per_token
 from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
 
 from sparsepack.bench import traffic
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.skipped import skipped_weights
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.skipped import skipped_weights
 
 CONTEXT = 1024
 PEER = "llama.cpp Q4_K"

@@ -15,7 +15,7 @@ from llama_cpp_peer import LlamaCpp, check
 from synthetic import Synthetic, random_ids
 
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.models.hooks import site_hooks
+from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 

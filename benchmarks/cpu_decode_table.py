@@ -4,7 +4,7 @@ from typing import Any
 
 import cpu_setting
 
-from sparsepack.markdown import table
+from sparsepack.tables import Table, markdown
 
 _STEADY = 1.3
 """The fastest round over the slowest; beyond it something else ran on the machine, and only the best rounds compare."""
@@ -45,7 +45,7 @@ def _decode(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table([*head, "GB/s needed", "of bandwidth, GB/s", "error of logits"], cells)
+    return markdown(Table([*head, "GB/s needed", "of bandwidth, GB/s", "error of logits"], cells))
 
 
 def _disturbed(rows: list[dict[str, Any]]) -> list[str]:
@@ -59,9 +59,11 @@ def _disturbed(rows: list[dict[str, Any]]) -> list[str]:
 
 def _prefill(rows: list[dict[str, Any]]) -> str:
     head = ["threads", "engine", "tokens/s", "x llama.cpp"]
-    return table(
-        head,
-        [[row["threads"], row["engine"], f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}"] for row in rows],
+    return markdown(
+        Table(
+            head,
+            [[row["threads"], row["engine"], f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}"] for row in rows],
+        )
     )
 
 
@@ -80,4 +82,4 @@ def _load(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table([*head, "peak / (file + KV)", "added / (file + KV)"], cells)
+    return markdown(Table([*head, "peak / (file + KV)", "added / (file + KV)"], cells))

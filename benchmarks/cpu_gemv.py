@@ -18,11 +18,11 @@ import cpu_setting
 import torch
 from ggml_gemv import GgmlGemv
 
-from sparsepack.codecs import q4_k, zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.markdown import table
+from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
+from sparsepack.tables import Table, markdown
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (6144, 4096), (28672, 4096))
 ACTIVE = (1.0, 0.5, 0.25)
@@ -164,7 +164,7 @@ def show(result: dict[str, Any]) -> str:
         "error",
     ]
     lines = [cpu_setting.setting_line(result["setting"]), f"llama.cpp's weights in {result['buffer']}", ""]
-    return "\n".join([*lines, table(head, cells)])
+    return "\n".join([*lines, markdown(Table(head, cells))])
 
 
 @click.command()

@@ -48,7 +48,7 @@ def memory_bytes(which: str) -> int:
 
 
 def _ours(path: Path, backend: str, threads: int, verify: bool) -> Callable[[], Any]:
-    from sparsepack.artifacts.open import read_packed
+    from sparsepack.formats.open import read_packed
     from sparsepack.runtime.engine import Engine
 
     torch.set_num_threads(threads)

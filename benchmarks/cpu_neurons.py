@@ -23,22 +23,22 @@ from synthetic import BILLION, DEFAULT_WORK, TINY, random_ids
 from synthetic_relu import peers_model, random_relu, written
 
 from sparsepack.bench import traffic
-from sparsepack.calibrate.folder import load
-from sparsepack.calibrate.neurons import activity
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.folder import load
+from sparsepack.calibration.neurons import activity
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.hashing import NO_HASH
 from sparsepack.files.text import read_text
-from sparsepack.markdown import table
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.neurons import NeuronCounts
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.windows import rolling_windows
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.records.neurons import NeuronCounts
+from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 from sparsepack.runtime.tuning import ROTATION
+from sparsepack.tables import Table, markdown
 
 PARTS = ("model", "large", "kernel")
 DECODED = ("threads", "engine", "tokens/s", "range", "x", "MB/token", "active neurons", "of read bandwidth")
@@ -254,7 +254,9 @@ def main(
             f"{error:.1e}; greedy text of 256 tokens: {greedy_agreement(by_neurons, ids[:32], 256)}\n"
         )
         for count in threads:
-            click.echo(table(DECODED, decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)))
+            click.echo(
+                markdown(Table(DECODED, decoded(sides(zigzag, by_neurons), None, ids[: PROMPT + 256], count, rounds)))
+            )
     if "large" in parts:
         size = TINY if tiny else BILLION
         large, large_zigzag = random_relu(size, frequency, work)
@@ -265,13 +267,13 @@ def main(
         click.echo(f"llama.cpp's logits differ from the stock model's with its weights by {peer.error:.1e}\n")
         chosen = [Side("llama.cpp, Q4_K", None, True), *sides(large_zigzag, large)]
         for count in threads:
-            click.echo(table(DECODED, decoded(chosen, peer, made, count, rounds)))
+            click.echo(markdown(Table(DECODED, decoded(chosen, peer, made, count, rounds))))
     if "kernel" in parts:
         shapes = [(2048, 8192), (5120, 8192)]
         rows = [
             kernel(*shape, density, count, rounds) for shape in shapes for density in (0.135, 0.5) for count in threads
         ]
-        click.echo("\n" + table(READ, rows))
+        click.echo("\n" + markdown(Table(READ, rows)))
     after = cpu_setting.setting()["load_average"]
     click.echo(f"\nload before {setting['load_average']:.1f}, after {after:.1f}, this benchmark's included")
 

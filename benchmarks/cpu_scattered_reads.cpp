@@ -2,9 +2,9 @@
 //
 //     g++ -O3 -march=native -pthread benchmarks/cpu_scattered_reads.cpp -o /tmp/reads && /tmp/reads
 //
-// Nothing is computed but a sum. A piece is what a column of a span takes (layout.h: 576 bytes a quad). The next pieces are
-// fetched ahead, every line of them, into the second-level cache: of the distances and hints tried the fastest way. For
-// comparison the last column reads without fetching ahead, where the processor's own prefetcher reads the gaps too.
+// Nothing is computed but a sum. A piece is what a column of a span takes (layout.h: 576 bytes a quad). The next pieces
+// are fetched ahead, every line of them, into the second-level cache: of the distances and hints tried the fastest way.
+// For comparison the last column reads without fetching ahead, where the processor's own prefetcher reads the gaps too.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -19,9 +19,7 @@ namespace {
 constexpr size_t BYTES = size_t(1) << 30, AHEAD_BYTES = 36864;
 constexpr int ROUNDS = 5;
 
-double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::vector<uint32_t> chosen(size_t pieces, double share) {
     std::vector<uint32_t> list;
@@ -73,8 +71,8 @@ double bandwidth(const uint8_t* data, size_t piece, const std::vector<uint32_t>&
 }  // namespace
 
 int main() {
-    auto* data = static_cast<uint8_t*>(
-        mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    auto* data =
+        static_cast<uint8_t*>(mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     if (data == MAP_FAILED) return 1;
     madvise(data, BYTES, MADV_HUGEPAGE);
     std::fill_n(reinterpret_cast<uint64_t*>(data), BYTES / 8, 1);

@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.markdown import table
-from sparsepack.runtime.cuda.attention import AttentionParameters, attend
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters, attend
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.tables import Table, markdown
 
 HEADS = {"Llama-3-8B": (32, 8), "Llama-2-7B": (32, 32)}
 """Of queries, and of keys and values."""
@@ -168,7 +168,7 @@ def main(quick: bool, path: Path | None) -> None:
     }
     head = ["heads of", "positions", "MiB", "us", "GB/s", "of bandwidth", "torch's best", "us", "x"]
     lines = [row_of(model, result, bandwidth) for model, found in results.items() for result in found]
-    click.echo(table(head, lines))
+    click.echo(markdown(Table(head, lines)))
     click.echo("x: the time of torch's best over ours")
     if path:
         path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "heads": results}, indent=1))

@@ -22,11 +22,10 @@ from cuda_synthetic import LLAMA_8B, find_thresholds, random_model, with_thresho
 from cuda_timing import device_line
 from synthetic import Size, random_ids
 
-from sparsepack.markdown import table
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.skipped import skipped_weights
-from sparsepack.runtime.batch import BatchEngine
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.tables import Table, markdown
 
 TEXTS = (2, 4, 8)
 CHECKED, PREFILLED = 24, 16
@@ -37,11 +36,11 @@ def check(size: Size) -> float:
     """How far logits of two texts are from the reference backend's. RuntimeError where they are another model's."""
     packed = random_model(size, layers=2)
     texts = [random_ids(size.vocabulary, CHECKED, seed=seed) for seed in (2, 3)]
-    together = BatchEngine(packed, "cuda", 64, sequences=len(texts), dense=True)
-    oracle = Engine(packed, "cuda", 64, backend="reference")
+    together = Engine(packed, device="cuda", context=64, sequences=len(texts), dense=True)
+    oracle = Engine(packed, device="cuda", context=64, backend="reference")
     for number, text in enumerate(texts):
-        together.prefill(number, text[:PREFILLED])
-    steps = [together.step(ids) for ids in zip(*(text[PREFILLED:] for text in texts), strict=True)]
+        together.prefill(text[:PREFILLED], number)
+    steps = [together.step_all(ids) for ids in zip(*(text[PREFILLED:] for text in texts), strict=True)]
     found = torch.stack(steps, dim=1).double()
     expected = torch.stack([oracle.teacher_forced(text, len(text))[PREFILLED:] for text in texts]).double()
     difference = float((found - expected).norm() / expected.norm())
@@ -50,22 +49,22 @@ def check(size: Size) -> float:
     return difference
 
 
-def step_seconds(engine: BatchEngine, texts: Sequence[Sequence[int]]) -> float:
+def step_seconds(engine: Engine, texts: Sequence[Sequence[int]]) -> float:
     """Of a token of each text."""
     engine.reset()
     for number, text in enumerate(texts):
-        engine.prefill(number, text[:PROMPT])
+        engine.prefill(text[:PROMPT], number)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for ids in zip(*(text[PROMPT:] for text in texts), strict=True):
-        engine.step(ids)
+        engine.step_all(ids)
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / NEW
 
 
 def measure(packed: PackedModel, sequences: int, rounds: int) -> dict[str, dict[str, float]]:
     """Dense and sparse decoding in turns."""
-    engine = BatchEngine(packed, "cuda", PROMPT + NEW, sequences=sequences)
+    engine = Engine(packed, device="cuda", context=PROMPT + NEW, sequences=sequences)
     texts = [random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3 + number) for number in range(sequences)]
     samples: dict[str, list[float]] = {"dense": [], "sparse": []}
     skipped = {}
@@ -100,7 +99,7 @@ def main(layers: int | None, rounds: int, path: Path | None) -> None:
         for sequences, modes in results.items()
         for mode, result in modes.items()
     ]
-    click.echo(table(["texts", "runtime", "skipped", "us a step", "t/s"], lines))
+    click.echo(markdown(Table(["texts", "runtime", "skipped", "us a step", "t/s"], lines)))
     if path:
         path.write_text(json.dumps({"device": device_line(), "texts": results}, indent=1))
 

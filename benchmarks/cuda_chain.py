@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.handoff import handoff_buffers
-from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, gemv
+from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, gemv
 
 
 class Buffers:
@@ -15,7 +15,7 @@ class Buffers:
     there are more than columns, since those are there last; where there are fewer, the other columns stay as they are.
 
     Of four buffers, product i reads number i % 4, writes the next one, and resets the one before, which product i + 2
-    will write (`kernels/handoff.cuh`).
+    will write (`kernels/common/flag_in_data.cuh`).
 
     fill -- puts values into a part that no product writes, in place
     """
@@ -23,8 +23,8 @@ class Buffers:
     def __init__(self, rows: int, columns: int, device: torch.device, fill: Callable[[Tensor], object]) -> None:
         self._rows, self._columns = rows, columns
         sizes = [max(rows, columns)] * 4
-        self._words, self._buffers = handoff_buffers(sizes, device)
-        self._start, begin = handoff_buffers(sizes, device)
+        self._words, self._buffers = flag_in_data_buffers(sizes, device)
+        self._start, begin = flag_in_data_buffers(sizes, device)
         fill(begin[0])
         for buffer in begin[1:]:
             fill(buffer[rows:])
@@ -70,7 +70,7 @@ class Chain:
         threshold = self._thresholds[number] if self._thresholds else None
         gemv(
             self._matrices[number % len(self._matrices)],
-            Input(self._buffers.taken(number), threshold=threshold, early_read=True),
+            Input(self._buffers.taken(number), threshold=threshold, flag_in_data=True),
             self.made(number),
             reset=self._buffers.reset(number),
         )

@@ -31,11 +31,11 @@ from cuda_timing import device_line, read_bandwidth
 from synthetic import Size, random_ids
 
 from sparsepack.bench import traffic
-from sparsepack.markdown import table
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.skipped import skipped_weights
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.tables import Table, markdown
 
 SIZES = {"8b": LLAMA_8B, "7b": LLAMA_7B, "1b": LLAMA_1B}
 DECODE_ANCHORS = {"8b": 283.0, "7b": 303.0}
@@ -53,7 +53,7 @@ def check(size: Size) -> dict[str, float]:
     packed = with_thresholds(packed, find_thresholds(packed, [SHOWN])[SHOWN])
     ids = random_ids(size.vocabulary, 24, seed=2)
     found = {}
-    ours, oracle = (Engine(packed, "cuda", 64, backend=name) for name in ("cuda", "reference"))
+    ours, oracle = (Engine(packed, device="cuda", context=64, backend=name) for name in ("cuda", "reference"))
     for mode, sparse_from in (("dense", len(ids)), ("sparse", 16)):
         a, b = (engine.teacher_forced(ids, sparse_from).double() for engine in (ours, oracle))
         found[f"{mode}, at once"] = _difference(a, b, mode)
@@ -109,7 +109,7 @@ def prefill_seconds(engine: Engine, ids: list[int]) -> float:
 def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[str, Any]:
     """Dense and sparse decoding in turns."""
     sparse = with_thresholds(packed, thresholds)
-    engine = Engine(sparse, "cuda", CONTEXT)
+    engine = Engine(sparse, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3)
     runs = [(kind, dense) for kind in ("chosen", "given") for dense in (True, False)]
     samples: dict[str, list[float]] = {_name(*run): [] for run in runs}
@@ -137,7 +137,7 @@ def _name(kind: str, dense: bool) -> str:
 
 def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
     """Seconds by length of the prompt."""
-    engine = Engine(packed, "cuda", CONTEXT)
+    engine = Engine(packed, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, CONTEXT, seed=4)
     lengths = [128, 512, 2048, 8192]
     samples: dict[int, list[float]] = {length: [] for length in lengths}
@@ -198,15 +198,19 @@ def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, p
         results = {sparsity: measure(packed, thresholds[sparsity], rounds) for sparsity in tried}
         head = ["model", "runtime", "skipped", "t/s", "range", "x", "GB/token", "of bandwidth"]
         lines = [line for kind in ("chosen", "given") for line in decode_rows(name, kind, results[SHOWN], bandwidth)]
-        click.echo(table(head, lines))
+        click.echo(markdown(Table(head, lines)))
         if len(tried) > 1:
-            click.echo(table(["target", *head[2:]], [_break_even(s, results[s], name, bandwidth) for s in tried]))
+            click.echo(
+                markdown(Table(["target", *head[2:]], [_break_even(s, results[s], name, bandwidth) for s in tried]))
+            )
         prefill = measure_prefill(packed, rounds)
         anchors = PREFILL_ANCHORS.get(name, {})
         click.echo(
-            table(
-                ["model", "prompt", "t/s", "llama.cpp"],
-                [[size.name, n, f"{n / s:.0f}", anchors.get(n, "-")] for n, s in prefill.items()],
+            markdown(
+                Table(
+                    ["model", "prompt", "t/s", "llama.cpp"],
+                    [[size.name, n, f"{n / s:.0f}", anchors.get(n, "-")] for n, s in prefill.items()],
+                )
             )
         )
         report[name] = {"check": differences, "decode": results, "prefill": prefill}

@@ -3,13 +3,13 @@
 //
 // Launch: grid (SPLITS, tiles). A block has every SPLITS-th 32 of a tile's columns, half of them active, and knows
 // which before its input is there. It reads them as soon as it is, writes a sum for every row of the tile, and finishes
-// its share of the rows, as products do (kernels/handoff.cuh). A sum is 1, or 2 where the block has read any bit that
-// is set.
+// its share of the rows, as products do (kernels/common/flag_in_data.cuh). A sum is 1, or 2 where the block has read
+// any bit that is set.
 //
 // Macros: TILE_BANDS, SPLITS; BLOCK: threads of a block; AT_ONCE: 16-byte reads that a thread has on their way; READ 0:
 //         no columns are read
 
-#include "handoff.cuh"
+#include "common/flag_in_data.cuh"
 
 static constexpr int TILE_ROWS = TILE_BANDS * 256, PIECES = TILE_BANDS * 9;
 
@@ -23,15 +23,16 @@ __device__ __forceinline__ uint4 read_once(const uint4* p) {
 
 // blocks [tiles][columns][PIECES], active [SPLITS][most], x [columns], y [tiles * TILE_ROWS], workspace
 // [tiles][SPLITS][TILE_ROWS], all of it SENTINEL as reset will be
-extern "C" __global__ void __launch_bounds__(BLOCK) cuda_floor(
-    const uint4* blocks, const int* active, int most, int columns, const float* x, float* y, float* workspace,
-    u32* reset, int reset_count) {
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    cuda_floor(const uint4* blocks, const int* active, int most, int columns, const float* x, float* y,
+               float* workspace, u32* reset, int reset_count) {
     extern __shared__ int list[];
     const int split = blockIdx.x, tile = blockIdx.y, thread = threadIdx.x;
     const int share = (columns / 32 - split + SPLITS - 1) / SPLITS * 32, count = share / 2;
     for (int i = thread; i < count; i += BLOCK) list[i] = active[split * most + i];
     for (int k = thread; k < share; k += BLOCK) {
-        while (handoff_load(x + (k / 32 * SPLITS + split) * 32 + k % 32) == SENTINEL) {}
+        while (ll_load(x + (k / 32 * SPLITS + split) * 32 + k % 32) == SENTINEL) {
+        }
     }
     __syncthreads();
     launch_dependents();
@@ -54,18 +55,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK) cuda_floor(
 
     wait_for_previous();  // nothing is written before
     float* own = workspace + (tile * SPLITS + split) * TILE_ROWS;
-    for (int r = thread * 4; r < TILE_ROWS; r += BLOCK * 4) handoff_store4(own + r, make_float4(sum, sum, sum, sum));
+    for (int r = thread * 4; r < TILE_ROWS; r += BLOCK * 4) ll_store4(own + r, make_float4(sum, sum, sum, sum));
     constexpr int EACH = (TILE_ROWS + SPLITS - 1) / SPLITS, ONCE = SPLITS <= 33 ? SPLITS : 16;
     for (int r = split * EACH + thread; r < min((split + 1) * EACH, TILE_ROWS); r += BLOCK) {
         float* partials = workspace + tile * SPLITS * TILE_ROWS + r;
         float total = 0;
         for (int s = 0; s < SPLITS; s += ONCE) {
             float values[ONCE];
-            handoff_wait(values, [&](int i) { return s + i < SPLITS ? partials + (s + i) * TILE_ROWS : nullptr; });
+            ll_wait(values, [&](int i) { return s + i < SPLITS ? partials + (s + i) * TILE_ROWS : nullptr; });
             for (int i = 0; i < ONCE; ++i) total += values[i];
             for (int i = s; i < min(s + ONCE, SPLITS); ++i) *(u32*)(partials + i * TILE_ROWS) = SENTINEL;
         }
-        handoff_store(y + tile * TILE_ROWS + r, total);
+        ll_store(y + tile * TILE_ROWS + r, total);
     }
     const int first = (tile * SPLITS + split) * BLOCK + thread;
     for (int i = first; i < reset_count; i += gridDim.y * SPLITS * BLOCK) reset[i] = SENTINEL;

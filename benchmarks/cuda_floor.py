@@ -22,10 +22,10 @@ from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.markdown import table
-from sparsepack.runtime.cuda.compiler import FOLDER, cuda_core
-from sparsepack.runtime.cuda.handoff import handoff_buffers
-from sparsepack.runtime.cuda.kernel import Kernel, architecture, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.compiler import FOLDER, cuda_core
+from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers
+from sparsepack.runtime.cuda.driver.kernel import Kernel, architecture, launch, multiprocessors
+from sparsepack.tables import Table, markdown
 
 SUPERBLOCK = 144
 TILE_BANDS = (1, 2, 4, 8)
@@ -80,7 +80,7 @@ class Chain:
         self._most = len(chosen[0])
         self.active = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).int()
         self._buffers = Buffers(rows, columns, device, lambda part: part.fill_(1))
-        self._workspace = handoff_buffers([rows * layout.splits], device)[0]
+        self._workspace = flag_in_data_buffers([rows * layout.splits], device)[0]
 
     def run(self, number: int) -> None:
         """Put a product on the current stream, after those before it."""
@@ -187,7 +187,7 @@ def main() -> None:
             ]
         )
     head = ["shape", "us, nothing read", "us", "of bandwidth", "x", "us for 75 %", "us for 1.8 x", "layout"]
-    click.echo(table(head, lines))
+    click.echo(markdown(Table(head, lines)))
     click.echo("x: llama.cpp's dense time over this one; layout: tile_bands, splits x threads x reads at once")
 
 

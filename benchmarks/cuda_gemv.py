@@ -24,9 +24,9 @@ from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.codecs import zigzag
-from sparsepack.markdown import table
-from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, load_zigzag
+from sparsepack.formats.codecs import zigzag
+from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, load_zigzag
+from sparsepack.tables import Table, markdown
 
 ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
     (1024, 4096): 4.28,
@@ -126,7 +126,7 @@ def main(quick: bool, path: Path | None) -> None:
     click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
     results = [measure(*shape, 1 if quick else ROUNDS) for shape in (*ANCHORS, *SMALL)]
     head = ["shape", "active", "us", "llama.cpp", "x", "MiB", "GB/s", "of bandwidth", "error", "config"]
-    click.echo(table(head, [line for result in results for line in rows_of(result, bandwidth)]))
+    click.echo(markdown(Table(head, [line for result in results for line in rows_of(result, bandwidth)])))
     click.echo("us: collection included; x: llama.cpp's dense time over ours; config: bands x warps, stages, splits")
     if path:
         path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "shapes": results}, indent=1))

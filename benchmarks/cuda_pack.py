@@ -25,21 +25,24 @@ import torch
 from pack_stages import STAGES, Stages
 from synthetic import TINY, Size, random, save_config
 
-from sparsepack.artifacts import transfer
-from sparsepack.artifacts.folder import slid as slid_folder
-from sparsepack.artifacts.formats import FORMATS
-from sparsepack.artifacts.gguf import zigzag as zigzag_gguf
-from sparsepack.artifacts.open import open_artifact, read_packed
-from sparsepack.codecs import slid_matrix, zigzag
-from sparsepack.codecs.matrices import decode_rows, encode_rows
-from sparsepack.codecs.pattern import Pattern, kept
-from sparsepack.codecs.slide import Slide
 from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import hashing
-from sparsepack.models.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
+from sparsepack.formats import transfer
+from sparsepack.formats.codecs import slid_matrix, zigzag
+from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.slid import plan as slid_folder
+from sparsepack.formats.slid.artifact import SlidArtifact
+from sparsepack.formats.slid.layout import POSITIONS, SCALE, value_type
+from sparsepack.formats.table import FORMATS
+from sparsepack.formats.zigzag import plan as zigzag_gguf
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.skeleton import parameter_shapes
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.records.groups import kept
+from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.packing import PackRequest, pack
 
 ROOT = Path(__file__).parents[1]
 EIGHT_BILLION = Size("llama-8b", 4096, 32, 14336, 32, 8, 128256)
@@ -85,14 +88,14 @@ def _pruned(name: str, weight: torch.Tensor, pattern: Pattern | None) -> torch.T
 def check_slid(checkpoint: Checkpoint, artifact: Path) -> None:
     """Exit unless the folder is intact and holds what the encoder on the CPU makes."""
     packed = open_artifact(artifact)
-    assert isinstance(packed, slid_folder.SlidArtifact)
+    assert isinstance(packed, SlidArtifact)
     packed.check_bytes()
     for name, how in packed.slides.items():
         if any(name.startswith(f"model.layers.{layer}.") for layer in (0, checkpoint.layers - 1)):
             weight = f"{name}.weight"
-            dtype = slid_folder.VALUES[packed.format.matrices]
+            dtype = value_type(packed.format).dtype
             expected = slid_matrix.encode(checkpoint.tensor(weight), how, dtype)
-            for part, value in zip(("", slid_folder.POSITIONS, slid_folder.SCALE), expected, strict=True):
+            for part, value in zip(("", POSITIONS, SCALE), expected, strict=True):
                 if value is None:
                     continue
                 found = torch.from_numpy(packed.folder.bytes(weight + part).copy())
@@ -146,7 +149,7 @@ def packing(format: str) -> Packing:
     if format == ZIGZAG:
         encoders = ((zigzag_gguf, "encode_rows"), (zigzag, "pack"))
         return Packing(zigzag_gguf, encoders, (transfer, "CUDA_AT_ONCE"), check_zigzag, zigzag.pack)
-    dtype = slid_folder.VALUES[FORMATS[format].matrices]
+    dtype = value_type(FORMATS[format]).dtype
     return Packing(
         slid_folder,
         ((slid_matrix, "encode"),),
@@ -194,7 +197,7 @@ def encoder_seconds(how: Packing, size: Size, device: str) -> tuple[float, int]:
 def process_seconds(request: PackRequest) -> float:
     """The seconds of a process that packs and does nothing else: imports, CUDA's start and Triton's included."""
     code = (
-        "import json, sys; from pathlib import Path; from sparsepack.pack import PackRequest, pack; "
+        "import json, sys; from pathlib import Path; from sparsepack.packing import PackRequest, pack; "
         "asked = json.loads(sys.argv[1]); pack(PackRequest(**asked | {'output': Path(asked['output'])}))"
     )
     asked = {name: value for name, value in vars(request).items() if value is not None}

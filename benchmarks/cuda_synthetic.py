@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from synthetic import Size, with_thresholds
 from torch import Tensor
 
-from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_rows, encode_rows
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_rows, encode_rows
+from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.packed import PackedLayer, PackedModel, PackedSite
-from sparsepack.runtime import reference
+from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
 LLAMA_7B = Size("Llama-2-7B", 4096, 32, 11008, 32, 32, 32000)
@@ -73,7 +75,8 @@ def random_model(size: Size, layers: int | None = None, device: str = "cuda") ->
             name: PackedSite(random_zigzag(sum(parts), columns, scale, generator), None, None, parts)
             for name, (parts, columns, scale) in shapes.items()
         }
-        return PackedLayer(sites, {"attn_norm": norm(), "mlp_norm": norm()})
+        attention, mlp = ({name: sites[name] for name in names} for names in (ATTENTION_SITES, MLP_SITES))
+        return PackedLayer(attention, {"attn_norm": norm(), "mlp_norm": norm()}, DenseMlp(mlp))
 
     return PackedModel(
         architecture=architecture_of(config, None),
@@ -117,8 +120,10 @@ def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[fl
     generator = torch.Generator(device=device).manual_seed(1)
     ids = torch.randint(a.vocabulary, (CALIBRATION_TOKENS,), device=device, generator=generator)
     embedded = decode_rows(packed.embedding.blocks[ids], packed.embedding.type)
-    cos, sin = (t.to(device) for t in reference.rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, len(ids)))
-    seen = reference.visible(0, len(ids), 0, 0, device)
+    cos, sin = (
+        t.to(device) for t in reference_attention.rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, len(ids))
+    )
+    seen = reference_attention.visible(0, len(ids), 0, 0, device)
     states = {sparsity: embedded.clone() for sparsity in sparsities}
     found: dict[float, dict[tuple[int, str], float]] = {sparsity: {} for sparsity in states}
     for number, layer in enumerate(packed.layers):
@@ -143,7 +148,9 @@ def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[fl
             x = reference.rms_norm(hidden, layer.norms["attn_norm"], a.norm_eps)
             parts = list(layer.sites["attn_in"].parts)
             q, k, v = (heads(part) for part in product("attn_in", x).split(parts, dim=-1))
-            mixed = reference.attention(reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v, seen)
+            mixed = reference_attention.attention(
+                reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v, seen
+            )
             hidden = hidden + product("attn_out", mixed)
             x = reference.rms_norm(hidden, layer.norms["mlp_norm"], a.norm_eps)
             gate, up = product("mlp_in", x).chunk(2, dim=-1)

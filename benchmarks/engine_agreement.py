@@ -15,8 +15,9 @@ from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
-from sparsepack.markdown import table
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.tables import Table, markdown
 
 
 @click.command()
@@ -42,18 +43,23 @@ def main(
     nll = {}
     for name in runtimes:
         where = {"cuda": "cuda", "cpu": "cpu"}.get(name, device)
-        subject = open_subject(path) if name == "transformers" else open_engine_subject(path, name, where)
+        options = EngineOptions(where, backend=name)
+        subject = open_subject(path) if name == "transformers" else open_engine_subject(path, options)
         inputs, targets = rolling_windows(subject.tokenizer, read_text(text), context)
         part = slice(first, first + windows)
         scores = score_windows(subject.scorer(), inputs[part], targets[part], protocol)
         nll[name] = scores.nll / scores.targets
-    print(table(["runtime", "perplexity"], [[name, f"{math.exp(float(x.mean())):.3f}"] for name, x in nll.items()]))
+    print(
+        markdown(
+            Table(["runtime", "perplexity"], [[name, f"{math.exp(float(x.mean())):.3f}"] for name, x in nll.items()])
+        )
+    )
     rows = []
     for a, b in itertools.combinations(nll, 2):
         difference = nll[b] - nll[a]
         error = float(difference.std()) / math.sqrt(len(difference))
         rows.append([f"{b} / {a}", f"{math.exp(float(difference.mean())):.5f} ± {error:.5f}"])
-    print(f"\n{protocol}, {len(difference)} windows of {context}\n\n{table(['runtimes', 'ratio'], rows)}")
+    print(f"\n{protocol}, {len(difference)} windows of {context}\n\n{markdown(Table(['runtimes', 'ratio'], rows))}")
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsepack.calibrate.channels import importance
-from sparsepack.calibrate.folder import load
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.calibration.channels import importance
+from sparsepack.calibration.folder import load
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.sparsity.attention import heaviest
 
 
 def importances(model: str, calibration: Path, by: str = "product") -> list[Tensor]:
-    """How important each channel of each head is, by a field of `calibrate.channels.Importance`: [kv_heads, D] a
+    """How important each channel of each head is, by a field of `calibration.channels.Importance`: [kv_heads, D] a
     layer. Raises `CalibrationError` for a calibration of another model."""
     statistics = load(calibration)
     statistics.check_model(open_checkpoint(model))

@@ -16,11 +16,11 @@ import torch
 
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
-from sparsepack.markdown import table
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.windows import rolling_windows
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.packing import PackRequest, pack
+from sparsepack.tables import Table, markdown
 
 
 @click.command()
@@ -52,7 +52,9 @@ def main(model: str, text: str, tokens: int, window: int) -> None:
             [name, f"{float((it - ours).norm() / ours.norm()):.5f}", f"{_agreement(it, ours):.2%}"]
             for name, it in cases.items()
         ]
-        print(table(["against transformers on the dequantised weights", "relative L2", "same top token"], rows))
+        print(
+            markdown(Table(["against transformers on the dequantised weights", "relative L2", "same top token"], rows))
+        )
 
 
 @torch.inference_mode()

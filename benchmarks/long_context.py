@@ -30,14 +30,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.markdown import table
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.runtime.batch import BatchEngine
-from sparsepack.runtime.cuda import attention as dense_attention
-from sparsepack.runtime.cuda.attention import AttentionParameters
-from sparsepack.runtime.cuda.double import attention as double_attention
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.runtime.cuda.attention import attention as dense_attention
+from sparsepack.runtime.cuda.attention import double_sparsity
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.tables import Table, markdown
 
 POLICY = TokenPolicy(Fraction(1, 16), sinks=4, recent=64, min_context=0)
 CHANNELS = 32
@@ -86,7 +85,7 @@ class Decoder:
         for _ in range(copies):
             keys, values = (torch.randn(room, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             dense = AttentionParameters(shape, layer, keys, values)
-            self.caches.append(double_attention.double_parameters(dense, heavy, policy))
+            self.caches.append(double_sparsity.double_sparsity_parameters(dense, heavy, policy))
         self.label()
         self._last = torch.full((texts,), tokens - 1, dtype=torch.int32, device="cuda")
         self.ids = torch.zeros(texts, dtype=torch.int64, device="cuda")
@@ -98,7 +97,7 @@ class Decoder:
         """Label the keys that are cached."""
         for of in self.caches:
             start = torch.zeros(self.texts, dtype=torch.int32, device="cuda")
-            double_attention.label_append(of, 0, self.tokens, positions=start)
+            double_sparsity.label_append(of, 0, self.tokens, positions=start)
 
     @torch.no_grad()
     def step(self, attention: str) -> Tensor:
@@ -127,7 +126,7 @@ class Decoder:
             return self._torchs(of.dense, qkv)
         out = torch.empty(self.texts, self._shape[0] * HEAD_DIM, device="cuda")
         if attention == "sparse":
-            double_attention.attend(of, qkv.float(), self._last, out)
+            double_sparsity.attend(of, qkv.float(), self._last, out)
         else:
             dense_attention.attend(of.dense, qkv.float(), self._last, out)
         return out.bfloat16()
@@ -212,26 +211,16 @@ def measure_engine(packed: Any, texts: int, tokens: int, rounds: int, steps: int
     vocabulary, room = packed.architecture.vocabulary, tokens + (rounds + 1) * 2 * steps
     prompts = [random_ids(vocabulary, tokens, seed=n) for n in range(texts)]
     samples: dict[str, list[float]] = {"dense": [], "sparse": []}
-    one = Engine(packed, "cuda", room) if texts == 1 else None
-    several = BatchEngine(packed, "cuda", room, sequences=texts) if texts > 1 else None
-    if one is not None:
-        one.prefill(prompts[0])
-    elif several is not None:
-        for n, prompt in enumerate(prompts):
-            several.prefill(n, prompt)
+    engine = Engine(packed, device="cuda", context=room, sequences=texts)
+    for n, prompt in enumerate(prompts):
+        engine.prefill(prompt, n)
     for round in range(-1, rounds):
         for mode, taken in samples.items():
-            if one is not None:
-                one.dense = mode == "dense"
-            elif several is not None:
-                several.dense = mode == "dense"
+            engine.dense = mode == "dense"
             torch.cuda.synchronize()
             start = time.perf_counter()
             for id in range(steps):
-                if one is not None:
-                    one.step(id)
-                elif several is not None:
-                    several.step([id] * texts)
+                engine.step_all([id] * texts)
             torch.cuda.synchronize()
             if round >= 0:
                 taken.append((time.perf_counter() - start) / steps)
@@ -271,7 +260,7 @@ def main(quick: bool, path: Path | None) -> None:
     head = ["texts", "tokens", "GB of keys and values", "torch's dense, ms", "our dense", "sparse", "x", "fewer bytes"]
     head += ["of bound", "t/s"]
     click.echo(f"\nBF16, {sum(p.numel() for p in model.parameters()) * 2 / 1e9:.1f} GB of weights\n")
-    click.echo(table(head, [row_of(result, bandwidth) for result in results]))
+    click.echo(markdown(Table(head, [row_of(result, bandwidth) for result in results])))
     del model
     torch.cuda.empty_cache()
 
@@ -289,7 +278,7 @@ def main(quick: bool, path: Path | None) -> None:
         for result in engines
     ]
     click.echo("\nQ4_K, the engine\n")
-    click.echo(table(["texts", "tokens", "dense, ms", "sparse", "x", "t/s"], lines))
+    click.echo(markdown(Table(["texts", "tokens", "dense, ms", "sparse", "x", "t/s"], lines)))
     if path:
         found = {"device": device_line(), "bandwidth": bandwidth, "bf16": results, "engine": engines}
         path.write_text(json.dumps(found, indent=1))

@@ -1,4 +1,4 @@
-"""Do engines that leave out inactive neurons say what the dense model says? Do places serve what is simulated?
+"""Do engines that leave out inactive neurons say what the dense model says? Do slots serve what is simulated?
 
     python benchmarks/neuron_agreement.py m.gguf --text TEXT [--sessions 6] [--cached 0.3] [--backend cpu]
 
@@ -19,24 +19,25 @@ import click
 import numpy as np
 import torch
 
-from sparsepack.artifacts.open import read_packed
-from sparsepack.artifacts.stock import stock_tokenizer
 from sparsepack.files.text import read_text
-from sparsepack.markdown import table
-from sparsepack.models.packed import MLP_RECORDS, PackedModel
-from sparsepack.models.windows import session_windows
+from sparsepack.formats.mlp_kinds import MLP_RECORDS
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.stock import stock_tokenizer
+from sparsepack.models.tokenizer.windows import session_windows
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.links import HALVES
 from sparsepack.placement.names import ONLINE
 from sparsepack.placement.placement import Placement, budget_of
 from sparsepack.placement.policies import POLICIES, Start
+from sparsepack.placement.policy_run import play
 from sparsepack.progress import progress
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.decoder import Places
-from sparsepack.runtime.hybrid.served import Served
-from sparsepack.runtime.hybrid.split import HALVES
-from sparsepack.simulate.play import play
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.tables import Table, markdown
 
 LEAST_AGREEMENT = 0.999
-DENSE, PLACED = "dense", "with places"
+DENSE, PLACED = "dense", "with slots"
 
 
 @dataclass
@@ -87,10 +88,10 @@ def engines_of(
     """By backend and name: the dense reference, and three of each backend."""
     engines = {("reference", DENSE): Engine(packed, context=tokens, backend="reference", dense=True)}
     for backend, policy in watched.items():
-        places = Places(cached, policy.begin, HALVES)  # so that both workers have work, whatever tune found
+        slots = EngineOptions(cached=cached, begin=policy.begin, links=HALVES)  # work for both, whatever tune found
         engines[backend, DENSE] = Engine(packed, context=tokens, backend=backend, dense=True)
         engines[backend, "by neurons"] = Engine(packed, context=tokens, backend=backend)
-        engines[backend, PLACED] = Engine(packed, context=tokens, backend=backend, places=places)
+        engines[backend, PLACED] = Engine(packed, slots, context=tokens, backend=backend)
     return engines
 
 
@@ -103,12 +104,11 @@ def said(engine: Engine, ids: list[int], prompt: int) -> torch.Tensor:
     return torch.stack([engine.step(id) for id in ids[prompt:]])
 
 
-def simulated(packed: PackedModel, watched: Watched, prompt: int, cached: float) -> Served:
+def simulated(packed: PackedModel, watched: Watched, prompt: int, cached: float) -> HitCounts:
     """What the simulator says of the session that was watched."""
-    blocks = [layer.neurons for layer in packed.layers if layer.neurons is not None]
+    blocks = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
     frequency = np.stack([block.frequency[block.order.argsort()].double().numpy() for block in blocks])
-    outcome = play(watched.policy, Start(frequency, budget_of(cached, frequency), np.stack(watched.rows), prompt))
-    return Served(outcome.tokens, outcome.needed, outcome.hits, outcome.moves)
+    return play(watched.policy, Start(frequency, budget_of(cached, frequency), np.stack(watched.rows), prompt))
 
 
 @click.command()
@@ -130,7 +130,7 @@ def main(
     policy: str,
     backends: tuple[str, ...],
 ) -> None:
-    """Print what each engine agrees on with the dense ones, and what had places beside the simulator's counts."""
+    """Print what each engine agrees on with the dense ones, and what had slots beside the simulator's counts."""
     packed = read_packed(path)
     windows, _ = session_windows(stock_tokenizer(packed), read_text(text), tokens, sessions)
     watched = {backend: Watched(policy) for backend in backends}
@@ -155,9 +155,9 @@ def main(
                 if engine.served != expected or counted != expected.needed:
                     wrong.append(f"session {number}, {backend}: {engine.served}, the simulator says {expected}")
     head = ["backend", "engine", "against the dense", "positions", "same likeliest token", "largest KL", "mean KL"]
-    click.echo(table(head, [[*key, *each.cells] for key, each in compared.items()]))
-    both = [f"{name}{of}" for of in ("", ", simulated") for name in ("needed", "with places", "moves")]
-    click.echo(f"\n{100 * cached:g} % with places, {policy}\n\n{table(['backend', 'session', *both], served)}")
+    click.echo(markdown(Table(head, [[*key, *each.cells] for key, each in compared.items()])))
+    both = [f"{name}{of}" for of in ("", ", simulated") for name in ("needed", "with slots", "moves")]
+    click.echo(f"\n{100 * cached:g} % with slots, {policy}\n\n{markdown(Table(['backend', 'session', *both], served))}")
     for (backend, name, against), each in compared.items():
         if each.same_top < LEAST_AGREEMENT * each.positions:
             wrong.append(f"{backend}, {name}: the likeliest token is not that of the dense {against} too often")
@@ -165,7 +165,7 @@ def main(
         raise click.ClickException("; ".join(wrong))
 
 
-def cells(served: Served | None) -> list[str]:
+def cells(served: HitCounts | None) -> list[str]:
     """Of a table."""
     assert served is not None
     return [f"{served.needed:,}", f"{served.hits:,}", f"{served.moves:,}"]

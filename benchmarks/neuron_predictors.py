@@ -48,12 +48,12 @@ from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.standard_error import exp_mean, mean, with_error
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.markdown import table
-from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import MLP_MID
-from sparsepack.models.hooks import site_hooks
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.progress import progress
-from sparsepack.trace.collect import DENSE
+from sparsepack.tables import Table, markdown
+from sparsepack.tracing.collect import DENSE
 
 SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 MLP_IN = "mlp_in"
@@ -313,7 +313,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table(head, cells)
+    return markdown(Table(head, cells))
 
 
 if __name__ == "__main__":

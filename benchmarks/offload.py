@@ -30,15 +30,15 @@ from cuda_timing import device_line, interleaved, read_bandwidth
 from torch import Tensor
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.markdown import table
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.runtime.cuda import attention as dense_attention
-from sparsepack.runtime.cuda.decoder import CudaDecoder
-from sparsepack.runtime.cuda.double.kv_cache import DoubleKvCache
-from sparsepack.runtime.cuda.double.offloaded_kv_cache import OffloadedKvCache
-from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.kv_cache import CACHE_TYPES
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.runtime.cuda.attention import attention as dense_attention
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CACHE_TYPES
+from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.tables import Table, markdown
 
 HEAD_DIM, CHANNELS = 128, 32
 POLICY = TokenPolicy(Fraction(1, 16), sinks=4, recent=64, min_context=0)
@@ -63,9 +63,7 @@ class WholeKvCache(OffloadedKvCache):
         self._copies, self._free = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(2)]
         self._there = [torch.cuda.Event() for _ in range(2)]
 
-    def step(
-        self, layer: int, qkv: Tensor, sparse: bool = False, out: Tensor | None = None, early_read: bool = False
-    ) -> Tensor:
+    def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
         last = len(self._layers) - 1
         if layer == 0:
             for event in self._free:
@@ -75,13 +73,11 @@ class WholeKvCache(OffloadedKvCache):
         if layer < last:
             self._bring(layer + 1)
         of, (keys, values) = self._layers[layer], self._buffers[layer % 2]
-        out = self._ready(of, qkv, out)
         dense_attention.attend(replace(of, keys=keys, values=values), qkv, self.positions.there, out)
         here = self.positions.there.long()
         for kept, new in ((of.keys, keys), (of.values, values)):
             kept.index_copy_(2, here, new.index_select(2, here))
         self._free[layer % 2].record()
-        return out
 
     def _bring(self, layer: int) -> None:
         self._copies.wait_event(self._free[layer % 2])
@@ -101,10 +97,10 @@ def shape_of(heads: int, kv_heads: int, tokens: int, layers: int) -> AttentionSh
     return AttentionShape(heads, kv_heads, HEAD_DIM, 0.0, cos, torch.zeros_like(cos), (layer,) * layers, 1, POLICY)
 
 
-def fill(cache: DoubleKvCache, tokens: int) -> None:
+def fill(cache: DoubleSparsityKvCache, tokens: int) -> None:
     """Random keys and values of all tokens but the last, and their labels."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    for of, double in zip(cache._layers, cache._double, strict=True):
+    for of, double in zip(cache._layers, cache._double_sparsity, strict=True):
         for cached in (of.keys, of.values):
             for head in cached[0]:
                 head.copy_(torch.randn(head.shape, generator=generator, device="cuda"))
@@ -139,31 +135,39 @@ def bus_bandwidth() -> float:
     return here.nbytes / min(samples)
 
 
+def stepped(cache: DoubleSparsityKvCache, layer: int, qkv: Tensor, sparse: bool) -> Tensor:
+    """What a step leaves, in memory of its own: float32 [1, heads * head_dim]."""
+    cache.positions.write(cache.lengths)
+    of = cache._layers[layer].shape
+    out = torch.empty(1, of.heads * of.head_dim, device="cuda")
+    cache.step(layer, qkv, sparse, out)
+    return out
+
+
 def measure(heads: int, kv_heads: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a layer's attention: drifting queries with once and twice as many places as tokens are read, queries
+    """Seconds of a layer's attention: drifting queries with once and twice as many slots as tokens are read, queries
     with nothing in common, the same cache on the card, and a layer's whole cache moved."""
     shape, device = shape_of(heads, kv_heads, tokens, 1), torch.device("cuda")
     out = torch.empty(1, heads * HEAD_DIM, device="cuda")
-    card = DoubleKvCache(shape, "bf16", device)
+    card = DoubleSparsityKvCache(shape, "bf16", device)
     fill(card, tokens)
     results, caches, runs, fetched = [], [], {}, {}
     read = kv_heads * POLICY.budget(tokens)
 
-    def steps(cache: DoubleKvCache, rows: list[Tensor]) -> Callable[[int], object]:
+    def steps(cache: DoubleSparsityKvCache, rows: list[Tensor]) -> Callable[[int], object]:
         return lambda n: cache.step(0, rows[n % STEPS], True, out)
 
     drifting, anew = queries(heads, kv_heads, KEPT), queries(heads, kv_heads, 0.0)
-    for name, places, rows in (("text, 1x", 1.0, drifting), ("text, 2x", 2.0, drifting), ("anew", 1.0, anew)):
-        cache = OffloadedKvCache(shape, "bf16", device, places=places)
+    for name, slots, rows in (("text, 1x", 1.0, drifting), ("text, 2x", 2.0, drifting), ("anew", 1.0, anew)):
+        cache = OffloadedKvCache(shape, "bf16", device, slots=slots)
         caches.append(cache)  # what is replayed does not keep it
         for mine, theirs in zip(cache._layers, card._layers, strict=True):
             mine.keys.copy_(theirs.keys)
             mine.values.copy_(theirs.values)
-            cache._kernels.label_append(cache._double[0], 0, tokens - 1, 0)
+            cache._kernels.label_append(cache._double_sparsity[0], 0, tokens - 1, 0)
         cache.lengths[0] = tokens - 1
         cache.positions.write(cache.lengths)
-        expected = card.step(0, rows[0], True)
-        if not torch.equal(cache.step(0, rows[0], True), expected):
+        if not torch.equal(stepped(cache, 0, rows[0], True), stepped(card, 0, rows[0], True)):
             raise RuntimeError(f"{name}: not what the cache on the card gives; not timed")
         counts = []
         for n in range(2 * STEPS):
@@ -178,9 +182,9 @@ def measure(heads: int, kv_heads: int, tokens: int, rounds: int) -> list[dict[st
         mine.values.copy_(card._layers[0].values)
     whole.lengths[0] = tokens - 1
     whole.positions.write(whole.lengths)
-    expected = card.step(0, drifting[0], False)
+    expected = stepped(card, 0, drifting[0], False)
     for layer in range(2):
-        error = float((whole.step(layer, drifting[0], True) - expected).norm() / expected.norm())
+        error = float((stepped(whole, layer, drifting[0], True) - expected).norm() / expected.norm())
         if not error <= LIMIT:
             raise RuntimeError(f"moved whole: wrong by {error:.3g}, expected {LIMIT}; not timed")
     runs["whole"] = graph_seconds(lambda n: whole.step(n % 2, drifting[0], True, out), 2)
@@ -220,7 +224,7 @@ def measure_model(size: Any, tokens: int, rounds: int) -> dict[str, Any]:
             torch.cuda.synchronize()
             start = time.perf_counter()
             for n in range(steps):
-                decoder.step(7 * round + n, True)
+                decoder.step([7 * round + n], True)
             torch.cuda.synchronize()
             if round:
                 taken.append((time.perf_counter() - start) / steps)
@@ -302,14 +306,14 @@ def main(quick: bool, models: bool, path: Path | None) -> None:
         "x",
         "of bus",
     ]
-    click.echo(table(head, attention_rows(attention, bus)))
+    click.echo(markdown(Table(head, attention_rows(attention, bus))))
     for case in (MODELS[:1] if quick else MODELS) if models else ():
         steps.append(measure_model(*case, rounds))
         gc.collect()
         torch.cuda.empty_cache()
     if models:
         head = ["model", "tokens", "GB of keys and values", "fetched", "moved whole, ms", "offloaded", "x", "of bus"]
-        click.echo("\n" + table(head, model_rows(steps, bus)))
+        click.echo("\n" + markdown(Table(head, model_rows(steps, bus))))
     if path:
         found = {"device": device_line(), "bus": bus, "attention": attention, "models": steps}
         path.write_text(json.dumps(found, indent=1))

@@ -1,4 +1,4 @@
-"""Which neurons should live where: what places across blocks, published policies and a slow one serve of a real model.
+"""Which neurons should live where: what slots across blocks, published policies and a slow one reach on a real model.
 
     python benchmarks/placement.py [--model MODEL --calibration-text CAL --text TEXT --other OTHER] [--work FOLDER]
 
@@ -6,7 +6,7 @@ Without options it takes books-26m-relu and its texts from SPARSEPACK_SHARED. A 
 the frequencies, and a trace of the same text says who is active together; traces of TEXT, and of OTHER, which is text
 of another kind, are played. All are made once in --work.
 
-Printed are: who is active; places in each block, and what they serve beside the same share of each block; every policy
+Printed are: who is active; slots in each block, and their hit rate beside the same share of each block; every policy
 for every share; the same on OTHER at 30 %; the settings of the slow momentum, chosen on every second session by the
 fewest neurons read from host memory at 30 %, with what they and the default ones serve on the others; and groups of
 neurons that move together, of --blocks, at 30 %, for which METIS needs sparsepack[metis]; and how long a decision of
@@ -24,27 +24,28 @@ from typing import Any
 import click
 import numpy as np
 
-from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.folder import load as load_calibration
-from sparsepack.calibrate.neurons import activity
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.calibration.neurons import activity
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.cli.neurons import neurons_table
 from sparsepack.cli.simulation import simulation_table
-from sparsepack.inspect import inspect
-from sparsepack.markdown import table
+from sparsepack.inspection import inspect
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.names import POLICIES
 from sparsepack.placement.placement import across_blocks, budget_of, same_share
 from sparsepack.placement.policies import POLICIES as POLICY_ROWS
 from sparsepack.placement.policies import Slow, Start, momentum, slow
-from sparsepack.simulate.groups import Known, grouped_frequency, groups_of, needed_of
-from sparsepack.simulate.options import ORDERS, SimulateOptions
-from sparsepack.simulate.play import Outcome, play
-from sparsepack.simulate.run import simulate
-from sparsepack.trace.collect import trace
-from sparsepack.trace.options import TraceOptions
-from sparsepack.trace.trace import Trace
-from sparsepack.trace.trace import load as load_trace
+from sparsepack.placement.policy_run import play
+from sparsepack.simulation.groups import Known, grouped_frequency, groups_of, needed_of
+from sparsepack.simulation.options import ORDERS, SimulateOptions
+from sparsepack.simulation.run import simulate
+from sparsepack.tables import Table, markdown
+from sparsepack.tracing.collect import trace
+from sparsepack.tracing.options import TraceOptions
+from sparsepack.tracing.trace import Trace
+from sparsepack.tracing.trace import load as load_trace
 
 SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 CHOSEN_AT = 0.3
@@ -125,7 +126,7 @@ def _policies(work: Path, calibration: Calibration, cached: str) -> dict[str, An
     click.echo(neurons_table(inspect(work / "text")["neurons"]))
     windows = calibration.manifest["tokens"]["windows"]
     click.echo(
-        f"\nplaces, as shares of each block, by the frequencies of {windows} windows\n\n{_places(calibration, cached)}"
+        f"\nslots, as shares of each block, by the frequencies of {windows} windows\n\n{_slots(calibration, cached)}"
     )
     text = simulate(work / "text", calibration, SimulateOptions(cached=cached, policy=",".join(POLICIES)))
     click.echo(f"\nthe text: {simulation_table(text)}")
@@ -140,19 +141,19 @@ def _frequency(calibration: Calibration) -> np.ndarray:
     return np.stack([layer.frequency.numpy() for layer in activity(calibration)])
 
 
-def _places(calibration: Calibration, cached: str) -> str:
+def _slots(calibration: Calibration, cached: str) -> str:
     frequency = _frequency(calibration)
     rows = []
     for share in map(float, cached.split(",")):
         budget = budget_of(share, frequency)
         across, same = across_blocks(frequency, budget), same_share(frequency, budget)
-        shares = [f"{count / frequency.shape[1]:.2f}" for count in across.places]
-        rows.append([f"{100 * share:g} %", *shares, *(f"{_served(frequency, each):.3f}" for each in (same, across))])
+        shares = [f"{count / frequency.shape[1]:.2f}" for count in across.slots]
+        rows.append([f"{100 * share:g} %", *shares, *(f"{_hit_rate(frequency, each):.3f}" for each in (same, across))])
     blocks = [f"block {number}" for number in range(len(frequency))]
-    return table(["places", *blocks, "serve, same share", "across blocks"], rows)
+    return markdown(Table(["slots", *blocks, "hit rate, same share", "across blocks"], rows))
 
 
-def _served(frequency: np.ndarray, placement: Any) -> float:
+def _hit_rate(frequency: np.ndarray, placement: Any) -> float:
     """Of the calibration's own activations."""
     return float(frequency[placement.resident].sum() / frequency.sum())
 
@@ -176,11 +177,9 @@ def _chosen(traced: Trace, calibration: Calibration) -> dict[str, Any]:
 
 
 def _figures(settings: Slow, starts: list[Start]) -> dict[str, float]:
-    found = [play(slow(settings), start) for start in starts]
-    needed, hits, moves, tokens = (
-        sum(getattr(one, name) for one in found) for name in ("needed", "hits", "moves", "tokens")
-    )
-    return {"hit_rate": hits / needed, "moves": moves / tokens, "host_reads": (needed - hits + moves) / tokens}
+    total = sum((play(slow(settings), start) for start in starts), HitCounts())
+    host_reads = (total.needed - total.hits + total.moves) / total.tokens
+    return {"hit_rate": total.hit_rate, "moves": total.moves / total.tokens, "host_reads": host_reads}
 
 
 def _said(found: dict[str, Any]) -> str:
@@ -191,40 +190,33 @@ def _said(found: dict[str, Any]) -> str:
         for name, row in rows
     ]
     head = ["settings of the slow momentum", "lambda", "margin", "hit rate", "moves", "host reads"]
-    return table(head, cells)
+    return markdown(Table(head, cells))
 
 
 def _groups(traced: Trace, known: Known, blocks: list[int]) -> list[dict[str, Any]]:
-    """What groups serve where every block has the same share of places: each is played alone."""
+    """The hit rate of groups where every block has the same share of slots: each is played alone."""
     rows = []
     for size, order in [(1, "frequency"), *itertools.product((8, 16, 32), ORDERS)]:
         groups = groups_of(known, order, size)
         frequency = grouped_frequency(known.frequency, groups)
-        found: dict[str, list[Outcome]] = {name: [] for name in GROUP_POLICIES}
+        found: dict[str, list[HitCounts]] = {name: [] for name in GROUP_POLICIES}
         active, touched = np.zeros(len(blocks)), np.zeros(len(blocks))
         for number, session in enumerate(traced.sessions):
             needed = needed_of(traced, number, groups)[:, blocks]
             active += needed[session.prompt :].sum((0, 2))
             touched += size * np.count_nonzero(needed[session.prompt :], axis=(0, 2))
             for index, block in enumerate(blocks):
-                places = round(CHOSEN_AT * frequency.shape[1])
-                start = Start(frequency[[block]], places, needed[:, [index]], session.prompt, size)
+                slots = round(CHOSEN_AT * frequency.shape[1])
+                start = Start(frequency[[block]], slots, needed[:, [index]], session.prompt, size)
                 for name, policy in GROUP_POLICIES.items():
                     found[name].append(play(policy, start))
         tokens = sum(session.tokens - session.prompt for session in traced.sessions)
-        total = {name: _total(outcomes) for name, outcomes in found.items()}
+        total = {name: sum(outcomes, HitCounts()) for name, outcomes in found.items()}
         rows.append(
             {"group": size, "order": order, "active_share": float((active / touched).mean())}
-            | {
-                name: {"hit_rate": of["hits"] / of["needed"], "moves": size * of["moves"] / tokens}
-                for name, of in total.items()
-            }
+            | {name: {"hit_rate": of.hit_rate, "moves": size * of.moves / tokens} for name, of in total.items()}
         )
     return rows
-
-
-def _total(outcomes: list[Outcome]) -> dict[str, int]:
-    return {name: sum(getattr(one, name) for one in outcomes) for name in ("needed", "hits", "moves")}
 
 
 def _groups_table(rows: list[dict[str, Any]]) -> str:
@@ -240,7 +232,7 @@ def _groups_table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table(["group", "order", "active share of touched groups, mean of blocks", *GROUP_POLICIES], cells)
+    return markdown(Table(["group", "order", "active share of touched groups, mean of blocks", *GROUP_POLICIES], cells))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from sparsepack.simulate.plot import plot
+from sparsepack.simulation.plot import plot
 
 _SHOWN = ("static-same-share", "static", "momentum", "slow", "belady")
 

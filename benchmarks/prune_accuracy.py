@@ -17,14 +17,14 @@ from typing import Any
 import click
 from accuracy_windows import Windows, windows_of
 
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.pack import PackRequest, pack
-from sparsepack.prune.options import METHODS, PruneOptions
-from sparsepack.prune.run import prune
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import METHODS, PruneOptions
+from sparsepack.pruning.run import prune
 
 
 @click.command()

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from sparsepack.eval.standard_error import mean, with_error
 from sparsepack.eval.subject import open_subject
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.runtime.double.attention import attach, sparse_rows
+from sparsepack.integration.transformers.double_sparsity import attach, sparse_rows
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 
 _SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.!?\n]{60,300}[.!?]")
 

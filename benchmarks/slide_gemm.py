@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from sparsepack.bench.linears import TOKENS, Linear, bench_linears
-from sparsepack.bench.linears_table import linears_table
+from sparsepack.bench.table import linears_table
 
 QWEN_7B = (
     Linear("Wqkv", 4608, 3584),

@@ -10,11 +10,11 @@ import torch
 from cuda_timing import device_line, interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
-from sparsepack.codecs.pattern import Pattern
-from sparsepack.codecs.slide import Slide
-from sparsepack.markdown import table
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
-from sparsepack.runtime.slide import reference
+from sparsepack.runtime.reference import slide as reference
+from sparsepack.tables import Table, markdown
 
 TOKENS, WIDTHS = (512, 2048, 8192, 16384), (3584, 18944)
 PLAIN, SLID = Slide(Pattern(2, 4)), Slide(Pattern(6, 8))
@@ -80,7 +80,7 @@ def main(rounds: int) -> None:
         "GB/s",
         "of the copy's",
     ]
-    click.echo(table(head, rows))
+    click.echo(markdown(Table(head, rows)))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from cuda_timing import device_line
 from torch import Tensor, nn
 
 from sparsepack.bench.linears import contenders
-from sparsepack.codecs.pattern import Pattern, kept
-from sparsepack.codecs.slid_matrix import encode
-from sparsepack.codecs.slide import Slide
-from sparsepack.markdown import table
-from sparsepack.runtime.slide.linear import SlidLinear
+from sparsepack.formats.codecs.slid_matrix import encode
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.integration.transformers.slid_linear import SlidLinear
+from sparsepack.models.records.groups import kept
+from sparsepack.models.records.pattern import Pattern
+from sparsepack.tables import Table, markdown
 
 HOW = Slide(Pattern(6, 8))
 SIDES = ("BF16", "INT8", "FP8", "slid INT8", "slid FP8")
@@ -137,7 +138,9 @@ def main(tokens: int, layers: int, rounds: int) -> None:
         ]
         for name, taken in medians.items()
     ]
-    click.echo(table(["Linears", "ms", "range", "tokens/s", *(f"x dense {other}" for other in SIDES[:3])], rows))
+    click.echo(
+        markdown(Table(["Linears", "ms", "range", "tokens/s", *(f"x dense {other}" for other in SIDES[:3])], rows))
+    )
 
 
 if __name__ == "__main__":

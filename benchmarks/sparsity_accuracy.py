@@ -18,15 +18,15 @@ import click
 import torch
 from accuracy_windows import windows_of
 
-from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.rule import Rules
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.records.rule import Rules
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -106,8 +106,8 @@ def _calibrated(checkpoint: Checkpoint, text: str, samples: int, device: str) ->
 
 
 def _packed(checkpoint: Checkpoint, device: str) -> Subject:
-    from sparsepack.artifacts.formats import FORMATS
-    from sparsepack.artifacts.plan import PlanRequest
+    from sparsepack.formats.plan import PlanRequest
+    from sparsepack.formats.table import FORMATS
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"

@@ -17,15 +17,15 @@ from typing import Any
 import click
 import torch
 
-from sparsepack.artifacts.open import read_packed
-from sparsepack.artifacts.stock import dequantised, stock_config
-from sparsepack.models.families import FAMILIES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.skeleton import parameter_shapes
-from sparsepack.models.whole import build_model
-from sparsepack.pack import PackRequest, pack
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import DenseMlp, PackedModel
+from sparsepack.formats.stock import dequantised, stock_config
+from sparsepack.models.families import FAMILIES, MLP_SITES
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.stock.whole import build_model
+from sparsepack.packing import PackRequest, pack
 
 DEFAULT_WORK = Path("/tmp/sparsepack-bench")
 SPARSITIES = (0.5, 0.75)
@@ -76,7 +76,8 @@ def with_thresholds(packed: PackedModel, thresholds: Mapping[tuple[int, str], fl
             value = thresholds.get((number, name))
             rule = None if value is None else SiteRule(torch.tensor(value, dtype=torch.float32))
             sites[name] = replace(site, rule=rule)
-        layers.append(replace(layer, sites=sites))
+        mlp = DenseMlp({name: sites.pop(name) for name in MLP_SITES})
+        layers.append(replace(layer, attention=sites, mlp=mlp))
     return replace(packed, layers=tuple(layers))
 
 

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import save_file
 from synthetic import Size, random, random_ids, save_config
 
-from sparsepack.artifacts.formats import FORMATS
-from sparsepack.artifacts.open import read_packed
-from sparsepack.artifacts.plan import PlanRequest
 from sparsepack.files.hashing import NO_HASH
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.neurons import NeuronCounts
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.skeleton import parameter_shapes
-from sparsepack.models.whole import load_model
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.plan import PlanRequest
+from sparsepack.formats.table import FORMATS
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.records.neurons import NeuronCounts
+from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.stock.whole import load_model
 
 CONSTANT = 8.0
 """Of the channel that is the same for every token."""

@@ -13,11 +13,12 @@ import click
 import torch
 from synthetic import DEFAULT_WORK, QWEN_0_5B, TINY, find_thresholds, make_checkpoint, with_thresholds
 
-from sparsepack.artifacts.open import read_packed
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
-from sparsepack.markdown import table
-from sparsepack.pack import PackRequest, pack
+from sparsepack.formats.open import read_packed
+from sparsepack.packing import PackRequest, pack
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.tables import Table, markdown
 
 KINDS = ("f16", "q8_0", "auto")
 SHOWN = 0.5
@@ -42,7 +43,7 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
             pack(PackRequest(str(checkpoint), path, embedding_type=kind, device=device))
     thresholds = dict(find_thresholds(read_packed(files["f16"])))[SHOWN]
     packed = {kind: with_thresholds(read_packed(path, verify=False), thresholds) for kind, path in files.items()}
-    settings = BenchSettings(prompt=0, repetitions=2, device=device)
+    settings = BenchSettings(prompt=0, repetitions=2, engine=EngineOptions(device))
     speeds: dict[tuple[str, str], list[float]] = {}
     skipped: dict[str, float] = {}
     for _ in range(rounds):
@@ -61,7 +62,7 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
     click.echo(
         f"{size.name}, {where}, {skipped['sparse']:.1%} of the block weights skipped; medians of {rounds} rounds"
     )
-    click.echo(table(["embedding", "MB", "dense, t/s", "sparse, t/s", "x"], rows))
+    click.echo(markdown(Table(["embedding", "MB", "dense, t/s", "sparse, t/s", "x"], rows)))
 
 
 if __name__ == "__main__":

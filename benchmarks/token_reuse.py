@@ -22,11 +22,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sparsepack.codecs.labels import encode_labels
 from sparsepack.eval.subject import open_subject
-from sparsepack.markdown import table
-from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime.double.reference import heavy, label_queries, label_scores, select_tokens
+from sparsepack.formats.codecs.labels import encode_labels
+from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.runtime.reference.double_sparsity import heavy, label_queries, label_scores, select_tokens
+from sparsepack.tables import Table, markdown
 
 NAME = "token_reuse"
 TIMES = (1, 2, 4)
@@ -98,7 +98,7 @@ def main(
         found = [float(before), float(guessed), *(among_last(read, times) for times in TIMES)]
         rows.append([str(layer), *(f"{share:.0%}" for share in found), f"{cosine:.2f}"])
     head = ["layer", "the step before", "guess", *(f"{times}x read last" for times in TIMES), "cosine"]
-    click.echo(table(head, rows))
+    click.echo(markdown(Table(head, rows)))
 
 
 def among_last(read: Tensor, times: int) -> float:

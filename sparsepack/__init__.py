@@ -7,9 +7,8 @@ asked for, so that `import sparsepack` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.runtime.registration import register as _register_with_transformers
-
-__version__ = "0.1.0"
+from sparsepack.integration.transformers.registration import register as _register_with_transformers
+from sparsepack.version import __version__ as __version__
 
 __all__ = [
     "AllocationOptions",
@@ -32,46 +31,46 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from sparsepack.artifacts.verify import verify
-    from sparsepack.calibrate.options import CalibrateOptions
-    from sparsepack.calibrate.run import calibrate
+    from sparsepack.calibration.options import CalibrateOptions
+    from sparsepack.calibration.run import calibrate
     from sparsepack.errors import UserError
     from sparsepack.eval.options import EvalRequest
     from sparsepack.eval.run import evaluate
-    from sparsepack.load import Model, load
-    from sparsepack.pack import PackRequest, pack
-    from sparsepack.prune.options import PruneOptions
-    from sparsepack.prune.run import prune
+    from sparsepack.formats.verify import verify
+    from sparsepack.loading import Model, load
+    from sparsepack.packing import PackRequest, pack
+    from sparsepack.pruning.options import PruneOptions
+    from sparsepack.pruning.run import prune
     from sparsepack.runtime.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
     from sparsepack.sparsity.attention_options import AttentionOptions
     from sparsepack.sparsity.options import AllocationOptions
 
-_PLACES = {
+_HOMES = {
     "AllocationOptions": "sparsepack.sparsity.options",
     "AttentionOptions": "sparsepack.sparsity.attention_options",
-    "CalibrateOptions": "sparsepack.calibrate.options",
+    "CalibrateOptions": "sparsepack.calibration.options",
     "EvalRequest": "sparsepack.eval.options",
     "GenerateOptions": "sparsepack.runtime.options",
     "Generated": "sparsepack.runtime.generate",
     "Generation": "sparsepack.runtime.generate",
-    "Model": "sparsepack.load",
-    "PackRequest": "sparsepack.pack",
-    "PruneOptions": "sparsepack.prune.options",
+    "Model": "sparsepack.loading",
+    "PackRequest": "sparsepack.packing",
+    "PruneOptions": "sparsepack.pruning.options",
     "UserError": "sparsepack.errors",
+    "calibrate": "sparsepack.calibration.run",
     "evaluate": "sparsepack.eval.run",
-    "verify": "sparsepack.artifacts.verify",
+    "load": "sparsepack.loading",
+    "pack": "sparsepack.packing",
+    "prune": "sparsepack.pruning.run",
+    "verify": "sparsepack.formats.verify",
 }
-_VERB_MODULES = ("calibrate", "load", "pack", "prune")
-"""Modules of this name that can be called (`verb_module`): the same object, whoever imports it first."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _VERB_MODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _PLACES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_PLACES[name]), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

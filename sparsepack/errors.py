@@ -1,4 +1,4 @@
-"""What a user can get wrong, as exceptions: each message is one line saying what, where, expected, remedy."""
+"""Mistakes of a user, as exceptions: each message is one line saying what, where, expected, remedy."""
 
 
 class UserError(Exception):

@@ -5,7 +5,7 @@ there. An option dataclass needs neither click nor pydantic.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -61,9 +61,14 @@ def default_of(options: type, name: str) -> Any:
     return None if found is MISSING else found
 
 
-def check_options(asked: Any, error: type[Exception]) -> None:
-    """Raise `error`, naming field, value and what was expected, for the first value that its option does not allow."""
+def check_options(asked: Any, error: type[Exception], but: Collection[str] = ()) -> None:
+    """Raise `error`, naming field, value and what was expected, for the first value that its option does not allow.
+
+    but -- fields that are not looked at
+    """
     for name, declared in options_of(type(asked)).items():
+        if name in but:
+            continue
         value = getattr(asked, name)
         if (expected := declared.problem(value)) is not None:
             raise error(f"{name} {value!r}: expected {expected}")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 EVERY = 30.0
-"""Seconds between two lines where stderr is no terminal."""
+"""Two lines are at least this many seconds apart where stderr is no terminal."""
 
 
 class Advance(Protocol):
@@ -43,7 +43,7 @@ class _Work:
 
 
 _going_on: list[_Work] = []
-"""The innermost last."""
+"""The innermost of the steps that go on stands last."""
 _quiet = False
 
 
@@ -63,7 +63,7 @@ def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
 
 @contextmanager
 def going_on(label: str) -> Iterator[None]:
-    """Where stderr is no terminal, say now and then that something goes on whose extent is not known."""
+    """Say now and then, if stderr is no terminal, that something goes on whose extent is not known."""
     with _told(_Work(label)):
         yield
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from models_for_tests import edit_config
 
-from sparsepack.artifacts.formats import FORMATS
-from sparsepack.artifacts.plan import Plan, PlanRequest
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.neurons import NeuronCounts
-from sparsepack.models.rule import Rules
+from sparsepack.formats.plan import Plan, PlanRequest
+from sparsepack.formats.table import FORMATS
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.records.neurons import NeuronCounts
+from sparsepack.models.records.rule import Rules
 
 
 def plan_zigzag(checkpoint: Checkpoint, rules: Rules, **inside: Any) -> Plan:

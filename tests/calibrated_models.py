@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from models_for_tests import TEXT, make_model
 
-from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.files.text import Text, read_text
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
-from sparsepack.runtime.cuda.compiler import cache_folder
-from sparsepack.runtime.cuda.tile_config import tuned as tuned_cuda
+from sparsepack.runtime.cuda.driver.compiler import cache_folder
+from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
+
+# An example may wait for a core that other workers hold.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.types import stored_bytes
+from sparsepack.formats.codecs.types import stored_bytes
 
 TYPES = {"q5_0": 6, "q8_0": 8, "q4_k": 12, "q6_k": 14}  # enum ggml_type
 

@@ -15,7 +15,7 @@ print("peak", next(int(line.split()[1]) for line in lines if line.startswith("Vm
 IMPORTS = """
 import click, torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-import sparsepack.calibrate.run, sparsepack.eval.run, sparsepack.artifacts.verify
+import sparsepack.calibration.run, sparsepack.eval.run, sparsepack.formats.verify
 """
 _COMMAND = """
 from sparsepack.cli import main

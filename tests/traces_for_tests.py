@@ -6,10 +6,10 @@ import pytest
 from models_for_tests import TEXT, make_model
 
 from sparsepack.files.text import Text
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.trace.collect import trace
-from sparsepack.trace.options import TraceOptions
-from sparsepack.trace.trace import Trace
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.tracing.collect import trace
+from sparsepack.tracing.options import TraceOptions
+from sparsepack.tracing.trace import Trace
 
 OPTIONS = TraceOptions(sessions=3, tokens=48, prompt=8)
 

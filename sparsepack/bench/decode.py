@@ -3,33 +3,31 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from sparsepack import __version__
 from sparsepack.bench import traffic
 from sparsepack.bench.machine import ARRAY_BYTES, read_bandwidth
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.skipped import skipped_weights
+from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import progress, say
-from sparsepack.runtime.backends import backend_named, batch_backend
-from sparsepack.runtime.batch import BatchEngine
+from sparsepack.runtime.backends import backend_named, backend_of_sequences
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.decoder import places_of
-from sparsepack.runtime.hybrid.served import Served
 from sparsepack.runtime.operations_decoder import torch_threads
+from sparsepack.runtime.skipped import skipped_weights
+from sparsepack.version import __version__
 
 SCHEMA = 1
 CHECKED_TOKENS = 9
 LARGEST_DIFFERENCE = 0.02
-"""Relative, of the logits, between two ways to the same output. Dense ones differ by rounding only; sparse ones by
-more where an input lies so close to its threshold that rounding decides."""
+"""The logits of two ways to the same output differ by at most this share. Dense ones differ by rounding only; sparse
+ones by more where an input lies so close to its threshold that rounding decides."""
 
 
 @dataclass(frozen=True)
@@ -66,28 +64,17 @@ def bench_decode(
         for n in range(settings.batch)
     ]
     modes = list(dict.fromkeys(test.mode for test in tests))
-    tokens: Sequence[Any]
-    engine: Engine | BatchEngine
-    with torch_threads(settings.threads):
-        if settings.batch == 1:
-            tokens = texts[0]
-            engine = Engine(
-                packed,
-                settings.device,
-                longest,
-                backend=settings.backend,
-                threads=settings.threads,
-                places=places_of(settings.places),
-            )
-            say(f"runtime: {engine.description}", *engine.notes)
-            check = {mode: _difference(engine, mode, tokens) for mode in modes}
-        else:
-            tokens = list(zip(*texts, strict=True))
-            expected = _expected_of_batch(packed, settings, modes, texts[0])
-            engine = BatchEngine(packed, settings.device, longest, sequences=settings.batch, backend=settings.backend)
-            say(f"runtime: {engine.description}", *engine.notes)
-            check = {mode: _difference_of_batch(engine, mode, texts[0], expected[mode]) for mode in modes}
-        samples, activities, served = _measured(engine, tests, tokens, settings.repetitions)
+    with torch_threads(settings.engine.threads):
+        expected = _expected_of_batch(packed, settings, modes, texts[0]) if settings.batch > 1 else {}
+        engine = Engine(packed, settings.engine, context=longest, sequences=settings.batch)
+        say(f"runtime: {engine.description}", *engine.notes)
+        check = {
+            mode: _difference_of_batch(engine, mode, texts[0], expected[mode])
+            if expected
+            else _difference(engine, mode, texts[0])
+            for mode in modes
+        }
+        samples, activities, served = _measured(engine, tests, texts, settings.repetitions)
         bandwidth = read_bandwidth(engine.device)
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
     for test, row in zip(tests, rows, strict=True):
@@ -116,7 +103,7 @@ def _tests(packed: PackedModel, settings: BenchSettings) -> tuple[list[_Test], l
     if settings.generate:
         name = f"tg{settings.generate}" + (f" x {settings.batch}" if settings.batch > 1 else "")
         tests.append(_Test(name, "dense", 0, settings.generate))
-        if packed.rules or packed.attention or packed.by_neurons:
+        if packed.skips:
             tests.append(_Test(name, "sparse", 0, settings.generate))
         else:
             notes.append(
@@ -160,12 +147,8 @@ def _expected_of_batch(
 ) -> dict[str, list[torch.Tensor]]:
     """Logits after prompts of several lengths and a step, by an engine for one text, which does not outlive this."""
     lengths = range(min(CHECKED_TOKENS, len(tokens)))
-    engine = Engine(
-        packed,
-        settings.device,
-        len(lengths),
-        backend=batch_backend(settings.batch, settings.device, settings.backend).name,
-    )
+    runs = backend_of_sequences(replace(settings.engine, sequences=settings.batch)).name
+    engine = Engine(packed, settings.engine, context=len(lengths), backend=runs)
     found: dict[str, list[torch.Tensor]] = {}
     for mode in modes:
         engine.dense = mode == "dense"
@@ -173,17 +156,15 @@ def _expected_of_batch(
     return found
 
 
-def _difference_of_batch(
-    engine: BatchEngine, mode: str, tokens: Sequence[int], expected: Sequence[torch.Tensor]
-) -> float:
-    """As `_difference`, with one text in all sequences: what is active in any of them is active in that text."""
+def _difference_of_batch(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequence[torch.Tensor]) -> float:
+    """The `_difference` with one text in all sequences: what is active in any of them is active in that text."""
     engine.dense = mode == "dense"
     differences = []
     for length, logits in enumerate(expected):
         engine.reset()
         for sequence in range(len(engine.positions) if length else 0):
-            engine.prefill(sequence, tokens[:length])
-        found = engine.step([tokens[length]] * len(engine.positions))
+            engine.prefill(tokens[:length], sequence)
+        found = engine.step_all([tokens[length]] * len(engine.positions))
         differences += [float(x) for x in (found - logits).norm(dim=1) / logits.norm()]
     return _small(differences, engine.backend, mode)
 
@@ -200,43 +181,44 @@ def _small(differences: Sequence[float], backend: str, mode: str) -> float:
 
 
 def _measured(
-    engine: Engine | BatchEngine, tests: Sequence[_Test], tokens: Sequence[Any], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, Served]]:
-    """Nanoseconds of every repetition, the activity (the same in all of them), and who was served from places."""
+    engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
+) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, HitCounts]]:
+    """Nanoseconds of every repetition, the activity (the same in all of them), and who was served from slots."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, traffic.Activity] = {}
-    served: dict[_Test, Served] = {}
+    served: dict[_Test, HitCounts] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
-            _timed(engine, test, tokens)
+            _timed(engine, test, texts)
     with progress("bench", repetitions * len(tests)) as advance:
         for _ in range(repetitions):
             for test in tests:
-                samples[test].append(_timed(engine, test, tokens))
+                samples[test].append(_timed(engine, test, texts))
                 activities[test] = engine.activity()
-                if test.n_gen and isinstance(engine, Engine) and engine.served is not None:
+                if test.n_gen and engine.served is not None:
                     served[test] = engine.served
                 advance()
     return samples, activities, served
 
 
-def _timed(engine: Engine | BatchEngine, test: _Test, tokens: Sequence[Any]) -> int:
-    """Nanoseconds of a test. tokens: of a batch, one for each sequence at a time."""
+def _timed(engine: Engine, test: _Test, texts: Sequence[Sequence[int]]) -> int:
+    """Nanoseconds of a test, which decodes a text in each of the engine's sequences."""
+    steps = list(zip(*texts, strict=True))[: test.n_gen]
     engine.reset()
     engine.dense = test.mode == "dense"
     engine.synchronise()
     start = time.perf_counter_ns()
-    if test.n_prompt and isinstance(engine, Engine):
-        engine.prefill(tokens[: test.n_prompt])
-    for id in tokens[: test.n_gen]:
-        engine.step(id)
+    if test.n_prompt:
+        engine.prefill(texts[0][: test.n_prompt])
+    for ids in steps:
+        engine.step_all(ids)
     engine.synchronise()
     return time.perf_counter_ns() - start
 
 
 def _row(
     packed: PackedModel,
-    engine: Engine | BatchEngine,
+    engine: Engine,
     settings: BenchSettings,
     filename: str,
     test: _Test,
@@ -290,5 +272,5 @@ def _row(
 
 
 def _deviation(samples: Sequence[float]) -> float:
-    """Of the sample, as llama-bench does; 0 for one."""
+    """The standard deviation of the sample, as llama-bench computes it; 0 for one value."""
     return statistics.stdev(samples) if len(samples) > 1 else 0.0

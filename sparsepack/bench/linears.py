@@ -16,34 +16,35 @@ from torch import Tensor
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.bench.machine import read_bandwidth
-from sparsepack.codecs.pattern import Pattern, kept
-from sparsepack.codecs.slid_matrix import encode
-from sparsepack.codecs.slide import Slide
-from sparsepack.codecs.symmetric import quantise_rows
 from sparsepack.errors import UserError
+from sparsepack.formats.codecs.slid_matrix import encode
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.codecs.symmetric import quantise_rows
+from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.models.records.groups import kept
+from sparsepack.models.records.pattern import Pattern
 from sparsepack.progress import progress
-from sparsepack.runtime.cuda.device import usable
+from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
 from sparsepack.runtime.cuda.slide.product import slid_product
-from sparsepack.runtime.slide.reference import SlidMatrix
+from sparsepack.runtime.reference.slide import SlidMatrix
 
 SCHEMA = 1
 TOKENS = (64, 512, 2048, 8192, 16384)
 PATTERNS = (Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10))
 LAUNCHES = 8
-"""In a graph, at least."""
+"""A graph holds at least this many launches."""
 ROTATION = 1 << 27
-"""Bytes of copies that take turns."""
-LARGEST_ERROR = {"BF16": 0.01, "INT8": 0.03, "FP8": 0.06}
-"""Of the outputs, relative to a product in float32 of the same weights: those of the inputs' rounding."""
+"""The copies of a matrix that take turns have this many bytes together."""
 CHECKED_TOKENS = 128
 PEAKS = {"NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H200": 989.5e12}
-"""Operations a second with BF16, by the GPU's name: 8 bits have twice as many, 2:4 twice as many again."""
-KINDS = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn, "BF16": torch.bfloat16}
-"""Of numbers."""
+"""A GPU of this name does this many operations a second with BF16; 8 bits have twice as many, 2:4 twice as many
+again."""
+KINDS = {row.kind: row for row in VALUE_TYPES.values()}
+"""Each kind of numbers has this row in the table of value types."""
 FP8_FROM = (8, 9)
-"""Compute capability."""
+"""FP8 products need at least this compute capability."""
 _PLAIN = Slide(Pattern(2, 4))  # windows of a whole group: nothing is seen twice
 _FP8 = torch.float8_e4m3fn
 
@@ -87,7 +88,7 @@ def contenders(patterns: Sequence[Pattern] = PATTERNS, kinds: Sequence[str] = ("
         Contender("FP8, a scale a matrix", "FP8", None, _fp8_of_matrix),
     ]
     slid = [
-        Contender(f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _slid(Slide(pattern), KINDS[kind]))
+        Contender(f"{pattern.keep}/{pattern.of} {kind}", kind, Slide(pattern), _slid(Slide(pattern), KINDS[kind].dtype))
         for kind in kinds
         for pattern in patterns
     ]
@@ -152,7 +153,7 @@ def _made(linear: Linear, way: Contender, most: int) -> tuple[list[Run], int, fl
         if not way.scaled:
             found = found * quantise_rows(last, torch.int8)[1][:, None] * quantise_rows(weight, torch.int8)[1]
         errors.append(float((found.float() - expected).norm() / expected.norm()))
-    if not max(errors) <= LARGEST_ERROR[way.kind]:
+    if not max(errors) <= KINDS[way.kind].output_bound:
         raise RuntimeError(f"{linear.name}, {way.name}: outputs differ by {max(errors):.3g}; not timed")
     return runs, nbytes, max(errors)
 

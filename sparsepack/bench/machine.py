@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from sparsepack.runtime.reference_backend import synchronise
+from sparsepack.runtime.reference.backend import synchronise
 
 ARRAY_BYTES = 1 << 29
 

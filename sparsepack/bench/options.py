@@ -1,18 +1,18 @@
 """What a benchmark is asked for. Nothing heavy is imported here: the command line and recipes read the defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_SEED, check_options, option
-from sparsepack.runtime.backends import BACKENDS, backend_named, batch_backend, most_sequences
-from sparsepack.runtime.hybrid.options import PlacesOptions
-
-MOST_THREADS = 1024
+from sparsepack.runtime.backends import backend_named, backend_of_sequences, most_sequences
+from sparsepack.runtime.options import EngineOptions
 
 
 @dataclass(frozen=True)
 class BenchSettings:
     """What to measure. Prefill and decoding each begin with an empty cache.
+
+    engine -- what runs it; how many sequences and how much room it has depends on the tests
 
     Raises `UserError` for a value out of range.
     """
@@ -20,23 +20,14 @@ class BenchSettings:
     prompt: int = option("Tokens of the prefill test; 0: none.", default=512, least=0)
     generate: int = option("Tokens of the decoding test; 0: none.", default=128, least=0)
     repetitions: int = option("How often each test is run, in turns.", default=5, least=1)
-    threads: int | None = option("CPU threads (default: all cores).", default=None, least=1, most=MOST_THREADS)
     seed: int = option("Of the random tokens.", default=0, least=0, most=LARGEST_SEED)
-    device: str = "cpu"
-    backend: str | None = option(
-        "What runs it: kernels made for a device, or plain torch (reference); default: the device's, where they can "
-        "run.",
-        default=None,
-        choices=tuple(BACKENDS),
-    )
     batch: int = option(
         "Decode so many sequences together, skipping what is inactive in all of them; on a GPU. No prefill test then.",
         default=1,
         least=1,
         most=most_sequences(),
     )
-
-    places: PlacesOptions | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
     @property
     def longest(self) -> int:
@@ -50,13 +41,14 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         check_options(self, UserError)
-        if self.backend is not None:
-            backend_named(self.backend).check_device(self.device)
-        if self.batch > 1 and self.places is not None and self.places.cached is not None:
+        engine = self.engine
+        if engine.backend is not None:
+            backend_named(engine.backend).check_device(engine.device)
+        if self.batch > 1 and engine.cached is not None:
             raise UserError(f"batch {self.batch}: cached is for one text at a time; give one of them")
         if self.batch > 1 and not self.generate:
             raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:
-            batch_backend(self.batch, self.device, self.backend)
+            backend_of_sequences(replace(engine, sequences=self.batch))
         if not self.prompt and not self.generate:
             raise UserError("nothing to measure: prompt and generate are both 0; give one of them tokens")

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from sparsepack.artifacts.artifact import Artifact
-from sparsepack.artifacts.open import open_artifact, read_packed
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
-from sparsepack.models.windows import tokenise
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.models.tokenizer.windows import tokenise
 from sparsepack.runtime.generate import open_tokenizer
 
 
@@ -31,16 +31,18 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
 
 
 def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | None) -> dict[str, Any]:
-    from sparsepack.artifacts.folder.slid import SlidArtifact
     from sparsepack.bench.linears import PATTERNS, bench_linears, linears_of
+    from sparsepack.formats.slid.artifact import SlidArtifact
 
     assert isinstance(artifact, SlidArtifact)
     if text is not None:
         raise UserError(f"{artifact.path}: the products of a slid folder take random inputs; leave --text out")
-    if settings.device.partition(":")[0] != "cuda":
+    if settings.engine.device.partition(":")[0] != "cuda":
         raise UserError(f"{artifact.path}: the products of a slid folder are timed on an NVIDIA GPU; add --device cuda")
     shapes = {name: artifact.logical_shape(f"{name}.weight") for name in artifact.slides}
     patterns = sorted({*PATTERNS, *(how.pattern for how in artifact.slides.values())}, key=lambda p: (p.of, p.keep))
     linears = linears_of({name: (rows, columns) for name, (rows, columns) in shapes.items()})
     kinds = ["INT8", "FP8", *(["BF16"] if artifact.format.matrices == "BF16" else [])]
-    return bench_linears(linears, patterns=patterns, rounds=settings.repetitions, device=settings.device, kinds=kinds)
+    return bench_linears(
+        linears, patterns=patterns, rounds=settings.repetitions, device=settings.engine.device, kinds=kinds
+    )

@@ -1,11 +1,12 @@
-"""The result of a benchmark as a Markdown table in the manner of llama-bench."""
+"""The results of benchmarks as tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from sparsepack.models.skipped import shown
+from sparsepack.models.records.skipped import shown
+from sparsepack.placement.counts import hits_in_words
+from sparsepack.tables import Table, markdown
 
-_LEFT = 4  # of the columns, how many hold words
 HEADER = (
     "model",
     "backend",
@@ -20,30 +21,24 @@ HEADER = (
     "skipped",
     "of bandwidth",
 )
+_BASELINES = ("BF16", "INT8, no scales", "INT8", "FP8", "FP8, a scale a matrix")
 
 
 def bench_table(result: Mapping[str, Any]) -> str:
-    """A table of `bench_decode`'s result, and under it what the figures mean."""
-    lines = [_line(HEADER), _line(["---"] * _LEFT + ["---:"] * (len(HEADER) - _LEFT))]
-    lines += [_line(_cells(row)) for row in result["tests"]]
+    """`bench_decode`'s result in the manner of llama-bench, and under it what the figures mean."""
     gigabytes = result["read_bandwidth"]["bytes_per_second"] / 1e9
-    lines += [
-        "",
+    notes = [
         result["runtime"],
         f"t/s: mean ± standard deviation of {len(result['tests'][0]['samples_ns'])} runs; tokens: {result['tokens']}",
         "read/token: stored bytes that a token needs; skipped: share of the block weights that it does not",
         f"bandwidth: {gigabytes:.1f} GB/s ({result['read_bandwidth']['how']}); its share: read/token * t/s",
         *result["notes"],
     ]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return markdown(Table(HEADER, [_cells(row) for row in result["tests"]], notes=["\n".join(notes)]))
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    needed, sparsity, share = row["bytes_per_token"], row["realised_sparsity"], row["bandwidth_share"]
+    needed = row["bytes_per_token"]
     return [
         row["model_type"],
         row["backends"],
@@ -55,6 +50,61 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
         f"{row['median_ts']:.2f} ({row['min_ts']:.2f} to {row['max_ts']:.2f})",
         "-" if needed is None else f"{needed / 2**20:.2f} MiB",
+        *_shares(row),
+    ]
+
+
+def _shares(row: Mapping[str, Any]) -> list[str]:
+    sparsity, share = row["realised_sparsity"], row["bandwidth_share"]
+    return [
         "-" if sparsity is None else shown(sparsity, row["realised_sparsity_of_sparse_sites"]),
         "-" if share is None else f"{100 * share:.1f} %",
     ]
+
+
+def speed_table(result: Mapping[str, Any]) -> Table:
+    """`bench_decode`'s result in short, as a run, a card and a page show it."""
+    rows = [
+        [
+            f"{'prefill' if row['n_prompt'] else 'decode'} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}",
+            f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
+            *_shares(row),
+        ]
+        for row in result["tests"]
+    ]
+    machines = {row["gpu_info"] or f"{row['cpu_info']}, {row['n_threads']} threads" for row in result["tests"]}
+    served = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
+    notes = [f"{'; '.join(sorted(machines))}; {result['runtime']}", *dict.fromkeys(served)]
+    return Table(["what", "tokens/s", "skipped", "of bandwidth"], rows, notes=notes)
+
+
+def linears_table(result: Mapping[str, Any]) -> str:
+    """`bench_linears`'s result: microseconds for each number of tokens, with the share of the GPU's bound; ratios."""
+    found = {(r["tokens"], r["rows"], r["columns"], r["contender"]): r for r in result["products"]}
+    names, linears = result["contenders"], result["linears"]
+    parts: list[str | Table] = [f"{result['device']}; read bandwidth {result['read_bandwidth'] / 1e9:.0f} GB/s"]
+    sums = {}
+    for tokens in result["tokens"]:
+        rows, seconds = [], dict.fromkeys(names, 0.0)
+        for linear in linears:
+            products = {name: found[tokens, linear["rows"], linear["columns"], name] for name in names}
+            label = f"{linear['name']} {linear['rows']} x {linear['columns']}, {linear['count']} of them"
+            rows.append([label, *map(_product, products.values())])
+            for name, product in products.items():
+                seconds[name] += linear["count"] * product["seconds"]
+        sums[tokens] = seconds
+        rows.append(["all of them", *(f"{taken * 1e6:.0f}" for taken in seconds.values())])
+        parts.append(Table([f"{tokens} tokens, us (of the bound)", *names], rows))
+    ratios = [
+        [f"as dense {baseline}", tokens, *(f"{taken[baseline] / taken[name]:.2f}" for name in names)]
+        for baseline in _BASELINES
+        if baseline in names
+        for tokens, taken in sums.items()
+    ]
+    parts.append(Table(["times as fast, all of them", "tokens", *names], ratios))
+    return markdown(*parts, "Quantising the inputs is included, and scaling the outputs where not said otherwise.")
+
+
+def _product(product: Mapping[str, Any]) -> str:
+    share = "" if product["share"] is None else f" ({product['share']:.0%})"
+    return f"{product['seconds'] * 1e6:.1f}{share}"

@@ -1,14 +1,14 @@
-"""How large a packed model is, and how much of it each decoded token reads."""
+"""The size of a packed model, and how much of the model each decoded token reads."""
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from sparsepack.models.packed import PackedModel
+from sparsepack.formats.packed import PackedModel
 
 Activity = Mapping[tuple[int, str], float]
-"""Share of active columns per (layer, site), and of records, as `Engine.activity` returns it; what is not named is
-wholly active."""
+"""The share of active columns, or of active records, stands under (layer, site), as `Engine.activity` returns it; a
+site that is not named is wholly active."""
 
 
 def parameters(packed: PackedModel) -> int:

@@ -3,12 +3,10 @@
 Nothing heavy is imported here, so that `--help` answers at once.
 """
 
-import copy
 import os
 
 import click
 
-from sparsepack import __version__
 from sparsepack.cli.bench import bench
 from sparsepack.cli.calibrate import calibrate
 from sparsepack.cli.card import card
@@ -28,6 +26,7 @@ from sparsepack.cli.thresholds import thresholds
 from sparsepack.cli.trace import trace
 from sparsepack.cli.tune import tune
 from sparsepack.cli.verify import verify
+from sparsepack.version import __version__
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
 # when it is first imported, so it stands before any command.
@@ -76,7 +75,3 @@ for verb in VERBS:
     add_quiet(verb)
 for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)
-
-_profile = copy.copy(tune)  # its name until 0.1
-_profile.hidden = True
-main.add_command(_profile, "profile")

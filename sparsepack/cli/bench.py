@@ -11,11 +11,12 @@ from sparsepack.cli.options import (
     backend_option,
     device_option,
     emit,
+    engine_options,
     from_options,
     json_output,
-    places,
-    places_options,
+    slots,
 )
+from sparsepack.runtime.options import EngineOptions
 
 
 @click.command()
@@ -26,10 +27,10 @@ from sparsepack.cli.options import (
 @click.option("--text", help="Run this text's tokens (default: random ones, which skip less than text does).")
 @from_options(BenchSettings, "--seed")
 @from_options(BenchSettings, "--batch")
-@places
+@slots
 @device_option
 @backend_option
-@from_options(BenchSettings, "--threads")
+@from_options(EngineOptions, "--threads")
 @json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs.
@@ -37,9 +38,8 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
     Of a slid folder, with --device cuda: the products of its Linears at 64 to 16384 tokens, beside dense BF16, INT8 and
     FP8 and other patterns; of the options, --repetitions and --device count.
     """
-    from sparsepack.bench.linears_table import linears_table
     from sparsepack.bench.run import bench as measure
-    from sparsepack.bench.table import bench_table
+    from sparsepack.bench.table import bench_table, linears_table
 
-    result = measure(path, BenchSettings(places=places_options(asked), **asked), text)
+    result = measure(path, BenchSettings(engine=engine_options(asked), **asked), text)
     emit(result, json_path, linears_table if "products" in result else bench_table)

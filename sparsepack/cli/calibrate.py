@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
 
 
@@ -32,13 +32,13 @@ def calibrate(
     from sparsepack.cli.tables import calibration_table
 
     if model == "merge":
-        from sparsepack.calibrate.folder import merge_folders
+        from sparsepack.calibration.folder import merge_folders
 
         if len(folders) != 2 or texts:
             raise click.UsageError("merge takes two calibration folders and -o: sparsepack calibrate merge A B -o C")
         made = merge_folders(folders[0], folders[1], output, overwrite)
     else:
-        from sparsepack.calibrate.run import calibrate as run_calibration
+        from sparsepack.calibration.run import calibrate as run_calibration
 
         if folders or not texts:
             raise click.UsageError("give one MODEL and --text: sparsepack calibrate MODEL --text FILE -o FOLDER")

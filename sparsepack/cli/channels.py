@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sparsepack.markdown import table
+from sparsepack.tables import Table, markdown
 
 
 def channels_table(result: Mapping[str, Any]) -> str:
@@ -32,7 +32,7 @@ def channels_table(result: Mapping[str, Any]) -> str:
         "  k and q*k: the same of one head's channels, once by k and once by q*k",
         *_tokens_lines(tokens),
         "",
-        table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *_tokens_head(tokens)], rows),
+        markdown(Table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *_tokens_head(tokens)], rows)),
     ]
     if report["alike"]:
         blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from sparsepack.cli.options import utf8
 from sparsepack.cli.streaming import Answers, stream
 from sparsepack.errors import UserError
-from sparsepack.load import Model
+from sparsepack.loading import Model
 from sparsepack.progress import say
 from sparsepack.runtime.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions

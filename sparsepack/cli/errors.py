@@ -1,4 +1,4 @@
-"""What ends a command early, as one line and an exit status. Only click is imported here."""
+"""Errors that end a command early, as one line and an exit status. Only click is imported here."""
 
 import errno
 import os

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, emit, from_options, json_output, places, places_options, torch_threads
+from sparsepack.cli.options import PATH, compute, emit, engine_options, from_options, json_output, slots, torch_threads
 from sparsepack.eval.options import EvalRequest
 
 
@@ -12,10 +12,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-_OLD_NAMES = {"runtime": "backend"}
-
-
-@click.command(name="eval", context_settings={"token_normalize_func": lambda token: _OLD_NAMES.get(token, token)})
+@click.command(name="eval")
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")
@@ -39,7 +36,7 @@ _OLD_NAMES = {"runtime": "backend"}
 @from_options(EvalRequest, "--apply-chat-template")
 @from_options(EvalRequest, "--batch")
 @from_options(EvalRequest, "--backend", "runtime")
-@places
+@slots
 @compute
 @torch_threads
 @json_output
@@ -48,4 +45,4 @@ def evaluate(json_path: str | None, **asked: Any) -> None:
     from sparsepack.cli.tables import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
-    emit(measure(EvalRequest(places=places_options(asked), **asked)), json_path, evaluation_table)
+    emit(measure(EvalRequest(engine=engine_options(asked, EvalRequest), **asked)), json_path, evaluation_table)

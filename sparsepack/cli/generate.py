@@ -8,13 +8,12 @@ import click
 from sparsepack.cli.options import (
     PATH,
     backend_option,
-    check_dense_offload,
     device_option,
+    engine_options,
+    for_texts,
     from_options,
     json_output,
-    offload_flag,
-    places,
-    places_options,
+    slots,
     text_of,
     torch_threads,
 )
@@ -42,14 +41,8 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 @from_options(GenerateOptions, "--repeat-penalty")
 @from_options(GenerateOptions, "--repeat-last-n")
 @from_options(GenerateOptions, "--seed")
-@click.option("--dense", is_flag=True, help="Skip nothing.")
-@click.option(
-    "--context",
-    type=click.IntRange(2),
-    help="Room for so many tokens (default: what the model was made for, at most 4096).",
-)
-@offload_flag
-@places
+@for_texts
+@slots
 @device_option
 @backend_option
 @torch_threads
@@ -64,11 +57,6 @@ def generate(
     chat: bool,
     system: str | None,
     chat_template: Path | None,
-    dense: bool,
-    context: int | None,
-    offload: bool,
-    device: str,
-    backend: str | None,
     json_path: str | None,
     **asked: Any,
 ) -> None:
@@ -83,30 +71,24 @@ def generate(
         raise click.UsageError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --chat")
     if len(files) != len(set(files)):
         raise click.UsageError("--prompt-file: a file is named twice")
-    check_dense_offload(offload, dense)
-    asked_places = places_options(asked)
+    engine = engine_options(asked)
     texts = [*prompts, *(text_of(file) for file in files)]
     template = None if chat_template is None else text_of(chat_template)
 
-    if len(texts) > 1 and not chat and asked_places.cached is not None:
+    if len(texts) > 1 and not chat and engine.cached is not None:
         raise click.UsageError("--cached is for one text at a time: give one prompt")
 
     from dataclasses import replace
 
     from sparsepack.cli.chat import converse
-    from sparsepack.cli.streaming import print_one, print_together
-    from sparsepack.load import load, load_several
-    from sparsepack.runtime.hybrid.decoder import places_of
+    from sparsepack.cli.streaming import print_texts
+    from sparsepack.loading import load
 
-    options, with_places = GenerateOptions(**asked), places_of(asked_places)
+    options = GenerateOptions(**asked)
+    model = load(path, options=engine, sequences=1 if chat else len(texts))
     if chat:
         if called.get_parameter_source("tokens") is click.core.ParameterSource.DEFAULT:
             options = replace(options, tokens=CHAT_TOKENS)
-        model = load(path, device, context, dense=dense, backend=backend, offload=offload, places=with_places)
         converse(replace(model, chat_template=template or model.chat_template), texts, options, system, json_path)
-    elif len(texts) == 1:
-        model = load(path, device, context, dense=dense, backend=backend, offload=offload, places=with_places)
-        print_one(model, texts[0], options, json_path)
     else:
-        several = load_several(path, len(texts), device, context, dense=dense, backend=backend, offload=offload)
-        print_together(several, texts, options, json_path)
+        print_texts(model, texts, options, json_path)

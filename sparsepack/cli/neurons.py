@@ -1,13 +1,13 @@
-"""Who is active in a model's MLP, as text for people."""
+"""The activity of the neurons of a model's MLP, as text for people."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from sparsepack.markdown import table
+from sparsepack.tables import Table, markdown
 
 
 def neurons_table(report: Mapping[str, Any] | str) -> str:
-    """What `inspect` found of neurons in a calibration or a trace (`trace.activity_report`)."""
+    """What `inspect` found of neurons in a calibration or a trace (`tracing.activity_report`)."""
     if isinstance(report, str):
         return f"neurons: {report}"
     tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]
@@ -25,7 +25,7 @@ def neurons_table(report: Mapping[str, Any] | str) -> str:
             "they are apart where documents differ"
         )
     head = ["block", "active", "spread", *tops, *(["own", "others"] if drifts else [])]
-    return "\n".join([*lines, "", table(head, rows), "", str(report["verdict"])])
+    return "\n".join([*lines, "", markdown(Table(head, rows)), "", str(report["verdict"])])
 
 
 def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:

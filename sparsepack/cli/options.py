@@ -13,12 +13,11 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 
-from sparsepack.bench.options import BenchSettings
-from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.streams import json_text, printable
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
-from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -102,33 +101,35 @@ def _writable(context: click.Context, parameter: click.Parameter, path: str | No
 
 device_option = from_options(CalibrateOptions, "--device", callback=_usable_device)
 backend_option = from_options(
-    BenchSettings,
+    EngineOptions,
     "--backend",
-    type=click.Choice(("auto", *options_of(BenchSettings)["backend"].choices)),
+    type=click.Choice(("auto", *options_of(EngineOptions)["backend"].choices)),
     default="auto",
     callback=lambda context, parameter, name: None if name == "auto" else name,
 )
-offload_flag = click.option(
-    "--offload",
-    is_flag=True,
-    help="Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for; on the "
-    "GPU are their labels and the tokens read last. For files packed with --attention double.",
+slots = _options(from_options(EngineOptions, "--cached"), from_options(EngineOptions, "--policy"))
+for_texts = _options(
+    from_options(EngineOptions, "--dense"),
+    click.option("--context", type=click.IntRange(2), help=options_of(EngineOptions)["context"].help),
+    from_options(EngineOptions, "--offload"),
 )
-places = _options(from_options(PlacesOptions, "--cached"), from_options(PlacesOptions, "--policy"))
+"""What verbs ask the engine that let people read what it makes."""
 
 
-def places_options(asked: dict[str, Any]) -> PlacesOptions:
-    """The flags of places for neurons, taken out of `asked`."""
-    return PlacesOptions(**{field.name: asked.pop(field.name) for field in fields(PlacesOptions)})
+def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineOptions:
+    """The flags that the engine is told, taken out of `asked`; those that the options `beside` have, too, stay there.
 
-
-def check_dense_offload(offload: bool, dense: bool) -> None:
-    """Refuse --offload together with --dense."""
-    if offload and dense:
+    Refuses --offload together with --dense.
+    """
+    others = () if beside is None else tuple(field.name for field in fields(beside))
+    names = [field.name for field in fields(EngineOptions) if field.name not in others]
+    options = EngineOptions(**{name: asked.pop(name) for name in names if name in asked})
+    if options.offload and options.dense:
         raise click.UsageError(
             "--dense reads every token at each step, which takes too long from the host's memory: give --dense or "
             "--offload"
         )
+    return options
 
 
 compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))
@@ -136,8 +137,8 @@ overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an outp
 json_output = click.option(
     "--json", "json_path", metavar="FILE", callback=_writable, help="Write the result as JSON; - for standard output."
 )
-torch_threads = from_options(BenchSettings, "--threads", callback=_use_threads, expose_value=False)
-"""The number of torch in the whole process, for verbs that take none."""
+torch_threads = from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False)
+"""Verbs without threads of their own set the number of torch's threads in the whole process."""
 
 
 allocation = _options(

@@ -15,7 +15,7 @@ from sparsepack.cli.options import (
     from_options,
     overwrite_flag,
 )
-from sparsepack.pack import PackRequest
+from sparsepack.packing import PackRequest
 
 
 @click.command()
@@ -24,7 +24,8 @@ from sparsepack.pack import PackRequest
 @click.option(
     "--calibration",
     type=PATH,
-    help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k.",
+    help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k, "
+    "for which a trace does, too.",
 )
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation
@@ -39,9 +40,9 @@ from sparsepack.pack import PackRequest
 def pack(output: Path, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, and its heavy
     channels of attention if --attention is."""
-    from sparsepack.artifacts.inspect import describe
     from sparsepack.cli.tables import artifact_line
-    from sparsepack.pack import pack as make
+    from sparsepack.formats.inspect import describe
+    from sparsepack.packing import pack as make
     from sparsepack.progress import say
 
     options, attention = allocation_options(asked), attention_options(asked)

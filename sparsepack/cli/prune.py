@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
-from sparsepack.prune.options import PruneOptions, SitePattern
+from sparsepack.pruning.options import PruneOptions, SitePattern
 
 
 @click.command()
@@ -42,7 +42,7 @@ def prune(
     again.
     """
     from sparsepack.cli.tables import pruned_table
-    from sparsepack.prune.run import prune as run
+    from sparsepack.pruning.run import prune as run
 
     options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
     click.echo(pruned_table(run(model, output, options, calibration, overwrite)))

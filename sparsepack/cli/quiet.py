@@ -1,4 +1,4 @@
-"""What a command says on stderr while it runs: progress and notes, or with `--quiet` nothing."""
+"""Messages of a command on stderr while it runs: progress and notes, or with `--quiet` nothing."""
 
 import functools
 from typing import Any
@@ -20,7 +20,8 @@ def _verb(context: click.Context, parameter: click.Parameter, asked: bool) -> No
 
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=_group, help=_HELP)
-"""Before the verb, `sparsepack --quiet eval ...`; `add_quiet` takes it after the verb, too."""
+"""The option stands before the verb, `sparsepack --quiet eval ...`; `add_quiet` takes the option after the verb,
+too."""
 
 
 def add_quiet(verb: click.Command) -> None:

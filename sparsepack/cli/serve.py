@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sparsepack.cli.options import (
     PATH,
     backend_option,
-    check_dense_offload,
     device_option,
+    engine_options,
+    for_texts,
     from_options,
-    offload_flag,
     text_of,
     torch_threads,
 )
@@ -62,38 +63,16 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 )
 @from_options(ServeOptions, "--grace")
 @from_options(ServeOptions, "--send-timeout")
-@click.option("--dense", is_flag=True, help="Skip nothing.")
-@click.option(
-    "--context",
-    type=click.IntRange(2),
-    help="Room for so many tokens (default: what the model was made for, at most 4096).",
-)
-@offload_flag
+@for_texts
 @device_option
 @backend_option
 @torch_threads
-def serve(
-    path: Path,
-    host: str,
-    port: int,
-    api_key: str | None,
-    model_name: str | None,
-    chat_template: str | None,
-    queue: int,
-    cors_origins: tuple[str, ...],
-    grace: float,
-    send_timeout: float,
-    dense: bool,
-    context: int | None,
-    offload: bool,
-    device: str,
-    backend: str | None,
-) -> None:
+def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     """Serve a packed model over HTTP, by the protocol of OpenAI: completions and chat completions.
 
     One text is made at a time; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
     """
-    check_dense_offload(offload, dense)
+    engine = engine_options(asked)
     try:
         from sparsepack.serve.server import bound_socket
         from sparsepack.serve.server import serve as serve_model
@@ -101,12 +80,12 @@ def serve(
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
-    from sparsepack.load import load, what_runs
+    from sparsepack.loading import load, what_runs
     from sparsepack.progress import say
 
-    options = ServeOptions(host, port, model_name, api_key, queue, cors_origins, grace, send_timeout)
-    with bound_socket(host, port, send_timeout) as listening:  # before a large file is read
-        model = load(path, device, context, dense=dense, backend=backend, offload=offload)
+    options = ServeOptions(**asked)
+    with bound_socket(options.host, options.port, options.send_timeout) as listening:  # before a large file is read
+        model = load(path, options=engine)
         model = replace(model, chat_template=chat_template or model.chat_template)
         say(*what_runs(model.engine))
         serve_model(model, path.resolve().stem, options, listening)

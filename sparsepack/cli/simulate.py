@@ -6,13 +6,13 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, emit, from_options, json_output
-from sparsepack.simulate.options import SimulateOptions
+from sparsepack.simulation.options import SimulateOptions
 
 
 def _plottable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a picture that cannot be drawn before there is anything to draw."""
     if path is not None:
-        from sparsepack.simulate.plot import check_plot
+        from sparsepack.simulation.plot import check_plot
 
         check_plot(path)
     return path
@@ -24,7 +24,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     "--calibration",
     type=PATH,
     required=True,
-    help="A folder made by `sparsepack calibrate`: its frequencies give out the first places. For a trace made with "
+    help="A folder made by `sparsepack calibrate`: its frequencies give out the first slots. For a trace made with "
     "--share, and for --order metis, another trace of the same kind, of other text.",
 )
 @from_options(SimulateOptions, "--cached")
@@ -44,18 +44,18 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
 )
 @json_output
 def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: str | None, **asked: Any) -> None:
-    """Play TRACE under policies that say which neurons have places near the processor.
+    """Play TRACE under policies that say which neurons have slots near the processor.
 
-    A policy gives out places for a share of the neurons and may move them after each token. Shown is how much of what
-    a token needs has a place when it is needed, and what is moved for that. With --machine, a model of a machine's
+    A policy gives out slots for a share of the neurons and may move them after each token. Shown is how much of what
+    a token needs has a slot when it is needed, and what is moved for that. With --machine, a model of a machine's
     time says how fast a larger model whose neurons behave so would decode.
     """
     from sparsepack.cli.simulation import simulation_table
-    from sparsepack.simulate.run import simulate as run_simulation
+    from sparsepack.simulation.run import simulate as run_simulation
 
     result = run_simulation(trace, calibration, SimulateOptions(**asked))
     emit(result, json_path, simulation_table)
     if plot_path is not None:
-        from sparsepack.simulate.plot import plot
+        from sparsepack.simulation.plot import plot
 
         plot(result, plot_path)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparsepack.eval.standard_error import with_error
-from sparsepack.markdown import table
+from sparsepack.tables import Table, markdown
 
 
 def simulation_table(result: Mapping[str, Any]) -> str:
-    """The tables of `simulate.run.simulate`: a row for each policy, a column for each share of the neurons."""
+    """The tables of `simulation.run.simulate`: a row for each policy, a column for each share of the neurons."""
     policies = result["policies"]
     width = max(map(len, policies))
     group = result["group"]["neurons"]
@@ -18,7 +18,7 @@ def simulation_table(result: Mapping[str, Any]) -> str:
         f"{result['neurons']:,} neurons{units}",
         "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in policies.items()),
         _titled(
-            "share of the needed neurons that have a place, ± standard error over sessions (neurons moved per token)",
+            "share of the needed neurons that have a slot, ± standard error over sessions (neurons moved per token)",
             result,
             lambda row: f"{with_error(row['hit_rate'], 3)} ({row['moves']:.1f})",
             _bounds(result),
@@ -41,7 +41,7 @@ def simulation_table(result: Mapping[str, Any]) -> str:
         parts.append(
             _titled(
                 f"tokens per second of a {machine['shape']} model on {machine['name']}, by a model of time that is a "
-                "bound: the processor reads what has no place / the GPU helps over the bus",
+                "bound: the processor reads what has no slot / the GPU helps over the bus",
                 result,
                 lambda row: " / ".join(f"{value:.1f}" for value in row["tokens_per_second"].values()),
                 [["dense, split by weights", *(f"{value:.1f}" for value in machine["dense_split"])]],
@@ -64,7 +64,7 @@ def _titled(
     shares = _shares(result)
     rows = [[name, *(cell(row) for row in result["results"] if row["policy"] == name)] for name in result["policies"]]
     columns = heads or [f"{100 * share:.3g} %" for share in shares]
-    return f"{title}\n\n{table(['policy', *columns], [*rows, *(more or [])])}"
+    return f"{title}\n\n{markdown(Table(['policy', *columns], [*rows, *(more or [])]))}"
 
 
 def _shares(result: Mapping[str, Any]) -> list[float]:
@@ -72,7 +72,7 @@ def _shares(result: Mapping[str, Any]) -> list[float]:
 
 
 def _bounds(result: Mapping[str, Any]) -> list[list[str]]:
-    """Of each price of a move a row."""
+    """The rows of the table of bounds, one for each price of a move."""
     prices = dict.fromkeys(row["price"] for row in result["bounds"])
     return [
         [

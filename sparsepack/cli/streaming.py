@@ -9,10 +9,9 @@ from typing import Any
 
 from sparsepack.cli.streams import json_text
 from sparsepack.files.atomic import write_bytes
-from sparsepack.load import Model, ModelOfSeveral, what_runs
-from sparsepack.models.skipped import shown
+from sparsepack.loading import Model, what_runs
+from sparsepack.models.records.skipped import shown
 from sparsepack.progress import say
-from sparsepack.runtime.batch import BatchEngine
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions
@@ -27,12 +26,12 @@ _ENDED = {
 
 
 class Answers:
-    """Where texts go: to standard output, or as JSON, a line for each, there (`json_path` is "-") or into a file.
+    """Texts go to standard output, or as JSON, a line for each, there (`json_path` is "-") or into a file.
 
     The file appears when all are made, by `close`.
     """
 
-    def __init__(self, engine: Engine | BatchEngine, json_path: str | None) -> None:
+    def __init__(self, engine: Engine, json_path: str | None) -> None:
         self._engine, self._path = engine, json_path
         self._lines: list[str] = []
         say(*what_runs(engine))
@@ -44,7 +43,7 @@ class Answers:
 
     def add(self, prompt: str, made: Generated) -> None:
         """A text that has ended."""
-        served = self._engine.served if isinstance(self._engine, Engine) else None
+        served = self._engine.served
         say(summary(made) + (f"; {served.in_words}" if served else ""))
         record = self._record(prompt, made) | {"served": served.to_json() if served else None}
         if self._path == "-":
@@ -85,23 +84,19 @@ def stream(generation: Generation, answers: Answers) -> Generated:
     return generation.result()
 
 
-def print_one(model: Model, prompt: str, options: GenerateOptions, json_path: str | None) -> None:
-    """Write a prompt and its continuation as it comes."""
-    generation = model.generate(prompt, options)
-    answers = Answers(model.engine, json_path)
-    answers.tell(prompt)
-    answers.add(prompt, stream(generation, answers))
-    answers.close()
-
-
-def print_together(
-    model: ModelOfSeveral, prompts: Sequence[str], options: GenerateOptions, json_path: str | None
-) -> None:
-    """Write the continuations of several prompts when all are made."""
-    answers = Answers(model.engine, json_path)
-    for number, (prompt, made) in enumerate(zip(prompts, model.generate(prompts, options), strict=True), 1):
-        answers.tell(f"--- prompt {number}: {' '.join(prompt.split())}\n{made.text}\n")
-        answers.add(prompt, made)
+def print_texts(model: Model, prompts: Sequence[str], options: GenerateOptions, json_path: str | None) -> None:
+    """Write a prompt and its continuation as it comes, or the continuations of several when all are made."""
+    if len(prompts) == 1:
+        generation = model.generate(prompts[0], options)
+        answers = Answers(model.engine, json_path)
+        answers.tell(prompts[0])
+        answers.add(prompts[0], stream(generation, answers))
+    else:
+        answers = Answers(model.engine, json_path)
+        made_together = model.generate_together(prompts, options)
+        for number, (prompt, made) in enumerate(zip(prompts, made_together, strict=True), 1):
+            answers.tell(f"--- prompt {number}: {' '.join(prompt.split())}\n{made.text}\n")
+            answers.add(prompt, made)
     answers.close()
 
 

@@ -1,17 +1,17 @@
 """Results as text for people: Markdown tables, which read well in a terminal and paste into an issue."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.eval.standard_error import with_error
-from sparsepack.markdown import table
-from sparsepack.models.skipped import shown
-from sparsepack.models.sparse_attention import in_words
-from sparsepack.runtime.hybrid.served import served_in_words
+from sparsepack.eval.tables import accuracy_tables, share_read, skipped
+from sparsepack.inspection import programs_table
+from sparsepack.models.records.skipped import shown
+from sparsepack.models.records.sparse_attention import in_words
+from sparsepack.placement.counts import hits_in_words
+from sparsepack.tables import Table, markdown
 
 if TYPE_CHECKING:
-    from sparsepack.models.pruned import Pruned, PrunedMatrix
+    from sparsepack.models.records.pruned import Pruned, PrunedMatrix
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -58,9 +58,8 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _precision(compute: Mapping[str, Any]) -> str:
-    """In which type, where; calibrations made before weights were named do not name them."""
-    weights = f"; weights stored in {compute['weights']}" if "weights" in compute else ""
-    return f"{compute['dtype']} on {compute['device']}{weights}"
+    """The type that was computed in, the device, and the type of the stored weights."""
+    return f"{compute['dtype']} on {compute['device']}; weights stored in {compute['weights']}"
 
 
 def pruned_table(pruned: "Pruned") -> str:
@@ -77,7 +76,7 @@ def pruned_table(pruned: "Pruned") -> str:
     more = f"; last groups of {', '.join(map(str, sorted(tails)))} inputs hold as many" if tails else ""
     density = sum(row.density for row in pruned.matrices) / max(len(pruned.matrices), 1)
     return (
-        f"{table(['block', *sites], body)}\n\nrelative error of the outputs; * inputs in another order\n"
+        f"{markdown(Table(['block', *sites], body))}\n\nrelative error of the outputs; * inputs in another order\n"
         f"{', '.join(patterns)}, by {options['method']}: of the weights of {len(pruned.matrices)} matrices "
         f"{100 * density:.1f} % are not zero{more}"
     )
@@ -106,11 +105,11 @@ def thresholds_table(summary: Mapping[str, Any]) -> str:
     )
     outlook = summary.get("expected")
     said = "not known, measure it with `sparsepack eval`" if outlook is None else shown(**outlook)
-    parts = [head, table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
+    parts: list[str | Table] = [head, Table(["block", *(f"{site} (skips @ threshold)" for site in sites)], body)]
     parts.append(f"a decoded token skips, on text like the calibration text: {said} of all block weights")
     if notes := _edited(summary):
         parts.append("\n".join(f"note: {note}" for note in notes))
-    return "\n\n".join(parts)
+    return markdown(*parts)
 
 
 def _site_cell(row: Mapping[str, Any]) -> str:
@@ -125,7 +124,7 @@ _MOST_NOTES = 8
 
 
 def _edited(summary: Mapping[str, Any]) -> list[str]:
-    """Where a table asks for other than what will happen, as after an edit: which field counts."""
+    """The lines that say which field counts where a table, as after an edit, asks for other than what will happen."""
     notes = [
         f"blk.{row['layer']}.{row['site']}: `threshold` counts, not `sparsity`: {row['threshold']:.4g} skips "
         f"{100 * row['expected']:.1f} %, not {100 * row['sparsity']:.1f} %"
@@ -157,11 +156,11 @@ def _bits(value: float | None) -> str:
 def artifact_table(description: Mapping[str, Any]) -> str:
     """Everything `inspect` finds in an artifact."""
     model = description["provenance"]["model"]
-    parts = [
+    parts: list[str | Table] = [
         artifact_line(description),
         f"made from {model['name']} ({model['model_type']}, {model['sha256'][:12]}) "
         f"by sparsepack {description['provenance']['sparsepack']}",
-        table(
+        Table(
             ["type", "tensors", "bytes", "weights"],
             [[t, e["tensors"], f"{e['bytes']:,}", f"{e['weights']:,}"] for t, e in description["types"].items()],
         ),
@@ -174,125 +173,53 @@ def artifact_table(description: Mapping[str, Any]) -> str:
         parts.append(f"neurons: {description['neurons']['in_words']}")
     if description["padding_rows"]:
         parts.append(f"padding rows: {sum(description['padding_rows'].values()):,} in all")
-    parts.append(
-        table(
-            ["program", "loads it", ""],
-            [[p["program"], "yes" if p["loads"] else "no", p["what"]] for p in description["loads_in"]],
-        )
-    )
-    parts += [f"note: {note}" for note in description["notes"]]
-    return "\n\n".join(parts)
+    parts.append(programs_table(description))
+    return markdown(*parts, *(f"note: {note}" for note in description["notes"]))
 
 
 def verification(report: Mapping[str, Any]) -> str:
     """What `verify` found."""
-    parts = []
+    parts: list[str | Table] = []
     if report["tensors"]:
         rows = [
             [t["name"], t["type"], f"{t['error']:.5f}", f"{t['bound']:.5f}", "ok" if t["passed"] else "FAIL"]
             for t in report["tensors"]
         ]
-        parts.append(table(["tensor", "type", "relative error", "bound", ""], rows))
+        parts.append(Table(["tensor", "type", "relative error", "bound", ""], rows))
     parts += [f"problem: {problem}" for problem in report["problems"]]
     verdict = "passed" if report["passed"] else "FAILED"
     parts.append(f"{report['path']}: {verdict} ({', '.join(report['checked'])})")
-    return "\n\n".join(parts)
+    return markdown(*parts)
 
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
     """What `eval` measured."""
-    parts = [f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {_precision(result['compute'])}"]
-    reads = any(row["tokens_read"] for row in result["perplexity"])
-    uncounted = any(row["realised_sparsity"]["neurons_counted"] is False for row in result["perplexity"])
-    if result["perplexity"]:
-        rows = [_perplexity_row(row, reads) for row in result["perplexity"]]
-        header = [
-            "text",
-            "protocol",
-            "windows",
-            "perplexity",
-            "bits/byte",
-            "ratio",
-            "KL",
-            "same top",
-            "skipped",
-            "target",
-            *(["tokens read (target)"] if reads else []),
-        ]
-        parts.append(table(header, rows))
-        scored = ", ".join(sorted({row["scored"] for row in result["perplexity"]}))
-        parts.append(
-            f"scored: {scored} of each window; skipped, target: share of all block weights that a decoded token skips"
-        )
-        parts += [
-            f"{Path(row['text']).name}: {served_in_words(row['served'])}"
-            for row in result["perplexity"]
-            if row["served"]
-        ]
-    if result["tasks"]:
-        rows = [
-            [name, metric, with_error(value, 4), task["samples"], result["tasks"]["protocol"]]
-            for name, task in result["tasks"]["tasks"].items()
-            for metric, value in task["metrics"].items()
-        ]
-        parts.append(table(["task", "metric", "value", "samples", "protocol"], rows))
-        if result["tasks"]["apply_chat_template"]:
-            parts.append("documents of the tasks are in the model's chat template")
-        realised = result["tasks"]["realised_sparsity"]
-        uncounted = uncounted or realised["neurons_counted"] is False
-        parts.append(f"skipped in tasks: {_skipped(realised)} of the block weights")
-        if result["tasks"]["served"]:
-            parts.append(f"in tasks: {served_in_words(result['tasks']['served'])}")
-        if result["tasks"]["tokens_read"]:
-            reads = True
-            parts.append(f"read in tasks: {_share_read(result['tasks']['tokens_read'])} of the tokens seen")
-    if uncounted:
+    tasks, attention = result["tasks"], result["subject"]["attention"]
+    parts: list[str | Table] = [
+        f"{result['subject']['name']} ({result['subject']['kind']})\ncomputed in {_precision(result['compute'])}",
+        *accuracy_tables([result]),
+    ]
+    measured = [*result["perplexity"], *([tasks] if tasks else [])]
+    if tasks:
+        parts.append(f"skipped in tasks: {skipped(tasks['realised_sparsity'])} of the block weights")
+        if tasks["served"]:
+            parts.append(f"in tasks: {hits_in_words(tasks['served'])}")
+        if tasks["tokens_read"]:
+            parts.append(f"read in tasks: {share_read(tasks['tokens_read'])} of the tokens seen")
+    if any(row["realised_sparsity"]["neurons_counted"] is False for row in measured):
         parts.append(
             "skipped: not counted, transformers computes inactive neurons like all others; with --backend cpu they are "
             "left out, as by generate"
         )
-    if (attention := result["subject"]["attention"]) is not None:
+    if attention is not None:
         told = f"{in_words(attention)}\ntokens read: by layers that read a share"
+        reads = any(row["tokens_read"] for row in measured)
         parts.append(f"attention: {told if reads else 'not used by protocol ' + result['protocol']}")
-    return "\n\n".join(parts)
-
-
-def _skipped(realised: Mapping[str, Any]) -> str:
-    """The share of the block weights; nothing where it was not counted."""
-    return "-" if realised["neurons_counted"] is False else shown(realised["overall"], realised["of_sparse_sites"])
-
-
-def _target(realised: Mapping[str, Any]) -> str:
-    """The share that was asked for; nobody asks for one of neurons, which are skipped where they are zero."""
-    by_neurons_alone = realised["neurons_counted"] is not None and not realised["target"]
-    return "-" if by_neurons_alone else shown(realised["target_overall"], realised["target"])
-
-
-def _share_read(read: Mapping[str, Any] | None) -> str:
-    """Of the tokens that sparse layers see."""
-    return f"{100 * read['of_sparse_layers']:.1f} % ({100 * read['target']:.1f} %)" if read else "all"
-
-
-def _perplexity_row(row: Mapping[str, Any], reads: bool) -> list[str]:
-    realised = row["realised_sparsity"]
-    compared = "kl_divergence" in row
-    return [
-        Path(row["text"]).name,
-        row["protocol"],
-        f"{row['windows']} x {row['context']}",
-        with_error(row["perplexity"], 3),
-        f"{row['bits_per_byte']:.4f}",
-        with_error(row["perplexity_ratio"], 4) if compared else "-",
-        with_error(row["kl_divergence"], 4) if compared else "-",
-        with_error(row["top_token_agreement"], 4) if compared else "-",
-        _skipped(realised),
-        _target(realised),
-        *([_share_read(row["tokens_read"])] if reads else []),
-    ]
+    return markdown(*parts)
 
 
 _TILE_CONFIG = ("span", "tile", "tile_bands", "warps", "stages", "splits")
-"""What `tune` may choose, on CPUs and on GPUs."""
+"""`tune` chooses the values of these fields, on CPUs and on GPUs."""
 
 
 def tuning_table(result: Mapping[str, Any]) -> str:
@@ -313,16 +240,20 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     machine = result.get("gpu_info") or (
         f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
     )
-    parts = [f"{machine}, half of the columns active", table(header, rows), f"kept in {result['path']}"]
+    parts: list[str | Table] = [
+        f"{machine}, half of the columns active",
+        Table(header, rows),
+        f"kept in {result['path']}",
+    ]
     if links := result.get("links"):
         parts += [_links_table(links), *(f"kept in {row['path']}" for row in links)]
-    return "\n\n".join(parts)
+    return markdown(*parts)
 
 
-_LINKS = {"hot": "out of places", "bus": "out of host memory", "worker": "by the second worker"}
+_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the second worker"}
 
 
-def _links_table(links: Sequence[Mapping[str, Any]]) -> str:
+def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
     """Neurons per second, a row for each width of records."""
     rows = [
         [
@@ -333,4 +264,4 @@ def _links_table(links: Sequence[Mapping[str, Any]]) -> str:
         for row in links
     ]
     header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
-    return f"neurons per second, both workers at once (one alone)\n\n{table(header, rows)}"
+    return Table(header, rows, "neurons per second, both workers at once (one alone)")

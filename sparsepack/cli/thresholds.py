@@ -21,7 +21,7 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
     A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
     """
     from sparsepack.cli.tables import thresholds_table
-    from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.sparsity.find import make_thresholds
 
     options = allocation_options(asked)

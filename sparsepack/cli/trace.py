@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
-from sparsepack.trace.options import TraceOptions
+from sparsepack.tracing.options import TraceOptions
 
 
 @click.command()
@@ -41,13 +41,13 @@ def trace(
     from sparsepack.cli.tables import trace_table
 
     if model == "merge":
-        from sparsepack.trace.trace import merge_folders
+        from sparsepack.tracing.trace import merge_folders
 
         if len(folders) != 2 or texts:
             raise click.UsageError("merge takes two traces and -o: sparsepack trace merge A B -o C")
         made = merge_folders(folders[0], folders[1], output, overwrite)
     else:
-        from sparsepack.trace.collect import trace as run_trace
+        from sparsepack.tracing.collect import trace as run_trace
 
         if folders or not texts:
             raise click.UsageError("give one MODEL and --text: sparsepack trace MODEL --text FILE -o FOLDER")

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import click
 
-from sparsepack.bench.options import BenchSettings
 from sparsepack.cli.options import PATH, device_option, emit, from_options, json_output
+from sparsepack.runtime.options import EngineOptions
 
 
 @click.command()
 @click.argument("paths", type=PATH, nargs=-1)
 @device_option
-@from_options(BenchSettings, "--threads")
+@from_options(EngineOptions, "--threads")
 @json_output
 def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
     """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.
@@ -22,6 +22,6 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
     run meanwhile.
     """
     from sparsepack.cli.tables import tuning_table
-    from sparsepack.tune import tune as measure
+    from sparsepack.tuning import tune as measure
 
     emit(measure(paths, device, threads), json_path, tuning_table)

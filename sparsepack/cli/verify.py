@@ -14,8 +14,8 @@ from sparsepack.cli.options import PATH, emit, json_output
 @json_output
 def verify(path: Path, against: str | None, json_path: str | None) -> None:
     """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
-    from sparsepack.artifacts.verify import verify as check
     from sparsepack.cli.tables import verification
+    from sparsepack.formats.verify import verify as check
 
     report = check(path, against)
     emit(report.to_json(), json_path, verification)

@@ -22,7 +22,8 @@ HELD_OUT_TOPICS = frozenset(
         "typesmapping",
     }
 )
-"""About an eighth of the text, of three kinds: concepts, expressions and statements, a built-in type."""
+"""The held-out topics are about an eighth of the text, of three kinds: concepts, expressions and statements, a built-in
+type."""
 
 SHARED_WORDS = 10
 """Two paragraphs with this many consecutive words in common count as copies of each other."""

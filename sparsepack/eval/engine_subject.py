@@ -7,38 +7,35 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.formats import FORMATS, those_with
-from sparsepack.artifacts.manifest import pruned_from
-from sparsepack.artifacts.open import is_artifact, open_artifact, read_packed
-from sparsepack.artifacts.stock import stock_tokenizer, target_sparsity
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.tokens_read import TokensRead
-from sparsepack.models.packed import MLP_RECORDS, PackedModel
-from sparsepack.models.rule import SiteKey
-from sparsepack.models.skipped import sparse_sites_of
-from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.formats.manifest import pruned_from
+from sparsepack.formats.open import is_artifact, open_artifact, read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.stock import stock_tokenizer, target_sparsity
+from sparsepack.formats.table import FORMATS, those_with
+from sparsepack.models.records.rule import SiteKey
+from sparsepack.models.records.skipped import sparse_sites_of
+from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import say
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.decoder import places_of
-from sparsepack.runtime.hybrid.options import PlacesOptions
-from sparsepack.runtime.hybrid.served import Served
+from sparsepack.runtime.options import EngineOptions
 
 
 class EngineScorer:
-    """As `eval.scorer.SparseScorer`, by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
+    """An `eval.scorer.SparseScorer` by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
 
     steps = 1
 
-    def __init__(
-        self, packed: PackedModel, backend: str, device: str = "cpu", places: PlacesOptions | None = None
-    ) -> None:
+    def __init__(self, packed: PackedModel, options: EngineOptions) -> None:
         self.context, self.vocabulary = packed.architecture.context, packed.architecture.vocabulary
-        self.device = torch.device(device)
-        self._packed, self._backend, self._places = packed, backend, places_of(places)
+        self.device = torch.device(options.device)
+        self._packed, self._options = packed, options
         self._engine: Engine | None = None
-        self._served: Served | None = None
+        self._served: HitCounts | None = None
         self.tokens_read = TokensRead(packed.attention, packed.architecture.sliding_windows)
         self.reset()
 
@@ -78,7 +75,7 @@ class EngineScorer:
         decoded = len(ids) - sparse_from
         self._decoded += decoded
         if engine.served is not None:
-            self._served = (self._served or Served()) + engine.served
+            self._served = (self._served or HitCounts()) + engine.served
         for key, share in engine.activity().items():
             self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
         return logits
@@ -90,9 +87,7 @@ class EngineScorer:
         if self._engine is None or before < positions:
             self._engine = None
             context = min(self.context, max(positions, 2 * before))
-            self._engine = Engine(
-                self._packed, device=self.device, context=context, backend=self._backend, places=self._places
-            )
+            self._engine = Engine(self._packed, self._options, context=context)
             if not before:
                 say(f"runtime: {self._engine.description}", *self._engine.notes)
         return self._engine
@@ -105,8 +100,8 @@ class EngineScorer:
         self._inactive: dict[SiteKey, float] = {}
 
     @property
-    def served(self) -> Served | None:
-        """What places served of all sparse positions so far; None where nobody has places."""
+    def served(self) -> HitCounts | None:
+        """What slots served of all sparse positions so far; None where nobody has slots."""
         return self._served
 
     def realised(self) -> dict[SiteKey, float]:
@@ -116,20 +111,18 @@ class EngineScorer:
         return {
             (layer, name): inactive / self._decoded
             for (layer, name), inactive in self._inactive.items()
-            if (layer, name) in sparse or name == MLP_RECORDS
+            if (layer, name) in sparse or name in self._packed.mlp_kind.exact
         }
 
 
 @dataclass(frozen=True)
 class EngineSubject:
-    """As `eval.subject.Subject`, run by an engine."""
+    """An `eval.subject.Subject` that an engine runs."""
 
     name: str
     packed: PackedModel
-    backend: str
+    options: EngineOptions
     tokenizer: Any
-    device: str = "cpu"
-    places: PlacesOptions | None = None
 
     @property
     def kind(self) -> str:
@@ -160,7 +153,7 @@ class EngineSubject:
     @property
     def sparse(self) -> bool:
         """Whether any site, any attention or any MLP skips anything."""
-        return bool(self.packed.rules) or self.attention is not None or self.packed.by_neurons
+        return self.packed.skips
 
     @property
     def attention(self) -> SparseAttention | None:
@@ -169,7 +162,7 @@ class EngineSubject:
 
     def scorer(self) -> EngineScorer:
         """A scorer over the engine, counts at zero."""
-        return EngineScorer(self.packed, self.backend, self.device, self.places)
+        return EngineScorer(self.packed, self.options)
 
     def task_scorer(self) -> EngineScorer:
         """What scores the rows of tasks, counts at zero."""
@@ -182,25 +175,19 @@ class EngineSubject:
 
     def parameter_shares(self) -> Mapping[SiteKey, float]:
         """Each site's share of the parameters of all sites."""
-        sizes = {
-            (n, name): matrix.rows * matrix.columns
-            for n, layer in enumerate(self.packed.layers)
-            for name, matrix in layer.matrices.items()
-        }
+        sizes = self.packed.parameters
         total = sum(sizes.values())
         return {key: size / total for key, size in sizes.items()}
 
 
-def open_engine_subject(
-    name: str, backend: str, device: str = "cpu", places: PlacesOptions | None = None
-) -> EngineSubject:
-    """Open an artifact to be run by an engine's backend on a device. Raises `UserError` for what no engine runs, and
-    for places that the backend or the artifact does not know."""
+def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
+    """Open an artifact to be run by the backend that the options name. Raises `UserError` for what no engine runs, and
+    for slots that the backend or the artifact does not know."""
+    backend = options.backend or backend_for(options.device).name
     path = Path(name)
     if not is_artifact(path) or not open_artifact(path).format.runs:
         formats = those_with("runs")
         raise UserError(f"{name}: --backend {backend} runs {formats} artifacts; pack the model first, or leave it out")
     packed = read_packed(path)
-    if places is not None and places.asked:
-        backend_named(backend).check_places(packed)
-    return EngineSubject(name, packed, backend, stock_tokenizer(packed), device, places)
+    backend_named(backend).check(options, packed)
+    return EngineSubject(name, packed, options, stock_tokenizer(packed))

@@ -16,7 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import Scorer
-from sparsepack.models.chat import render_chat, template_of
+from sparsepack.models.tokenizer.chat import render_chat, template_of
 from sparsepack.progress import progress
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _WITHOUT_EFFECT_WHEN_GREEDY = {"top_k", "top_p", "min_p", "typical_p"}
 
 
 @dataclass(frozen=True, order=True)
-class Row:
+class ScoredRow:
     """One input of the model; `scored` is its first position whose output counts."""
 
     ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationArguments:
     """How to continue a text; `temperature` 0 is greedy."""
 
     until: tuple[str, ...]
@@ -132,7 +132,7 @@ class SparseLM(TemplateLM):
         return found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As TemplateLM's, without its progress bar: `_loglikelihood_tokens` shows one."""
+        """TemplateLM's likelihoods, without a progress bar: `_loglikelihood_tokens` shows one."""
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return scores
 
@@ -140,14 +140,14 @@ class SparseLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, is it the greedy continuation) of each `(texts, context, continuation)`."""
-        requests_of: dict[Row, list[int]] = defaultdict(list)  # choices of one token share their row
+        requests_of: dict[ScoredRow, list[int]] = defaultdict(list)  # choices of one token share their row
         truncated = 0
         for index, (texts, context, continuation) in enumerate(requests):
             self._check_continuation(texts, continuation)
             ids = tuple((context + continuation)[:-1])
             truncated += len(ids) > self.scorer.context
             ids = ids[-self.scorer.context :]
-            requests_of[Row(ids, len(ids) - len(continuation))].append(index)
+            requests_of[ScoredRow(ids, len(ids) - len(continuation))].append(index)
         self._warn_truncated(truncated)
 
         scores: dict[int, tuple[float, bool]] = {}
@@ -198,7 +198,7 @@ class SparseLM(TemplateLM):
         token; the context never counts. Special tokens are not part of the answer. Sampling draws from one seeded
         generator per request, so neither batch size nor order matters. Raises UserError for options not named here.
         """
-        rows_of: dict[Generation, dict[int, Row]] = defaultdict(dict)
+        rows_of: dict[GenerationArguments, dict[int, ScoredRow]] = defaultdict(dict)
         truncated = 0
         for index, (text, options) in enumerate(request.args for request in requests):
             generation = _generation(options)
@@ -211,7 +211,7 @@ class SparseLM(TemplateLM):
             ids = tuple(self.tok_encode(text)) or (self.prefix_token_id,)
             truncated += len(ids) > room
             ids = ids[-room:]
-            rows_of[generation][index] = Row(ids, len(ids) - 1)
+            rows_of[generation][index] = ScoredRow(ids, len(ids) - 1)
         self._warn_truncated(truncated)
 
         answers: dict[int, str] = {}
@@ -221,12 +221,12 @@ class SparseLM(TemplateLM):
                 answers |= self._generate({index: rows[index] for index in batch}, generation)
         return [answers[index] for index in range(len(requests))]
 
-    def _generate(self, rows: dict[int, Row], generation: Generation) -> dict[int, str]:
+    def _generate(self, rows: dict[int, ScoredRow], generation: GenerationArguments) -> dict[int, str]:
         produced: dict[int, list[int]] = {index: [] for index in rows}
         randoms = {index: torch.Generator().manual_seed(SAMPLING_SEED + index) for index in rows}
         live = list(rows)
         for _ in range(generation.max_new):
-            batch = [Row((*rows[index].ids, *produced[index]), rows[index].scored) for index in live]
+            batch = [ScoredRow((*rows[index].ids, *produced[index]), rows[index].scored) for index in live]
             still = []
             for index, row, logits in zip(live, batch, self._logits(batch), strict=True):
                 token = _choose(logits[len(row.ids) - 1], generation.temperature, randoms[index])
@@ -244,7 +244,7 @@ class SparseLM(TemplateLM):
             for index, tokens in produced.items()
         }
 
-    def _logits(self, rows: Sequence[Row]) -> torch.Tensor:
+    def _logits(self, rows: Sequence[ScoredRow]) -> torch.Tensor:
         """Logits `[B, S, V]` of the rows, right-padded to the longest, under this model's protocol."""
         lengths = torch.tensor([len(row.ids) for row in rows])
         width = int(lengths.max())
@@ -272,7 +272,7 @@ class SparseLM(TemplateLM):
             logger.warning("%d requests exceed the context of %d; cut at their beginning", count, self.scorer.context)
 
 
-def _generation(options: dict[str, Any]) -> Generation:
+def _generation(options: dict[str, Any]) -> GenerationArguments:
     normal: dict[str, Any] = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
     until = tuple(stop for stop in normal.pop("until") if stop)
     max_new = int(normal.pop("max_gen_toks"))
@@ -284,7 +284,7 @@ def _generation(options: dict[str, Any]) -> Generation:
             f"generation option {', '.join(sorted(unknown))} is not supported; a task's generation_kwargs may have "
             "until, max_gen_toks, do_sample and temperature"
         )
-    return Generation(until, max_new, temperature)
+    return GenerationArguments(until, max_new, temperature)
 
 
 def _choose(logits: torch.Tensor, temperature: float, random: torch.Generator) -> int:
@@ -297,7 +297,7 @@ def _cut(text: str, until: Sequence[str]) -> str:
     return text[: min((text.find(stop) for stop in until if stop in text), default=len(text))]
 
 
-def _batches(rows: Iterable[Row], size: int, what: str) -> Iterator[list[Row]]:
+def _batches(rows: Iterable[ScoredRow], size: int, what: str) -> Iterator[list[ScoredRow]]:
     """Rows of about one length together, the longest first: what does not fit in memory shows at once."""
     return _chunks(sorted(rows, key=lambda row: (-len(row.ids), row)), size, what)
 

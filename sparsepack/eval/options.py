@@ -1,14 +1,14 @@
 """What an evaluation is asked for. Nothing heavy is imported here: the command line and recipes read the defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.option import check_options, option
 from sparsepack.runtime.backends import BACKENDS, backend_named
-from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.options import EngineOptions
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class EvalRequest:
     against     -- source checkpoint for KL divergence and top-token agreement, or the one that it was pruned from
     second_half -- score only the second half of each window under every protocol, as under decode, so that the
                    figures of several are of the same tokens
-    places      -- who has places, of an artifact by neurons that a backend runs
+    engine      -- how a backend runs an artifact; `device` and `runtime` say where, and which
     """
 
     subject: str
@@ -65,7 +65,12 @@ class EvalRequest:
         default="transformers",
         choices=("transformers", *BACKENDS),
     )
-    places: PlacesOptions | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """What the engine of a backend is told."""
+        return replace(self.engine, device=self.device, backend=self.runtime)
 
     @property
     def windows_at_once(self) -> int:
@@ -89,14 +94,14 @@ class EvalRequest:
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
-        if self.places is not None and self.places.asked:
-            self._check_places()
+        if self.engine.cached is not None:
+            self._check_slots()
         if self.apply_chat_template and not self.tasks:
             raise UserError("--apply-chat-template is for tasks, perplexity has no conversations; give --tasks NAMES")
 
-    def _check_places(self) -> None:
+    def _check_slots(self) -> None:
         if self.runtime == "transformers":
-            able = " or ".join(row.name for row in BACKENDS.values() if row.places)
-            raise UserError(f"cached: transformers gives neurons no places; give --backend {able}")
+            able = " or ".join(row.name for row in BACKENDS.values() if row.slots)
+            raise UserError(f"cached: transformers gives neurons no slots; give --backend {able}")
         if self.protocol == "dense":
-            raise UserError("cached: protocol dense decodes nothing that places could serve; take decode or all")
+            raise UserError("cached: protocol dense decodes nothing that slots could serve; take decode or all")

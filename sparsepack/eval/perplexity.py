@@ -17,7 +17,7 @@ from sparsepack.eval.standard_error import exp_mean, mean
 from sparsepack.progress import progress
 
 POSITIONS, WORDS = 1024, 4096
-"""Logits that exist at one time: of so many positions, over so much of the vocabulary."""
+"""The logits that exist at one time are of so many positions and so many tokens of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _whole(advance: Callable[[int], None], steps: int) -> Done:
 def _score_rows(
     scorers: list[WindowScorer], hidden: list[torch.Tensor], wanted: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Of N positions, each scorer's `hidden` [N, ...]: by the names of `WindowScores`, float64 [N].
+    """The scores of N positions, from each scorer's `hidden` [N, ...]: by the names of `WindowScores`, float64 [N].
 
     The vocabulary is the outer loop: each part of an output matrix is made once.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Logits = Callable[["torch.Tensor"], "torch.Tensor"]
 Done = Callable[[int], None]
-"""Told how many rows have taken another step."""
+"""The function is told how many rows have taken another step."""
 
 PROTOCOLS = ("decode", "all", "dense")
 

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from sparsepack.codecs.symmetric import dequantised, quantise_rows
+from sparsepack.formats.codecs.symmetric import dequantised, quantise_rows
 from sparsepack.models.families import Family
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SiteKey
+from sparsepack.models.records.rule import SiteKey
+from sparsepack.models.stock.hooks import site_hooks
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def quantised_inputs(
     blocks: Sequence[tuple[int, nn.Module]], family: Family, types: Mapping[SiteKey, torch.dtype]
 ) -> Iterator[None]:
     """Within the context, the (layer, block) pairs see the inputs of sites as values of these types with one scale for
-    each token (`codecs.symmetric`): what the kernels multiply, but for the order in which they add."""
+    each token (`formats.codecs.symmetric`): what the kernels multiply, but for the order in which they add."""
 
     def rounded(layer: int, site: str, x: torch.Tensor) -> torch.Tensor | None:
         dtype = types.get((layer, site))

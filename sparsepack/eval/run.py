@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from sparsepack import __version__
-from sparsepack.artifacts.formats import FORMATS
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.engine_subject import EngineScorer, EngineSubject, open_engine_subject
 from sparsepack.eval.options import EvalRequest
@@ -18,10 +16,12 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import Text, read_text
-from sparsepack.models.skipped import skipped
-from sparsepack.models.sparse_attention import described
-from sparsepack.models.windows import rolling_windows, window_length
+from sparsepack.formats.table import FORMATS
+from sparsepack.models.records.skipped import skipped
+from sparsepack.models.records.sparse_attention import described
+from sparsepack.models.tokenizer.windows import rolling_windows, window_length
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
+from sparsepack.version import __version__
 
 
 def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> dict[str, Any]:
@@ -99,7 +99,8 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
 
 
 def _bytes_of(tokenizer: Any, scored: torch.Tensor) -> int:
-    """Of the text of token ids [windows, positions]; a window at a time, since all of them may be a long text."""
+    """The bytes of the text of token ids [windows, positions]; a window at a time, since all of them may be a long
+    text."""
     windows = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in scored)
     return sum(len(text.encode()) for text in windows)
 
@@ -108,7 +109,7 @@ def subject_of(request: EvalRequest, table: Thresholds | None = None) -> Subject
     """What a request is about, opened to be measured. Raises `UserError` subclasses for what cannot be."""
     if request.runtime == "transformers":
         return open_subject(request.subject, table, request.device, request.dtype)
-    return open_engine_subject(request.subject, request.runtime, request.device, request.places)
+    return open_engine_subject(request.subject, request.engine_options)
 
 
 def protocol_of(request: EvalRequest, subject: Subject | EngineSubject) -> str:
@@ -154,7 +155,7 @@ def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str
 
 
 def served(scorer: StreamedScorer | SparseScorer | EngineScorer) -> dict[str, Any] | None:
-    """What places served over all sparse positions so far, as `Served.to_json`; None where nobody has places."""
+    """What slots served over all sparse positions so far, as `HitCounts.to_json`; None where nobody has slots."""
     found = scorer.served if isinstance(scorer, EngineScorer) else None
     return None if found is None else found.to_json()
 
@@ -162,7 +163,7 @@ def served(scorer: StreamedScorer | SparseScorer | EngineScorer) -> dict[str, An
 def realised_sparsity(
     scorer: StreamedScorer | SparseScorer | EngineScorer, subject: Subject | EngineSubject
 ) -> Mapping[str, Any]:
-    """Realised sparsity: `overall` and `of_sparse_sites` as `models.skipped.Skipped`, and that of every sparse site.
+    """Realised sparsity: `overall` and `of_sparse_sites` as `Skipped`, and that of every sparse site.
 
     `target` is of the sparse sites, `target_overall` the same of all block weights. `neurons_counted`: whether inactive
     neurons are in these, which transformers computes like all others; None for a model that is not stored by neurons.
@@ -171,7 +172,7 @@ def realised_sparsity(
     realised = scorer.realised()
     sparse = sum(share for key, share in shares.items() if key in subject.sparse_sites)
     return {
-        "neurons_counted": isinstance(subject, EngineSubject) if _by_neurons(subject) else None,
+        "neurons_counted": isinstance(subject, EngineSubject) if _skips_exactly(subject) else None,
         "target": subject.target_sparsity,
         "target_overall": subject.target_sparsity * sparse,
         **asdict(skipped(shares, realised, subject.sparse_sites)),
@@ -179,5 +180,5 @@ def realised_sparsity(
     }
 
 
-def _by_neurons(subject: Subject | EngineSubject) -> bool:
-    return subject.kind in FORMATS and FORMATS[subject.kind].neurons
+def _skips_exactly(subject: Subject | EngineSubject) -> bool:
+    return subject.kind in FORMATS and bool(FORMATS[subject.kind].mlp.exact)

@@ -11,13 +11,13 @@ from torch.nn import functional
 from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.tokens_read import TokensRead
+from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import sliding_windows
 from sparsepack.models.families import Family
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import Rules, SiteKey, active_channels, sparsify
-from sparsepack.models.sparse_attention import SparseAttention
-from sparsepack.models.whole import backbone_of
-from sparsepack.runtime.double import attention as double
+from sparsepack.models.records.rule import Rules, SiteKey, active_channels, sparsify
+from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.whole import backbone_of
 
 
 class SparsePositions:
@@ -92,7 +92,7 @@ class SparseScorer:
     ) -> None:
         self.model, self.context, self._family, self._inputs = model, context, family, inputs or {}
         if attention is not None:
-            double.attach(model, attention)
+            double_sparsity.attach(model, attention)
         self.tokens_read = TokensRead(attention, sliding_windows(model.config))
         self.device: torch.device = model.lm_head.weight.device
         self.vocabulary = int(model.config.vocab_size)
@@ -126,7 +126,7 @@ class SparseScorer:
         blocks = list(enumerate(backbone_of(self.model).layers))
         self.tokens_read.count(ids.shape[1], lengths, sparse_from)
         with (
-            double.sparse_rows(sparse_from),
+            double_sparsity.sparse_rows(sparse_from),
             self._positions.within(blocks, ids.shape[1], lengths, sparse_from),
             quantised_inputs(blocks, self._family, self._inputs),
         ):

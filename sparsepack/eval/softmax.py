@@ -9,7 +9,7 @@ def wide(values: torch.Tensor) -> torch.Tensor:
 
 
 class RunningSoftmax:
-    """Of N positions and the words seen so far, all on the CPU:
+    """The sums of N positions over the words seen so far, all on the CPU:
 
     largest -- float64 [N], the largest logit;  top -- int64 [N], its word, the first of equal ones
     total   -- float64 [N], the sum of exp(logit - largest)

@@ -13,15 +13,15 @@ from sparsepack.eval.protocols import Done, Logits, ignored
 from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.scorer import SparsePositions, linear
 from sparsepack.eval.tokens_read import TokensRead
+from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import sliding_windows
-from sparsepack.models.blocks import BlockSource, BlockStream
-from sparsepack.models.rule import Rules, SiteKey
-from sparsepack.models.sparse_attention import SparseAttention
-from sparsepack.runtime.double import attention as double
+from sparsepack.models.records.rule import Rules, SiteKey
+from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.stock.blocks import BlockSource, BlockStream
 
 HIDDEN_BYTES = 128 << 20
-"""Hidden states of the rows that wait together. Each such group reads the model once: with 128 MiB, a model 2048 wide
-reads it for 16,384 tokens, whose products take far longer than reading."""
+"""The hidden states of the rows that wait together take this many bytes. Each such group reads the model once: with 128
+MiB, a model 2048 wide reads its weights for 16,384 tokens, whose products take far longer than reading."""
 
 
 class StreamedScorer:
@@ -44,7 +44,7 @@ class StreamedScorer:
         self.device = torch.device("cpu")
         self.vocabulary, self.steps = int(source.config.vocab_size), source.layers
         self._attention = attention
-        self._stream = BlockStream(source, "cpu", dtype, "sdpa" if attention is None else double.NAME)
+        self._stream = BlockStream(source, "cpu", dtype, "sdpa" if attention is None else double_sparsity.NAME)
         self.tokens_read = TokensRead(attention, sliding_windows(source.config))
         self._positions = SparsePositions(source.family, rules)
         self._output: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class StreamedScorer:
         self.tokens_read.reset()
 
     def rows_at_once(self, width: int, batch: int) -> int:
-        """As many rows as may wait together, a batch at least; see `eval.protocols.WindowScorer`."""
+        """The number of rows that may wait together, a batch at least; see `eval.protocols.WindowScorer`."""
         row = width * int(self.source.config.hidden_size) * self._stream.dtype.itemsize
         return max(batch, HIDDEN_BYTES // row)
 
@@ -78,12 +78,12 @@ class StreamedScorer:
         for layer in range(self.source.layers):
             stream.load(layer)
             if self._attention is not None:
-                double.attach_layer(stream.block, self._attention, layer)
+                double_sparsity.attach_layer(stream.block, self._attention, layer)
             for part in parts:
                 real = None if lengths is None else lengths[part]
                 blocks = [(layer, stream.block)]
                 with (
-                    double.sparse_rows(sparse_from[part]),
+                    double_sparsity.sparse_rows(sparse_from[part]),
                     self._positions.within(blocks, width, real, sparse_from[part]),
                     quantised_inputs(blocks, self.source.family, self._inputs),
                 ):

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from sparsepack.artifacts.artifact import Artifact
-from sparsepack.artifacts.manifest import pruned_from
-from sparsepack.artifacts.open import is_artifact, open_artifact
 from sparsepack.errors import UserError
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
-from sparsepack.models.blocks import BlockSource
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.manifest import pruned_from
+from sparsepack.formats.open import is_artifact, open_artifact
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
-from sparsepack.models.pruned import pruning_record
-from sparsepack.models.rule import Rules, SiteKey
-from sparsepack.models.skeleton import parameter_shapes
-from sparsepack.models.sparse_attention import SparseAttention
-from sparsepack.models.whole import build_model
+from sparsepack.models.records.pruned import pruning_record
+from sparsepack.models.records.rule import Rules, SiteKey
+from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.stock.blocks import BlockSource
+from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.stock.whole import build_model
 from sparsepack.sparsity.thresholds import Thresholds
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.models.records.sparse_attention import SparseAttention
 
 
 class TokensRead:

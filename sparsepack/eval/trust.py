@@ -1,4 +1,4 @@
-"""What a task file may not do unless it is trusted: run code.
+"""A task file may not run code unless the user trusts the file.
 
 Three ways lead from the YAML file of an lm-eval task to code: `!function MODULE.NAME`, in it or in what it includes;
 a metric that lm-eval does not have, for which Hugging Face's `evaluate` runs a script; and a template, which in plain

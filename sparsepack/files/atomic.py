@@ -164,7 +164,8 @@ def _start(path: Path) -> str:
 
 
 def _machine() -> str:
-    """Where a process has a number of its own: containers may share a machine's name, but not its processes."""
+    """The name of the machine on which process numbers are unique: containers may share a machine's name, but not its
+    processes."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:  # no Linux

@@ -30,7 +30,7 @@ DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. `shape` is in numpy order (slowest first), in weights, not bytes."""
+    """The place of a tensor in a file. `shape` is in numpy order (slowest first), in weights, not bytes."""
 
     name: str
     shape: tuple[int, ...]

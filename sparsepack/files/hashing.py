@@ -11,7 +11,7 @@ from threading import Event
 from typing import Any
 
 NO_HASH = "0" * 64
-"""What stands where a SHA-256 will be."""
+"""These 64 zeros stand where a SHA-256 will be written."""
 
 _PIECE = 1 << 20
 

@@ -26,7 +26,7 @@ _BLOCKS = "blocks"
 
 
 def unfinished_path(output: Path) -> Path:
-    """Where the run that makes `output` keeps its state: `.NAME.unfinished` beside it."""
+    """The folder in which the run that makes `output` keeps its state: `.NAME.unfinished` beside it."""
     return output.absolute().parent / f".{output.name}.unfinished"
 
 

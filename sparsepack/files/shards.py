@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2_000_000_000
-"""Of tensors in one file: a system lets one thread write to a file at a time, and one thread hashes it; files of this
-size are enough to keep a machine's threads from waiting for each other."""
+"""A file holds at most this many bytes of tensors: a system lets one thread write to a file at a time, and one thread
+hashes the file; files of this size are enough to keep a machine's threads from waiting for each other."""
 
 
 def split(sizes: Sequence[int], most: int = SHARD_BYTES) -> list[slice]:

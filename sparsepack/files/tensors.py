@@ -23,7 +23,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """As it is written."""
+        """The bytes that the tensor takes as it is written."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -21,7 +21,7 @@ _SUFFIXES = (".txt", ".jsonl")
 _BETWEEN = "\n\n"
 
 Document = str | TextFile
-"""A short one is a string; a file that is one document is read in pieces whenever it is needed."""
+"""A short document is a string; a file that is one document is read in pieces whenever its text is needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Text:
     documents  -- can be gone through again and again; those of files are read anew each time
     count      -- how many they are
     characters -- of the whole text, the blank lines between documents included
-    known      -- what has been made of the text so far, for whoever needs it again: see `models.tokens`
+    known      -- what has been made of the text so far, for whoever needs it again: see `models.tokenizer.tokens`
     """
 
     name: str

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
+from sparsepack.models.families import FAMILIES
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -46,7 +47,7 @@ class Architecture:
     eos: tuple[int, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The architecture as JSON-able values."""
         return asdict(self)
 
     @classmethod
@@ -86,7 +87,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
         sliding_windows=sliding_windows(config),
-        qk_norm=config.model_type == "qwen3",
+        qk_norm=FAMILIES[config.model_type].qk_norm,
         tied=bool(config.tie_word_embeddings),
         context=config.max_position_embeddings,
         bos=bos,
@@ -125,4 +126,4 @@ def sliding_windows(config: Any) -> tuple[int, ...]:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    return (window if config.model_type == "mistral" else 0,) * int(config.num_hidden_layers)
+    return (window if FAMILIES[config.model_type].slides else 0,) * int(config.num_hidden_layers)

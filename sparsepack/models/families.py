@@ -14,7 +14,10 @@ from typing import Any, Literal
 from sparsepack.errors import CheckpointError
 
 SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
-"""Where one hidden vector enters one or more projections of a decoder block, in order of execution."""
+"""A site is where one hidden vector enters one or more projections of a decoder block; the sites stand in order of
+execution."""
+
+ATTENTION_SITES, MLP_SITES = SITES[:2], SITES[2:]
 
 MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
@@ -42,6 +45,8 @@ class Family:
     norms          -- our name -> module
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
     rotary         -- which channels of a head the stock model turns together
+    qk_norm        -- q and k are RMS-normalised per head before the rotary embedding
+    slides         -- a window in config.json holds for all layers where it does not say for which
     backbone       -- the module with the blocks, within the causal language model
     widening       -- the matrix behind an embedding that is not as wide as the blocks
     positions      -- that are learned; None: there are none
@@ -56,6 +61,8 @@ class Family:
     norms: Mapping[str, str]
     gguf_permuted: bool
     rotary: Rotary
+    qk_norm: bool = False
+    slides: bool = False
     backbone: str = "model"
     widening: str = ""
     positions: LearnedPositions | None = None
@@ -126,15 +133,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         family.model_type: family
         for family in (
             Family("llama", "llama", _PROJECTIONS, _NORMS, True, "half-split"),
-            Family("mistral", "llama", _PROJECTIONS, _NORMS, True, "half-split"),
+            Family("mistral", "llama", _PROJECTIONS, _NORMS, True, "half-split", slides=True),
             Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, False, "half-split"),
-            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False, "half-split"),
+            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False, "half-split", qk_norm=True),
             _OPT,
         )
     }
 )
 PACKABLE = tuple(name for name, family in FAMILIES.items() if not family.unpackable)
-"""The model types that formats and engines have a place for."""
+"""Formats and engines have a place for these model types."""
 
 
 def family_of(model_type: str, where: str) -> Family:

@@ -25,7 +25,7 @@ class Heads:
     rotary: RotaryChannels
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """The heads as JSON-able values."""
         return asdict(self)
 
 

@@ -22,5 +22,5 @@ def arithmetic(asked: str, own: torch.dtype, device: str) -> torch.dtype:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """As results and `--dtype` name it: "bfloat16"."""
+    """The name of a type in results and for `--dtype`: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

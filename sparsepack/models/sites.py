@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from sparsepack.errors import SiteError
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SiteKey
+from sparsepack.models.records.rule import SiteKey
 
 
 def site_name(layer: int, site: str) -> str:

@@ -4,16 +4,16 @@ that a choice is a function of the scores and of who was there, and moves nothin
 import numpy as np
 
 
-def best(score: np.ndarray, resident: np.ndarray, places: np.ndarray) -> np.ndarray:
+def best(score: np.ndarray, resident: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Those with the highest scores, so many of each group: bool [groups, units].
 
     score    -- float32 [groups, units]
     resident -- bool [groups, units]: of two with the same score, the one that is there stays; then the first one
-    places   -- int [groups]
+    slots   -- int [groups]
     """
     units = score.shape[1]
     chosen = np.empty(score.shape, np.bool_)
-    for row, scores, there, count in zip(chosen, score, resident, places, strict=True):
+    for row, scores, there, count in zip(chosen, score, resident, slots, strict=True):
         if count in (0, units):
             row[:] = count
             continue

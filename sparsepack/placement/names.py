@@ -16,8 +16,8 @@ POLICIES = (
 )
 """The names of `placement.policies`, in the order in which they are shown."""
 EXTRA = ("momentum-threshold", "momentum-letter", "belady-within-blocks")
-"""Those that are played only where they are asked for."""
+"""These policies are played only where they are asked for."""
 SINGLE = ("belady-within-blocks", "belady")
-"""Those that are the best for single neurons, and nothing special for groups."""
+"""These policies are the best for single neurons, and nothing special for groups."""
 ONLINE = ("static", "static-same-share", "slow", "lru", "lfu", "momentum", "momentum-threshold", "momentum-letter")
-"""Those that an engine can follow: they know neither what is to come nor how long the prompt is."""
+"""An engine can follow these policies: they know neither what is to come nor how long the prompt is."""

@@ -8,25 +8,25 @@ from sparsepack.placement.choose import best
 from sparsepack.placement.placement import Placement
 
 Mover = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
-"""(token, needed [blocks, units], resident bool [blocks, units]) -> who has places from the next token on; the same
-array where nothing moves."""
+"""A mover takes (token, needed [blocks, units], resident bool [blocks, units]) and returns who has slots from the next
+token on: the same array where nothing moves."""
 
 _STEPS = 16
-"""Of the search for the best price of a place: each shortens what is left to 0.62 of it."""
+"""The search for the best price of a slot has this many steps: each shortens what is left to 0.62 of it."""
 
 
 def belady(needed: np.ndarray, prompt: int, placement: Placement, across: bool = True) -> Mover:
     """Keep those, of the ones that are there or just came by, that are needed again soonest after the prompt.
 
     needed -- [tokens, blocks, units], above 0 where a unit is needed
-    across -- places are of all blocks together; otherwise each block keeps as many as it has
+    across -- slots are of all blocks together; otherwise each block keeps as many as it has
 
     Where units are neurons, no policy that loads a neuron only when it is needed serves more of what comes after the
     prompt.
     """
     tokens, shape = len(needed), needed.shape[1:]
-    places = np.array([sum(placement.places)] if across else placement.places)
-    groups = (len(places), -1)
+    slots = np.array([sum(placement.slots)] if across else placement.slots)
+    groups = (len(slots), -1)
     units, following, starts = _next_uses(needed[prompt:].reshape(tokens - prompt, -1) > 0)
     soonest = np.full(needed[0].size, tokens, np.int64)
     soonest[units[::-1]] = (np.repeat(np.arange(tokens - prompt), np.diff(starts)))[::-1]  # the first use stays
@@ -38,14 +38,14 @@ def belady(needed: np.ndarray, prompt: int, placement: Placement, across: bool =
         here = (row > 0) | resident
         # At least 1 for those who are here, also where they are never needed again; nobody else is chosen.
         score = np.where(here, tokens - soonest.reshape(shape) + 1, 0).astype(np.float32)
-        chosen: np.ndarray = best(score.reshape(groups), resident.reshape(groups), places).reshape(shape) & here
+        chosen: np.ndarray = best(score.reshape(groups), resident.reshape(groups), slots).reshape(shape) & here
         return chosen
 
     return move
 
 
 def _next_uses(needed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of bool [tokens, units] every use, in the order of tokens: its unit, and the token of the unit's next use.
+    """Every use in a bool [tokens, units], in the order of tokens: its unit, and the token of the unit's next use.
 
     The third says where each token's uses begin: int64 [tokens + 1]. Without a next use it is the number of tokens.
     """
@@ -57,17 +57,17 @@ def _next_uses(needed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return unit[order], following[: len(unit)][order], starts
 
 
-def bound(needed: np.ndarray, places: int, price: float) -> float:
+def bound(needed: np.ndarray, slots: int, price: float) -> float:
     """No policy of whatever knowledge has more hits, less `price` for each move, over these tokens.
 
-    needed -- uint8 [tokens, units]; the first places are given out for nothing, also by who knows the future
+    needed -- uint8 [tokens, units]; the first slots are given out for nothing, also by who knows the future
 
-    Of a unit alone the best times to have a place are found exactly, where a place costs something each token. What
-    all of them gain, and what the places that there are cost, is a bound for every such cost, and the least is taken.
+    Of a unit alone the best times to have a slot are found exactly, where a slot costs something each token. What
+    all of them gain, and what the slots that there are cost, is a bound for every such cost, and the least is taken.
     """
 
     def at(cost: float) -> float:
-        return _alone(needed, price, cost) + cost * places * len(needed)
+        return _alone(needed, price, cost) + cost * slots * len(needed)
 
     low, high = 0.0, float(needed.max(initial=0))
     golden = (5**0.5 - 1) / 2
@@ -86,9 +86,9 @@ def bound(needed: np.ndarray, places: int, price: float) -> float:
 
 
 def _alone(needed: np.ndarray, price: float, cost: float) -> float:
-    """What every unit alone gains at best, where a move costs `price` and a place `cost` a token; the sum of them."""
+    """What every unit alone gains at best, where a move costs `price` and a slot `cost` a token; the sum of them."""
     outside = np.zeros(needed.shape[1])
-    inside = np.zeros(needed.shape[1])  # before the first token a place is free
+    inside = np.zeros(needed.shape[1])  # before the first token a slot is free
     for row in needed:
         came = np.maximum(inside, outside - price)
         np.maximum(outside, inside, out=outside)

@@ -1,7 +1,7 @@
-"""A placement: which neurons have places near the processor, and how the places are given out.
+"""A placement: which neurons have slots near the processor, and how the slots are given out.
 
-Places go to the neurons that are active most often, whatever block they are in: that serves more than the same share of
-each block, since blocks differ more than neurons do. Within a block the neurons with places are the first ones of the
+Slots go to the neurons that are active most often, whatever block they are in: that serves more than the same share of
+each block, since blocks differ more than neurons do. Within a block the neurons with slots are the first ones of the
 order by falling frequency, so that an artifact whose neurons lie in that order needs one number for each block.
 """
 
@@ -14,10 +14,10 @@ from sparsepack.errors import PlacementError
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which neurons have places.
+    """Which neurons have slots.
 
     resident -- bool [blocks, neurons], read-only
-    record_bytes -- what a place takes
+    record_bytes -- what a slot takes
     """
 
     resident: np.ndarray
@@ -27,27 +27,27 @@ class Placement:
         self.resident.setflags(write=False)
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """How many places each block has."""
+    def slots(self) -> tuple[int, ...]:
+        """How many slots each block has."""
         return tuple(int(count) for count in self.resident.sum(1))
 
     @property
     def bytes(self) -> int:
-        """What all places take."""
-        return sum(self.places) * self.record_bytes
+        """What all slots take."""
+        return sum(self.slots) * self.record_bytes
 
     @property
     def share(self) -> float:
-        """The share of all neurons that have places."""
+        """The share of all neurons that have slots."""
         return float(self.resident.mean())
 
 
 def across_blocks(frequency: np.ndarray, budget: int, record_bytes: int = 1) -> Placement:
-    """Places for the most frequent neurons of all blocks, as many as fit into `budget` bytes.
+    """Slots for the most frequent neurons of all blocks, as many as fit into `budget` bytes.
 
     frequency -- [blocks, neurons]; of two that are the same, the first neuron of the first block goes before
 
-    A larger budget keeps every place of a smaller one. Raises `PlacementError` for a budget that is none.
+    A larger budget keeps every slot of a smaller one. Raises `PlacementError` for a budget that is none.
     """
     resident = np.zeros(frequency.size, np.bool_)
     resident[_order(frequency.ravel())[: _count(budget, record_bytes)]] = True
@@ -55,7 +55,8 @@ def across_blocks(frequency: np.ndarray, budget: int, record_bytes: int = 1) -> 
 
 
 def same_share(frequency: np.ndarray, budget: int, record_bytes: int = 1) -> Placement:
-    """As `across_blocks`, with as many places in each block as in any other: the rest of the budget stays unused."""
+    """The placement of `across_blocks` with as many slots in each block as in any other: the rest of the budget stays
+    unused."""
     resident = np.zeros(frequency.shape, np.bool_)
     count = _count(budget, record_bytes) // len(frequency)
     for row, frequencies in zip(resident, frequency, strict=True):
@@ -64,7 +65,7 @@ def same_share(frequency: np.ndarray, budget: int, record_bytes: int = 1) -> Pla
 
 
 def budget_of(share: float, frequency: np.ndarray, record_bytes: int = 1) -> int:
-    """The bytes of places for a share of all neurons."""
+    """The bytes of slots for a share of all neurons."""
     return round(share * frequency.size) * record_bytes
 
 

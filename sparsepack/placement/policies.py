@@ -1,8 +1,8 @@
-"""Policies: who has the places while a text is decoded. Each is a row of `POLICIES`.
+"""Policies: who has the slots while a text is decoded. Each is a row of `POLICIES`.
 
-A policy sees one token after the other, and after each says who has places from then on. A session begins with the
+A policy sees one token after the other, and after each says who has slots from then on. A session begins with the
 placement that the calibrated frequencies give, the same for all policies that know no more. Within a block as many
-neurons have places at any time as in the beginning, unless the policy ranks all blocks together.
+neurons have slots at any time as in the beginning, unless the policy ranks all blocks together.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,30 +22,31 @@ class Start:
     """What a policy knows when a session begins.
 
     frequency -- float64 [blocks, units], calibrated
-    places    -- of all blocks together
+    slots    -- of all blocks together
     needed    -- uint8 [tokens, blocks, units], of the session: causal policies do not look at it
     prompt    -- tokens of the prompt
     size      -- neurons of a unit: `needed` says how many of them are
     """
 
     frequency: np.ndarray
-    places: int
+    slots: int
     needed: np.ndarray
     prompt: int
     size: int = 1
 
     @property
     def placement(self) -> Placement:
-        """The places by calibrated frequency, across all blocks."""
-        return across_blocks(self.frequency, self.places)
+        """The slots by calibrated frequency, across all blocks."""
+        return across_blocks(self.frequency, self.slots)
 
 
 Policy = Callable[[Start], tuple[Placement, Mover | None]]
-"""The placement at the beginning of a session and what moves it; None: nothing."""
+"""A policy gives the placement at the beginning of a session and what moves neurons afterwards, None where nothing
+does."""
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRow:
     """A policy, what it is in a few words, and whether it may look ahead."""
 
     begin: Policy
@@ -80,16 +81,16 @@ def _static(start: Start) -> tuple[Placement, None]:
 
 
 def _static_same_share(start: Start) -> tuple[Placement, None]:
-    return same_share(start.frequency, start.places), None
+    return same_share(start.frequency, start.slots), None
 
 
 PRIOR = 256
-"""So many tokens the calibrated frequencies weigh as, where the prompt's counts are added to them."""
+"""The calibrated frequencies weigh as much as this many tokens, where the prompt's counts are added to them."""
 
 
 def _static_after_prompt(start: Start) -> tuple[Placement, Mover]:
     counts = start.frequency * start.size * PRIOR + _times(start.needed[: start.prompt])
-    after = across_blocks(counts, start.places).resident
+    after = across_blocks(counts, start.slots).resident
 
     def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
         return after if token == start.prompt - 1 else resident
@@ -98,7 +99,7 @@ def _static_after_prompt(start: Start) -> tuple[Placement, Mover]:
 
 
 def _oracle_static(start: Start) -> tuple[Placement, None]:
-    return across_blocks(_times(start.needed[start.prompt :]), start.places), None
+    return across_blocks(_times(start.needed[start.prompt :]), start.slots), None
 
 
 def _lru(start: Start) -> tuple[Placement, Mover]:
@@ -131,15 +132,15 @@ def momentum(decay: float, threshold: bool = False, drops: bool = False) -> Poli
     def begin(start: Start) -> tuple[Placement, Mover]:
         score = start.frequency.astype(np.float32)
         gain, tau = np.float32((1 - decay) / start.size), np.float32(1 - decay + 1e-6)
-        places = np.array(start.placement.places)
+        slots = np.array(start.placement.slots)
 
         def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
             np.multiply(score, np.float32(decay), out=score)
             np.add(score, gain * needed, out=score)
             if not threshold:
-                return best(score, resident, places)
+                return best(score, resident, slots)
             may_stay = score > tau if drops else (score > tau) | resident
-            chosen = best(np.where(may_stay, score, np.float32(0)), resident, places)
+            chosen = best(np.where(may_stay, score, np.float32(0)), resident, slots)
             return chosen & may_stay
 
         return start.placement, move
@@ -182,9 +183,9 @@ def _belady_within_blocks(start: Start) -> tuple[Placement, Mover]:
 
 
 def _ranked(start: Start, rank: Callable[[int, np.ndarray], np.ndarray]) -> Mover:
-    """Of each block the best by a score that `rank` keeps."""
-    places = np.array(start.placement.places)
-    return lambda token, needed, resident: best(rank(token, needed), resident, places)
+    """A mover to the best of each block, by a score that `rank` keeps."""
+    slots = np.array(start.placement.slots)
+    return lambda token, needed, resident: best(rank(token, needed), resident, slots)
 
 
 def _times(needed: np.ndarray) -> np.ndarray:
@@ -193,19 +194,23 @@ def _times(needed: np.ndarray) -> np.ndarray:
     return times
 
 
-POLICIES: Mapping[str, Row] = MappingProxyType(
+POLICIES: Mapping[str, PolicyRow] = MappingProxyType(
     {
-        "static": Row(_static, "places by calibrated frequency, across blocks; nothing moves"),
-        "static-same-share": Row(_static_same_share, "the same with as many places in each block"),
-        "static-after-prompt": Row(_static_after_prompt, "placed anew once, when the prompt is known"),
-        "slow": Row(slow(), "momentum with a long memory: across blocks, every 16 tokens, by a margin"),
-        "lru": Row(_lru, "the least recently used goes"),
-        "lfu": Row(_lfu, "the least often used in this session goes"),
-        "momentum": Row(momentum(0.67), "KAIROX as its public code has it: lambda 0.67, every token, no threshold"),
-        "momentum-threshold": Row(momentum(0.67, True), "with the threshold of the paper"),
-        "momentum-letter": Row(momentum(0.67, True, True), "Algorithm 1 of the paper to the letter"),
-        "oracle-static": Row(_oracle_static, "the best places that never move, known beforehand", True),
-        "belady-within-blocks": Row(_belady_within_blocks, "as belady, each block with its places", True),
-        "belady": Row(_belady, "the best that loads what is needed when it is needed, and knows the future", True),
+        "static": PolicyRow(_static, "slots by calibrated frequency, across blocks; nothing moves"),
+        "static-same-share": PolicyRow(_static_same_share, "the same with as many slots in each block"),
+        "static-after-prompt": PolicyRow(_static_after_prompt, "placed anew once, when the prompt is known"),
+        "slow": PolicyRow(slow(), "momentum with a long memory: across blocks, every 16 tokens, by a margin"),
+        "lru": PolicyRow(_lru, "the least recently used goes"),
+        "lfu": PolicyRow(_lfu, "the least often used in this session goes"),
+        "momentum": PolicyRow(
+            momentum(0.67), "KAIROX as its public code has it: lambda 0.67, every token, no threshold"
+        ),
+        "momentum-threshold": PolicyRow(momentum(0.67, True), "with the threshold of the paper"),
+        "momentum-letter": PolicyRow(momentum(0.67, True, True), "Algorithm 1 of the paper to the letter"),
+        "oracle-static": PolicyRow(_oracle_static, "the best slots that never move, known beforehand", True),
+        "belady-within-blocks": PolicyRow(_belady_within_blocks, "as belady, each block with its slots", True),
+        "belady": PolicyRow(
+            _belady, "the best that loads what is needed when it is needed, and knows the future", True
+        ),
     }
 )

@@ -8,15 +8,19 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from sparsepack import __version__
-from sparsepack.artifacts.inspect import describe
+from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
-from sparsepack.eval.standard_error import with_error
-from sparsepack.publish.results import Results, read_results
+from sparsepack.eval.tables import accuracy_tables
+from sparsepack.formats.inspect import describe
+from sparsepack.inspection import programs_table
+from sparsepack.publish.results import read_results
 from sparsepack.publish.templates import render
+from sparsepack.tables import markdown
+from sparsepack.version import __version__
 
 MARK = "<!-- Made by `sparsepack card`. -->"
-"""In every card: what carries it may be replaced by a new one, what does not was written by hand."""
+"""Every card that `sparsepack card` made has this line, and may be replaced by a new one; a card without the line was
+written by hand."""
 
 
 def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None, *, file: str | None = None) -> str:
@@ -32,11 +36,8 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
     description = describe(path)
     found = read_results(results, description)
     try:
-        measured = {
-            "accuracy": [_accuracy(row) for row in found.perplexities],
-            "tasks": _tasks(found),
-            "speed": _speed(found),
-        }
+        measured = [*accuracy_tables(found.evaluations)]
+        speed = [speed_table(found.bench)] if found.bench else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         files = ", ".join(map(str, results))
         raise UserError(f"{files}: damaged, or of another sparsepack ({error!r}); measure again") from error
@@ -49,7 +50,9 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         file=file or Path(path).name,
         version=__version__,
         compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
-        **measured,
+        measured=[Markup(markdown(table)) for table in measured],
+        speed=[Markup(markdown(table)) for table in speed],
+        programs=Markup(markdown(programs_table(description))),
     )
 
 
@@ -64,48 +67,3 @@ def _head(description: Mapping[str, Any]) -> dict[str, Any]:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model["name"]) and not Path(model["name"]).exists():
         head |= {"base_model": model["name"], "base_model_relation": "quantized"}
     return head
-
-
-def _accuracy(row: Mapping[str, Any]) -> dict[str, str]:
-    compared = "kl_divergence" in row
-    return {
-        "text": Path(row["text"]).name,
-        "protocol": row["protocol"],
-        "windows": f"{row['windows']} x {row['context']}",
-        "perplexity": with_error(row["perplexity"], 3),
-        "ratio": with_error(row["perplexity_ratio"], 4) if compared else "",
-        "kl": with_error(row["kl_divergence"], 4) if compared else "",
-        "same": with_error(row["top_token_agreement"], 4) if compared else "",
-        "skipped": f"{100 * row['realised_sparsity']['overall']:.1f} %",
-    }
-
-
-def _tasks(results: Results) -> list[dict[str, Any]]:
-    return [
-        {
-            "task": name,
-            "metric": metric,
-            "value": with_error(value, 4),
-            "samples": task["samples"],
-            "protocol": evaluation["tasks"]["protocol"],
-        }
-        for evaluation in results.evaluations
-        if evaluation["tasks"]
-        for name, task in evaluation["tasks"]["tasks"].items()
-        for metric, value in task["metrics"].items()
-    ]
-
-
-def _speed(results: Results) -> list[dict[str, str]]:
-    if results.bench is None:
-        return []
-    return [
-        {
-            "what": f"prefill of {row['n_prompt']} tokens" if row["n_prompt"] else f"decoding {row['n_gen']} tokens",
-            "mode": row["mode"],
-            "speed": f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
-            "skipped": "" if row["realised_sparsity"] is None else f"{100 * row['realised_sparsity']:.1f} %",
-            "machine": row["gpu_info"] or f"{row['cpu_info']}, {row['n_threads']} threads",
-        }
-        for row in results.bench["tests"]
-    ]

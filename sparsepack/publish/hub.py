@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsepack.artifacts.verify import verify
 from sparsepack.errors import ArtifactError, UserError
+from sparsepack.formats.verify import verify
 from sparsepack.progress import say
 from sparsepack.publish.card import MARK, model_card
 

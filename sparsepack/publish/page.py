@@ -8,12 +8,15 @@ from typing import Any
 from jinja2 import UndefinedError
 from markupsafe import Markup
 
-from sparsepack import __version__
+from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
-from sparsepack.eval.standard_error import with_error
+from sparsepack.eval.tables import accuracy_tables, pruning_table
 from sparsepack.publish import charts
 from sparsepack.publish.results import REPORT, read_json
 from sparsepack.publish.templates import render
+from sparsepack.recipe.gates import gates_table
+from sparsepack.tables import html
+from sparsepack.version import __version__
 
 _FILE = "report.json"
 
@@ -39,39 +42,31 @@ def _page(report: Mapping[str, Any]) -> str:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     tests = report["bench"]["tests"] if report["bench"] else []
     skipped = _skipped(rows)
-    pruned, alone = report.get("prune"), report.get("eval_pruned")  # which reports from before do not have
+    pruned, alone = report["prune"], report["eval_pruned"]
     return render(
         "page.html.jinja",
         report=report,
         recipe=report["recipe"],
         pack=report["pack"],
-        rows=rows,
-        before={row["text"]: row for row in alone["perplexity"]} if alone else {},
-        tasks=_tasks(report),
+        accuracy=[
+            *accuracy_tables(report["evaluations"]),
+            *([pruning_table(report["evaluations"], alone)] if alone else []),
+        ],
         pruned=pruned,
         patterns=Counter(f"keep {row['keep']} of {row['of']}" for row in pruned["matrices"]) if pruned else {},
         errors=_errors(pruned["matrices"]) if pruned else [],
-        with_error=with_error,
+        html=lambda table: Markup(html(table)),
         skipped_on="evaluation" if skipped else "calibration",
         sparsity=_sparsity(report["thresholds"], skipped),
         thresholds=_thresholds(report["thresholds"]),
         speed=_speed(tests),
-        tests=tests,
+        tests=speed_table(report["bench"]) if report["bench"] else None,
+        gates=gates_table(report["gates"]) if report["gates"] else None,
         stages=charts.rows(
             "seconds of each stage", [charts.Bar(stage["name"], stage["seconds"]) for stage in report["stages"]]
         ),
         version=__version__,
     )
-
-
-def _tasks(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, int]]:
-    return [
-        (name, metric, with_error(value, 4), found["protocol"], task["samples"])
-        for evaluation in report["evaluations"]
-        if (found := evaluation["tasks"])
-        for name, task in found["tasks"].items()
-        for metric, value in task["metrics"].items()
-    ]
 
 
 def _errors(matrices: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:

@@ -1,4 +1,4 @@
-"""What was measured of an artifact, from the JSON files that `run`, `eval` and `bench` write."""
+"""Results that were measured of an artifact, from the JSON files that `run`, `eval` and `bench` write."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,11 @@ class Results:
     evaluations: Sequence[Mapping[str, Any]] = ()
     bench: Mapping[str, Any] | None = None
 
-    @property
-    def perplexities(self) -> list[Mapping[str, Any]]:
-        """Every row of every evaluation: a text under a protocol."""
-        return [row for evaluation in self.evaluations for row in evaluation["perplexity"]]
-
 
 def read_results(paths: Sequence[Path], description: Mapping[str, Any]) -> Results:
     """What the files hold about one artifact; of several benches the last.
 
-    description -- the artifact, as `artifacts.inspect.describe` gives it
+    description -- the artifact, as `formats.inspect.describe` gives it
 
     Raises `UserError` for a file that is none of `run`, `eval` or `bench`, or about another model.
     """

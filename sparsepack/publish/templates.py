@@ -5,6 +5,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from sparsepack.tables import in_a_line
+
 
 def render(template: str, **values: Any) -> str:
     """A template with these values: HTML by its name, else Markdown. `Markup` stands as it is.
@@ -28,4 +30,4 @@ def _in_a_line(value: Any) -> Any:
     """Text that ends no line and no cell of a Markdown table, and opens no HTML."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
-    return " ".join(value.split()).replace("|", "\\|").replace("<", "&lt;")
+    return in_a_line(value)

@@ -34,7 +34,7 @@ def open_job(recipe: Recipe, folder: Path) -> Job:
     Raises `UserError` subclasses where one cannot be read or the model does not allow what the recipe asks for, so that
     no stage finds that out after hours.
     """
-    from sparsepack.models.checkpoint import open_checkpoint
+    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
     job = Job(recipe, open_checkpoint(recipe.model), folder)
     for problem in _misfits(job):

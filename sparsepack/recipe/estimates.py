@@ -5,18 +5,19 @@ from pathlib import Path
 
 import torch
 
-from sparsepack.models.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
-from sparsepack.models.windows import count_windows
+from sparsepack.models.tokenizer.windows import count_windows
 from sparsepack.recipe.stage import Job
 
 LIVE = 4
-"""Float32 tensors of a batch's widest activation that exist at one time."""
+"""This many float32 tensors of a batch's widest activation exist at one time."""
 
 
 WORKING = 100_000_000
-"""Bytes that torch takes for itself as soon as it works: threads, their buffers, matrices in the order it likes."""
+"""Torch takes this many bytes for itself as soon as it works: threads, their buffers, matrices in the order it
+likes."""
 
 
 def process_bytes(job: Job) -> int:
@@ -45,18 +46,18 @@ def parameters(checkpoint: Checkpoint) -> int:
 
 
 def activation_bytes(checkpoint: Checkpoint, tokens: int) -> int:
-    """Of so many tokens at the widest place of a block."""
+    """The bytes of so many tokens at the widest place of a block."""
     return tokens * max(sum(checkpoint.stacked_shape(site)) for site in SITES) * LIVE * 4
 
 
 def block_parameters(checkpoint: Checkpoint) -> int:
-    """Of one decoder block."""
+    """The parameters of one decoder block."""
     shapes, block = checkpoint.source.shapes, f"{checkpoint.family.block(0)}."
     return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(block))
 
 
 def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> int:
-    """Of a stage that takes so many windows through one block after the other, `batch` of them at a time."""
+    """The bytes of a stage that takes so many windows through one block after the other, `batch` of them at a time."""
     checkpoint, size = job.checkpoint, dtype_bytes(job)
     hidden = windows * context * int(checkpoint.config.hidden_size) * size
     # Rows of the table are taken as it is stored; a block's inputs, its outputs, and these joined are there at once.
@@ -66,7 +67,7 @@ def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> in
 
 
 def dtype_bytes(job: Job) -> int:
-    """Of a number in the type that the recipe computes in."""
+    """The bytes of a number in the type that the recipe computes in."""
     return arithmetic(job.recipe.dtype, job.checkpoint.dtype, job.recipe.device).itemsize
 
 

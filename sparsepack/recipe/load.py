@@ -9,15 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsepack.errors import RecipeError
-from sparsepack.progress import say
 from sparsepack.recipe.consistency import check_sections
 from sparsepack.recipe.parse import MOST_CHARACTERS, read_yaml
 from sparsepack.recipe.schema import RecipeModel, section_in
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.shipped import shipped_recipes
-
-_RENAMED = {"activation": "activation_sparsity"}
-"""Keys by the names that they had, which are still accepted."""
 
 _SHORT = 60
 _EXPECTED = {
@@ -34,7 +30,7 @@ _EXPECTED = {
     "string_too_short": "expected at least one character",
     "too_short": "expected at least one name",
 }
-"""Pydantic's error types in plain words; the rest are told in its own."""
+"""Pydantic's error types are told in these plain words; the rest are told in the library's own."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -44,7 +40,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises `RecipeError`, one line, for a file or an override that cannot be used.
     """
     path = locate(Path(path))
-    value = _renamed(_parsed(path), path)
+    value = _parsed(path)
     given = [_override(text) for text in overrides]
     for keys, override, text in given:
         _put(value, keys, override, text)
@@ -99,28 +95,11 @@ def _parsed(path: Path) -> dict[str, Any]:
     return value
 
 
-def _renamed(value: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The same, every key by its present name. Raises `RecipeError` where a key stands under both names."""
-    for old, new in _RENAMED.items():
-        if old in value and new in value:
-            raise RecipeError(f"{path}: {old} and {new} are one section by its old and its new name; keep {new}")
-        if old in value:
-            value[_told_new_name(old, str(path))] = value.pop(old)
-    return value
-
-
-def _told_new_name(old: str, where: str) -> str:
-    say(f"note: {where}: `{old}` is called `{_RENAMED[old]}` now; the old name is still accepted")
-    return _RENAMED[old]
-
-
 def _override(text: str) -> tuple[tuple[str, ...], Any, str]:
     place, equals, value = text.partition("=")
     keys = tuple(key.strip() for key in place.split("."))
     if not equals or not all(keys):
         raise RecipeError(f"--set {text}: expected PATH=VALUE, such as activation_sparsity.sparsity=0.4")
-    if keys[0] in _RENAMED:
-        keys = (_told_new_name(keys[0], f"--set {text}"), *keys[1:])
     return keys, read_yaml(value, f"--set {text}"), text
 
 

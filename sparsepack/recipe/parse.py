@@ -10,8 +10,8 @@ from sparsepack.errors import RecipeError
 
 MOST_CHARACTERS = 1 << 20
 MOST_NODES = 10_000
-"""Keys and values after every alias is replaced by what it stands for: ten aliases of ten of ten ... are soon more than
-any memory holds."""
+"""A recipe has at most this many keys and values after every alias is replaced by what the alias stands for: ten
+aliases of ten of ten ... are soon more than any memory holds."""
 _DEEPEST = 64
 _MOST_BITS = 64
 

@@ -5,16 +5,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
+from sparsepack import tables
 from sparsepack.models.families import SITES
 from sparsepack.models.sites import chosen_sites, site_name
-from sparsepack.recipe.console import print_lines, results, table
 from sparsepack.recipe.estimates import parameters, process_bytes
 from sparsepack.recipe.section import PATH, Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
+from sparsepack.sparsity.allocations import ALLOCATIONS
+from sparsepack.tables import Table
 
 
 def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> dict[str, Any]:
@@ -71,41 +71,34 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, st
 
 def show(plan: Mapping[str, Any]) -> None:
     """Print a plan to stdout."""
-    console = results()
     recipe, model = plan["recipe"], plan["model"]
-    console.print(f"[bold]{escape(recipe['name'])}[/]: {escape(model['name'])}, {model['parameters']:,} parameters\n")
-    paths = table("paths (relative ones start at the working directory)", "what", "where")
-    for what, where in plan["paths"].items():
-        paths.add_row(escape(what), escape(where))
-    console.print(paths)
-    console.print(_site_table(plan))
+    named = (tables.Styled(recipe["name"], "heading"), f": {model['name']}, {model['parameters']:,} parameters\n")
+    paths = "paths (relative ones start at the working directory)"
+    tables.show([named, Table(["what", "where"], list(plan["paths"].items()), paths), _site_table(plan)])
     for stage in STAGES:
-        print_lines(stage.show_plan(plan))
-    made = table("stages", "stage", "status", ">tokens", ">peak memory, MB")
+        tables.show(stage.show_plan(plan))
+    rows = []
     for row in plan["stages"]:
-        name = row["name"]
-        tokens, memory = plan["tokens"].get(name), plan["peak_memory_bytes"].get(name)
-        made.add_row(name, row["status"], f"{tokens:,}" if tokens else "", f"{memory / 1e6:,.0f}" if memory else "")
-    console.print(made)
+        tokens, memory = (plan[key].get(row["name"]) for key in ("tokens", "peak_memory_bytes"))
+        counts = (f"{tokens:,}" if tokens else "", f"{memory / 1e6:,.0f}" if memory else "")
+        rows.append([row["name"], row["status"], *counts])
     what = "of the whole process, Python and its libraries included" if plan["process_bytes"] else "of the device"
-    console.print(f"memory: {what}, within about a quarter; dry run: nothing was written")
+    memory = f"memory: {what}, within about a quarter; dry run: nothing was written"
+    tables.show([Table(["stage", "status", "tokens", "peak memory, MB"], rows, "stages", [memory])])
 
 
-def _site_table(plan: Mapping[str, Any]) -> Any:
+def _site_table(plan: Mapping[str, Any]) -> Table:
     """One row per kind of site where all layers agree in shape."""
     groups: dict[tuple[str, tuple[int, ...], int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in plan["sites"]:
         groups[row["site"].rpartition(".")[2], tuple(row["shape"]), row["padding_rows"]].append(row)
-    asked = plan["recipe"][ActivationSparsity.key] or {}
-    on_average = " on average" if asked.get("allocation") in ("teal", "global") else ""
-    made = table(
-        "sites",
-        *("site", ">rows", ">columns", ">padding rows", ">layers", "weights kept", ">sparse in", "target sparsity"),
-    )
+    asked = plan["recipe"][ActivationSparsity.key]
+    on_average = " on average" if asked and not ALLOCATIONS[asked["allocation"]].even else ""
+    made = []
     for (site, (rows, columns), padding), of_kind in groups.items():
         skipping = [row["sparsity"] for row in of_kind if row["sparsity"]]
         target = f"{skipping[0]:g}{on_average}" if skipping else "dense"
         kept = ", ".join(dict.fromkeys(row["keeps"] or "all" for row in of_kind))
-        sizes = (rows, columns, padding, len(of_kind))
-        made.add_row(site, *map(str, sizes), kept, str(len(skipping)), target)
-    return made
+        made.append([site, rows, columns, padding, len(of_kind), kept, len(skipping), target])
+    names = ["site", "rows", "columns", "padding rows", "layers", "weights kept", "sparse in", "target sparsity"]
+    return Table(names, made, "sites")

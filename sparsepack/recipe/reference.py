@@ -1,4 +1,4 @@
-"""What may stand in a recipe, from its schema: as JSON Schema, and as the page docs/recipe.md."""
+"""The keys that a recipe may have, from its schema: as JSON Schema, and as the page docs/recipe.md."""
 
 import json
 from collections.abc import Iterator, Mapping

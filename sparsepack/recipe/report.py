@@ -1,18 +1,16 @@
 """The end of a run: everything measured as one JSON-able value, and what each stage shows of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from rich.markup import escape
-
-from sparsepack import __version__
-from sparsepack.recipe.console import print_lines, results, table
-from sparsepack.recipe.gates import Verdict, readable
+from sparsepack import tables
+from sparsepack.recipe.gates import Verdict, gates_table
 from sparsepack.recipe.runner import Outcome
 from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.pack import PACK, artifact_of
+from sparsepack.version import __version__
 
 SCHEMA = 1
 REPORT = "report.json"
@@ -42,20 +40,15 @@ def show(report: Mapping[str, Any]) -> None:
     """Print what was measured to stdout."""
     recipe = report["recipe"]
     described = f"{recipe['description']}; model {recipe['model']}" if recipe["description"] else recipe["model"]
-    results().print(f"[bold]{escape(recipe['name'])}[/]: {escape(described)}\n")
+    tables.show([(tables.Styled(recipe["name"], "heading"), f": {described}\n")])
     for stage in STAGES:
-        print_lines(stage.show(report))
-    print_lines([_seconds(report["stages"])])
+        tables.show(stage.show(report))
+    tables.show([_seconds(report["stages"])])
 
 
 def show_verdicts(verdicts: Sequence[Verdict]) -> None:
     """Print the gates to stdout."""
-    made = table("gates", "gate", ">measured", "limit", "on", "verdict")
-    for verdict in verdicts:
-        measured = "not measured" if verdict.measured is None else readable(verdict.measured)
-        said = "[green]pass[/]" if verdict.passed else "[red]FAIL[/]"
-        made.add_row(escape(verdict.gate), measured, verdict.limit, escape(verdict.where), said)
-    results().print(made)
+    tables.show([replace(gates_table([asdict(verdict) for verdict in verdicts]), title="gates")])
 
 
 def _seconds(stages: Sequence[Mapping[str, Any]]) -> str:

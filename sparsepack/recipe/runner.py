@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsepack import __version__
 from sparsepack.files.atomic import remove_leftovers
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.progress import going_on, say
@@ -15,6 +14,7 @@ from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.state import WorkFolder
+from sparsepack.version import __version__
 
 _LIBRARIES = ("torch", "transformers")
 
@@ -92,7 +92,7 @@ def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
 
 
 def _fingerprint(job: Job, stage: Stage, stages: Sequence[Stage], work: WorkFolder) -> str:
-    """Of everything that the stage's outputs depend on."""
+    """The hash of everything that the stage's outputs depend on."""
     settings = {**_shared(job), **stage.settings(job, job.recipe.asked(stage.key))}
     return work.fingerprint(settings, _needs(stage, stages))
 

@@ -20,7 +20,7 @@ Gates = create_model(
 _sections: dict[str, Any] = {stage.key: (stage.type, stage.default) for stage in STAGES}
 _sections["gates"] = (Gates | None, None)
 RecipeModel: type[Recipe] = create_model("RecipeModel", __base__=Recipe, **_sections)
-"""A whole recipe."""
+"""The model checks a whole recipe."""
 
 
 def section_in(annotation: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.option import default_of, options_of
 
 PATH = "path"
@@ -48,7 +48,7 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         super().__pydantic_init_subclass__(**settings)
         if "options" in cls.__dict__:
-            for options in (cls.options, *cls.also):
+            for options in (*reversed(cls.also), cls.options):
                 for name in cls.model_fields.keys() & options_of(options).keys():
                     _declare(cls.model_fields[name], options, name)
             cls.model_rebuild(force=True)
@@ -118,5 +118,5 @@ class Recipe(Section):
         return getattr(self, key)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able values, defaults included."""
+        """The recipe as JSON-able values, defaults included."""
         return self.model_dump(mode="json", by_alias=True)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import yaml
 
-import sparsepack
-
-_PACKAGE = Path(sparsepack.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _INSTALLED = _PACKAGE / "recipes"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "recipes"
-"""Inside the package where that is installed, beside it in a checkout: there is one copy, which a wheel takes along."""
+"""The recipes lie inside the package where that is installed, beside the package in a checkout: there is one copy,
+which a wheel takes along."""
 
 
 @cache

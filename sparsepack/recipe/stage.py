@@ -5,13 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-
 from sparsepack.recipe.section import Recipe
+from sparsepack.tables import Part
 
 if TYPE_CHECKING:
     from sparsepack.files.text import Text
-    from sparsepack.models.checkpoint import Checkpoint
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.recipe.gates import Verdict
 
 
@@ -34,8 +33,8 @@ class Job:
         return str(self.folder / self.made) if self.made else self.recipe.model
 
     def behind(self, stage: "Stage") -> "Job":
-        """As the stages behind a finished one see it."""
-        from sparsepack.models.checkpoint import open_checkpoint
+        """The job as the stages behind a finished one see it."""
+        from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
         if not stage.makes:
             return self
@@ -105,9 +104,9 @@ class Stage:
     tokens: Callable[[Job, Any], int | None] = lambda job, asked: None
     memory: Callable[[Job, Any], int | None] = lambda job, asked: None
     plan: Callable[[Job, Any], Mapping[str, Any]] = lambda job, asked: {}
-    show_plan: Callable[[Mapping[str, Any]], Iterable[RenderableType]] = _nothing
+    show_plan: Callable[[Mapping[str, Any]], Iterable[Part]] = _nothing
     result: tuple[str, Callable[[Path], Any], Any] | None = None
-    show: Callable[[Mapping[str, Any]], Iterable[RenderableType]] = _nothing
+    show: Callable[[Mapping[str, Any]], Iterable[Part]] = _nothing
     gates: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     unmeasured: Callable[[Recipe, Any], Iterable[str]] = _nothing
     judge: "Callable[[Any, Mapping[str, Any]], Iterable[Verdict]]" = _nothing

@@ -71,7 +71,7 @@ class WorkFolder:
         self._write()
 
     def fingerprint(self, settings: Any, needs: Sequence[str]) -> str:
-        """Of a stage with these settings, made from the present outputs of the stages `needs`."""
+        """The fingerprint of a stage with these settings, made from the present outputs of the stages `needs`."""
         made_from = {
             name: [self._finished[name].fingerprint, {n: o["sha256"] for n, o in self._finished[name].outputs.items()}]
             for name in needs

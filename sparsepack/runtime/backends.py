@@ -3,21 +3,21 @@ takes its choices from here. docs/backends.md says how to add one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sparsepack.errors import UserError
+from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
 
 if TYPE_CHECKING:
     import torch
 
-    from sparsepack.models.packed import PackedModel
-    from sparsepack.runtime.decoder import BatchDecoder, Decoder
-    from sparsepack.runtime.hybrid.decoder import Places
-    from sparsepack.runtime.operations import Operations
+    from sparsepack.formats.packed import PackedModel
+    from sparsepack.runtime.decoder import Decoder
+    from sparsepack.runtime.options import EngineOptions
     from sparsepack.runtime.tuning import Shape
 
 
@@ -34,8 +34,8 @@ class Backend:
     sequences   -- texts that it decodes together at most
     offloads    -- whether keys and values can lie in the host's memory, away from the device
     tunes       -- whether `sparsepack tune` can measure what suits the machine
-    neurons     -- whether it runs models whose MLPs are stored by neurons
-    places      -- whether some of these neurons can have places of their own
+    mlps        -- the kinds of MLPs that it runs
+    slots       -- whether some of these neurons can have slots of their own
     """
 
     name: str
@@ -47,8 +47,8 @@ class Backend:
     sequences: int = 1
     offloads: bool = False
     tunes: bool = False
-    neurons: bool = False
-    places: bool = False
+    mlps: tuple[MlpKind, ...] = (DENSE,)
+    slots: bool = False
 
     def open(self) -> BackendModule:
         """The module that does the work."""
@@ -62,57 +62,51 @@ class Backend:
                 f"use device {self.devices[0]} or the reference backend"
             )
 
-    def check_model(self, packed: PackedModel) -> None:
-        """Raise `UserError` for a model that it does not run."""
-        if packed.by_neurons and not self.neurons:
-            able = " and ".join(row.name for row in BACKENDS.values() if row.neurons)
-            raise UserError(
-                f"the {self.name} backend does not run models by neurons, {able} do; "
-                "use one of these, or pack the model as zigzag-q4_k"
-            )
-
     def checked_cache_type(self, asked: str | None) -> str:
         """The type of keys and values to keep; raises `UserError` for one that it does not have."""
         if asked is not None and asked not in self.cache_types:
             raise UserError(f"cache type {asked!r}: the {self.name} backend has {', '.join(self.cache_types)}")
         return asked or self.cache_types[0]
 
-    def check_offloads(self) -> None:
-        """Raise `UserError` where keys and values cannot lie away from the device."""
-        if not self.offloads:
-            others = " or ".join(row.devices[0] for row in BACKENDS.values() if row.offloads)
-            raise UserError(
-                f"offload: the {self.name} backend keeps keys and values where it computes; use device {others}, or "
-                "leave it out"
-            )
+    def check(self, options: EngineOptions, packed: PackedModel | None = None) -> None:
+        """Raise `UserError` where options, or a model if one is given, ask for a feature that it lacks, or that the
+        model has no use for."""
+        for feature in FEATURES:
+            if feature.asked(options, packed):
+                feature.check(self, options, packed)
+                if packed is not None and feature.check_model is not None:
+                    feature.check_model(packed)
 
-    def offloading(self, packed: PackedModel, asked: bool) -> dict[str, bool]:
-        """What its decoders are given for offload, nothing where it is not asked for.
 
-        Raises `UserError` where the backend or the model has none.
-        """
-        if not asked:
-            return {}
-        self.check_offloads()
-        check_selects(packed)
-        return {"offload": True}
+@dataclass(frozen=True)
+class Feature:
+    """Something that some backends have and others lack.
 
-    def check_places(self, packed: PackedModel) -> None:
-        """Raise `UserError` where neurons cannot have places of their own."""
-        if not self.places:
-            able = " or ".join(row.name for row in BACKENDS.values() if row.places)
-            raise UserError(f"cached: the {self.name} backend gives neurons no places; use backend {able}")
-        if not packed.by_neurons:
-            raise UserError("cached: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+    asked       -- whether options, or the model where one is given, need it
+    there       -- whether a backend has enough of it for them
+    refusal     -- the error where it does not, with fields for the row, the options, the model, and for names, devices
+                   and hardware of the rows that do
+    check_model -- raises `UserError` for a model that has no use for it
+    """
+
+    asked: Callable[[EngineOptions, PackedModel | None], bool]
+    there: Callable[[Backend, EngineOptions, PackedModel | None], bool]
+    refusal: str
+    check_model: Callable[[PackedModel], None] | None = None
+
+    def check(self, row: Backend, options: EngineOptions, packed: PackedModel | None = None) -> None:
+        """Raise `UserError` where a backend lacks it."""
+        if self.there(row, options, packed):
+            return
+        able = [other for other in BACKENDS.values() if self.there(other, options, packed)]
+        names, hardware = (" or ".join(texts) for texts in zip(*((a.name, a.hardware) for a in able), strict=True))
+        devices = " or ".join(device for other in able for device in other.devices[:1])
+        values = {"row": row, "options": options, "packed": packed}
+        raise UserError(self.refusal.format(**values, names=names, hardware=hardware, devices=devices))
 
 
 class BackendModule(Protocol):
-    """What a backend's module offers.
-
-    operations -- its products and caches
-    """
-
-    operations: Operations
+    """What a backend's module offers."""
 
     def usable(self, device: torch.device) -> None:
         """Raise `UserError` where it cannot run on a device, saying what is missing."""
@@ -122,29 +116,14 @@ class BackendModule(Protocol):
         packed: PackedModel,
         device: torch.device,
         context: int,
-        threads: int | None,
         cache_type: str,
-        *,
-        offload: bool = False,
-        places: Places | None = None,
+        options: EngineOptions,
     ) -> Decoder:
-        """What runs one text. Raises `UserError` as `usable`, and for a model that the backend does not know.
+        """What runs one text or several. Raises `UserError` as `usable`, and for a model that it does not know.
 
-        offload -- keys and values lie in the host's memory; given to backends alone whose row `offloads`
-        places  -- who has places; given to backends alone whose row has `places`. It is a `HybridDecoder` then
+        device, context, cache_type -- what the engine made of those in the options, of which the others count here
+        options                     -- they ask for nothing that the row does not have
         """
-
-    def batch_decoder(
-        self,
-        packed: PackedModel,
-        device: torch.device,
-        context: int,
-        sequences: int,
-        cache_type: str,
-        *,
-        offload: bool = False,
-    ) -> BatchDecoder:
-        """What runs several texts together. Asked of backends alone whose row has more than one of `sequences`."""
 
     def synchronise(self, device: torch.device) -> None:
         """Wait until the device has done what it was given."""
@@ -162,8 +141,8 @@ class BackendModule(Protocol):
         """
 
     def tune_links(self, widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
-        """Measure how fast neurons with places and without are computed, for records of so many channels, keep it, and
-        return it as JSON-able values. Asked of backends alone whose row `tunes` and has `places`."""
+        """Measure how fast neurons with slots and without are computed, for records of so many channels, keep it, and
+        return it as JSON-able values. Asked of backends alone whose row `tunes` and has `slots`."""
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
@@ -175,10 +154,10 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 says="plain torch on matrices decoded to float32, made to be right, not to be fast",
                 hardware="any device of torch's",
                 devices=(),
-                module="sparsepack.runtime.reference_backend",
+                module="sparsepack.runtime.reference.backend",
                 cache_types=("f32",),
-                neurons=True,
-                places=True,
+                mlps=(DENSE, NEURONS),
+                slots=True,
             ),
             Backend(
                 "cpu",
@@ -188,8 +167,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 module="sparsepack.runtime.cpu.backend",
                 cache_types=("f16",),
                 tunes=True,
-                neurons=True,
-                places=True,
+                mlps=(DENSE, NEURONS),
+                slots=True,
             ),
             Backend(
                 "cuda",
@@ -206,7 +185,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         )
     }
 )
-"""By name."""
+"""Each backend stands under its name."""
 
 
 def backend_named(name: str) -> Backend:
@@ -222,19 +201,14 @@ def backend_for(device: torch.device | str) -> Backend:
     return next((row for row in BACKENDS.values() if kind in row.devices), BACKENDS["reference"])
 
 
-def batch_backend(sequences: int, device: torch.device | str, asked: str | None = None) -> Backend:
-    """The backend that decodes so many texts together on a device; raises `UserError` where none does."""
+def backend_of_sequences(options: EngineOptions) -> Backend:
+    """The backend that is asked for, or that of the device; raises `UserError` where none decodes so many texts
+    together, or this one does not."""
     most = most_sequences()
-    if not 2 <= sequences <= most:
-        raise UserError(f"a batch of {sequences} sequences: expected 2 to {most}; one runs in an Engine")
-    row = backend_for(device) if asked is None else backend_named(asked)
-    if sequences > row.sequences:
-        batching = [other for other in BACKENDS.values() if other.sequences >= sequences]
-        raise UserError(
-            f"a batch of {sequences} by the {row.name} backend on device {device}: several sequences run together on "
-            f"{' and '.join(other.hardware for other in batching)} alone; "
-            f"use --device {' or '.join(other.devices[0] for other in batching)}, or run one after the other"
-        )
+    if not 1 <= options.sequences <= most:
+        raise UserError(f"a batch of {options.sequences} sequences: expected 1 to {most}")
+    row = backend_for(options.device) if options.backend is None else backend_named(options.backend)
+    SEQUENCES.check(row, options)
     return row
 
 
@@ -253,17 +227,58 @@ def check_selects(packed: PackedModel) -> None:
             "with --attention double, or leave it out"
         )
     layers, policy = zip(attention.channels, windows, strict=True), attention.policy
-    if not any(channels is not None and policy.selects_within(window) for channels, window in layers):
+    if not any(channels is not None and policy.sparse_from.within(window) for channels, window in layers):
         raise UserError(
             f"offload: every layer reads all that it sees, which is fewer than {policy.min_context} tokens "
             "(--min-context); pack the model with fewer, or leave it out"
         )
 
 
-def tuning_backend(device: torch.device | str) -> Backend:
+def check_by_count(packed: PackedModel) -> None:
+    """Raise `UserError` for a model whose MLPs have no neurons that could have slots."""
+    if not packed.mlp_kind.by_count:
+        raise UserError("cached: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+
+
+def tuning_backend(options: EngineOptions) -> Backend:
     """The backend that `sparsepack tune` measures on a device; raises `UserError` where there is nothing to measure."""
-    row = backend_for(device)
-    if not row.tunes:
-        others = " or ".join(other.devices[0] for other in BACKENDS.values() if other.tunes)
-        raise UserError(f"device {device}: the {row.name} backend has nothing to tune; use device {others}")
+    row = backend_for(options.device)
+    TUNING.check(row, options)
     return row
+
+
+SEQUENCES = Feature(
+    asked=lambda options, packed: options.sequences > 1,
+    there=lambda row, options, packed: row.sequences >= options.sequences,
+    refusal="a batch of {options.sequences} by the {row.name} backend on device {options.device}: several sequences "
+    "run together on {hardware} alone; use --device {devices}, or run one after the other",
+)
+TUNING = Feature(
+    asked=lambda options, packed: False,  # by the verb alone
+    there=lambda row, options, packed: row.tunes,
+    refusal="device {options.device}: the {row.name} backend has nothing to tune; use device {devices}",
+)
+FEATURES = (
+    SEQUENCES,
+    Feature(
+        asked=lambda options, packed: packed is not None,
+        there=lambda row, options, packed: packed is None or packed.mlp_kind in row.mlps,
+        refusal="the {row.name} backend does not run models by {packed.mlp_kind.name}; "
+        "use backend {names}, or pack the model as zigzag-q4_k",
+    ),
+    Feature(
+        asked=lambda options, packed: options.offload,
+        there=lambda row, options, packed: row.offloads,
+        refusal="offload: the {row.name} backend keeps keys and values where it computes; use device {devices}, or "
+        "leave it out",
+        check_model=check_selects,
+    ),
+    Feature(
+        asked=lambda options, packed: options.cached is not None,
+        there=lambda row, options, packed: row.slots,
+        refusal="cached: the {row.name} backend gives neurons no slots; use backend {names}",
+        check_model=check_by_count,
+    ),
+    TUNING,
+)
+"""What `Backend.check` looks for, in this order."""

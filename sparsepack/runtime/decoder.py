@@ -6,14 +6,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime import reference
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.placement.counts import HitCounts
 from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
+from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.sampling import Sampler
 
 
 class Decoder(Protocol):
-    """A packed model with its cache, filled position by position. Its caller checks ids and room.
+    """A packed model with the caches of one text or several, filled position by position. Its caller checks ids and
+    room, and gives no more sequences than there are.
 
     description -- what runs, for people: instruction set or device, threads
     threads     -- of the processor
@@ -27,50 +30,7 @@ class Decoder(Protocol):
     def threads(self) -> int: ...
 
     @property
-    def attention_from(self) -> int | None:
-        """From how many tokens of a text on decoded ones read a part of them; None: they always read all."""
-
-    @property
-    def cache_type(self) -> str: ...
-
-    @property
-    def position(self) -> int:
-        """How many tokens the cache holds."""
-
-    @property
-    def stepped(self) -> int:
-        """How many positions since the reset were decoded, not prefilled."""
-
-    def active(self) -> Mapping[tuple[int, str], int]:
-        """Active columns per (layer, site), summed over those positions."""
-
-    def reset(self) -> None:
-        """Forget the text and what was counted."""
-
-    def truncate(self, length: int) -> None:
-        """Forget what the text has beyond its first tokens; what was counted stays."""
-
-    def prefill(self, ids: Tensor) -> Tensor:
-        """Append int64 [S > 0], dense. Returns the logits after the last: float32 [vocabulary]."""
-
-    def step(self, id: int, sparse: bool) -> Tensor:
-        """Append one token. Returns the logits after it: float32 [vocabulary]."""
-
-    def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
-        """What `sampler` chooses from the logits of `step`."""
-
-    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
-        """Append int64 [S], dense up to `sparse_from`, the others as steps. Returns all logits [S, vocabulary]."""
-
-
-class BatchDecoder(Protocol):
-    """As `Decoder`, of several texts, each with a cache of its own."""
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def attention_from(self) -> int | None:
+    def sparse_from(self) -> SparseFrom | None:
         """From how many tokens of a text on decoded ones read a part of them; None: they always read all."""
 
     @property
@@ -82,7 +42,11 @@ class BatchDecoder(Protocol):
 
     @property
     def stepped(self) -> int:
-        """How many steps since the reset."""
+        """How many steps were made since the reset; prefilled positions do not count."""
+
+    @property
+    def served(self) -> HitCounts | None:
+        """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
 
     def active(self) -> Mapping[tuple[int, str], int]:
         """Columns that were active in any sequence, per (layer, site), summed over those steps."""
@@ -91,7 +55,7 @@ class BatchDecoder(Protocol):
         """Forget the texts and what was counted."""
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget what a sequence has beyond its first tokens."""
+        """Forget what a sequence has beyond its first tokens; what was counted stays."""
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
@@ -102,13 +66,17 @@ class BatchDecoder(Protocol):
     def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
         """What each sampler chooses from the logits of `step`."""
 
+    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+        """Append int64 [S] to the one sequence that there is, dense up to `sparse_from`, the others as steps. Returns
+        all logits: float32 [S, vocabulary]."""
+
 
 def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [[_there(layer.norms.get(name), device) for name in ("q_norm", "k_norm")] for layer in packed.layers]
     inv_freq = torch.tensor(architecture.inv_freq, device=device)
-    cos, sin = reference.rotary_table(inv_freq, architecture.rotary_scale, context)
+    cos, sin = reference_attention.rotary_table(inv_freq, architecture.rotary_scale, context)
     return attention_shape(architecture, [(q, k) for q, k in norms], cos, sin, sequences, packed.attention)
 
 

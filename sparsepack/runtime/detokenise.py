@@ -15,6 +15,8 @@ class TextStream:
 
     A token's text depends on its neighbours: bytes of one character may lie in several tokens, and decoders drop the
     space before the first word. So a piece is always the difference of two decodings that begin at the same token.
+    `tokenizers.decoders.DecodeStream` is no substitute: it repeats an unfinished character of the prompt, raises where
+    a word follows incomplete bytes, and cannot give the rest when no more tokens come.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:

@@ -1,19 +1,21 @@
 """The decoder: a packed model, run token by token, skipping the columns that its rules call inactive."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.skipped import Skipped, skipped_weights
-from sparsepack.runtime.backends import backend_for, backend_named
-from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
-from sparsepack.runtime.hybrid.served import Served
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.records.skipped import Skipped
+from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.placement.counts import HitCounts
+from sparsepack.runtime.backends import backend_for, backend_named, backend_of_sequences
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler
+from sparsepack.runtime.skipped import skipped_weights
 
 DEFAULT_CONTEXT = 4096
 
@@ -27,68 +29,53 @@ class Counts:
 
 
 class Engine:
-    """A packed model ready to run, with its static KV cache; one text at a time.
+    """A packed model ready to run, with a static KV cache for one text, or for each of several that are decoded
+    together, a token of each at a time: every weight is read once for all of them.
 
-    packed   -- the artifact, as `read_packed` returns it
-    device   -- where everything but the embedding lies
-    context  -- positions the cache has room for; at most what the model was made for, 4096 of them unless given
-    dense    -- never skip: the baseline; may be changed between calls
-    backend  -- who computes, a name of `runtime.backends.BACKENDS`; None: the one that is made for the device where
-                what it needs is there, "reference" otherwise
-    threads  -- of the processor; None: torch's, one for each core unless told otherwise
-    offload  -- keys and values lie in the host's memory, so that longer texts fit on the device, which has their
-                labels and the tokens that were read last. For models with sparse attention, which then select tokens
-                wherever the policy says, also where reading all would be faster on the device
-    places   -- how many neurons have places, computed by one half of the processor, all others by the other half; for
-                models by neurons. The result is the same but for rounding
-    cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
+    packed  -- the artifact, as `read_packed` returns it
+    options -- device, context and so on; where no backend is asked for, the one that is made for the device runs where
+               what it needs is there, and "reference" otherwise
+    changes -- fields of the options that are different: `Engine(packed, context=64)`
+
+    `dense` of the options may be changed between calls. With `offload`, models with sparse attention select tokens
+    wherever the policy says, also where reading all would be faster on the device. With `cached`, the result is the
+    same but for rounding.
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
     size of a zigzag matrix); the cpu and cuda backends hold them at their stored size (`runtime/cpu/decoder.py`,
-    `runtime/cuda/decoder.py`). `backend` is the one that was taken, `notes` says why where that is not the best one,
-    `description` what runs in a few words.
+    `runtime/cuda/decoder/decoder.py`). `backend` is the one that was taken, `notes` says why where that is not the best
+    one, `description` what runs in a few words.
 
     Raises `UserError` for an unknown backend or device, a backend that cannot run there or not run this model, a cache
-    type that it does not have, a context the model was not made for, or an offload or places that the backend or the
-    model does not know.
+    type that it does not have, a context the model was not made for, an offload or slots that the backend or the model
+    does not know, or more sequences than the backend decodes together.
     """
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        device: torch.device | str = "cpu",
-        context: int | None = None,
-        *,
-        dense: bool = False,
-        backend: str | None = None,
-        threads: int | None = None,
-        cache_type: str | None = None,
-        offload: bool = False,
-        places: Places | None = None,
-    ) -> None:
-        if threads is not None and threads < 1:
-            raise UserError(f"threads {threads}: expected at least 1")
+    def __init__(self, packed: PackedModel, options: EngineOptions | None = None, **changes: Any) -> None:
+        options = replace(options or EngineOptions(), **changes)
         self.packed = packed
         self.architecture = packed.architecture
-        self.device = torch.device(device)
-        self.context = checked_context(context, packed.architecture.context)
-        self.dense = dense
-        self.backend, self.notes = _chosen(backend, self.device, packed)
+        self.device = torch.device(options.device)
+        self.context = _checked_context(options.context, packed.architecture.context)
+        self.dense = options.dense
+        self.backend, self.notes = _chosen(options, packed)
         row = backend_named(self.backend)
-        cache_type = row.checked_cache_type(cache_type)
-        self.offload = offload
-        more: dict[str, Any] = row.offloading(packed, offload)
+        row.check(options, packed)
+        cache_type = row.checked_cache_type(options.cache_type)
+        self._offload = options.offload
         self._module = row.open()
-        if places is not None:
-            row.check_places(packed)
-            more["places"] = places
-        self._decoder = self._module.decoder(packed, self.device, self.context, threads, cache_type, **more)
-        self._ids: list[int] = []
+        self._decoder = self._module.decoder(packed, self.device, self.context, cache_type, options)
+        self._ids: list[list[int]] = [[] for _ in range(options.sequences)]
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """How many tokens the cache holds of each sequence."""
+        return self._decoder.positions
 
     @property
     def position(self) -> int:
-        """How many tokens the cache holds: the position of the next one."""
-        return self._decoder.position
+        """How many tokens the cache holds of the first sequence: the position of the next one."""
+        return self.positions[0]
 
     @property
     def threads(self) -> int:
@@ -102,46 +89,51 @@ class Engine:
 
     @property
     def description(self) -> str:
-        """What runs: `cpu, avx512, 2 threads`."""
-        attention = described_attention(self._decoder.attention_from, self.context, self.offload)
-        return f"{self.backend}, {self._decoder.description}{attention}"
+        """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
+        attention = _described_attention(self._decoder.sparse_from, self.context, self._offload)
+        sequences = f", {len(self.positions)} sequences" if len(self.positions) > 1 else ""
+        return f"{self.backend}, {self._decoder.description}{sequences}{attention}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
         self._module.synchronise(self.device)
 
     @property
-    def served(self) -> Served | None:
-        """What decoded tokens needed since the reset, and how much of it had places; None: there are no places."""
-        return self._decoder.served if isinstance(self._decoder, HybridDecoder) else None
+    def served(self) -> HitCounts | None:
+        """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
+        return self._decoder.served
 
     def reset(self) -> None:
-        """Forget the text and the activity counted so far."""
-        self._ids.clear()
+        """Forget the texts and the activity counted so far."""
+        for ids in self._ids:
+            ids.clear()
         self._decoder.reset()
 
-    def truncate(self, length: int) -> None:
-        """Forget what the text has beyond its first `length` tokens; the activity counted stays. Raises `UserError`
+    def truncate(self, length: int, sequence: int = 0) -> None:
+        """Forget what a text has beyond its first `length` tokens; the activity counted stays. Raises `UserError`
         where it has fewer."""
-        if not 0 <= length <= self.position:
-            raise UserError(f"length {length}: expected 0 to {self.position}, the tokens in the context")
-        if length < self.position:
-            self._decoder.truncate(length)
-            del self._ids[length:]
+        self._check_sequence(sequence)
+        position = self.positions[sequence]
+        if not 0 <= length <= position:
+            which = f" of sequence {sequence}" if len(self.positions) > 1 else ""
+            raise UserError(f"length {length}{which}: expected 0 to {position}, the tokens in the context")
+        if length < position:
+            self._decoder.truncate(sequence, length)
+            del self._ids[sequence][length:]
 
     def counts(self) -> Counts:
         """What was counted since the last reset; positions of `prefill` do not count."""
         return Counts(self._decoder.stepped, dict(self._decoder.active()))
 
     def activity(self, since: Counts | None = None) -> dict[tuple[int, str], float]:
-        """Share of active columns per (layer, site) over the positions decoded since the last reset, or since what
-        `counts` returned then.
+        """Share of columns per (layer, site) that were active, in any sequence, over the steps since the last reset, or
+        since what `counts` returned then.
 
         Positions of `prefill` do not count; dense sites are wholly active. Empty before the first step.
         """
         now, since = self.counts(), since or Counts()
         active = {key: count - since.active.get(key, 0) for key, count in now.active.items()}
-        return shares(self.packed, active, now.stepped - since.stepped)
+        return _shares(self.packed, active, now.stepped - since.stepped)
 
     def skipped(self, since: Counts | None = None) -> Skipped | None:
         """What decoded tokens skipped, over the positions of `activity`; None where there were none."""
@@ -149,49 +141,65 @@ class Engine:
         return skipped_weights(self.packed, activity) if activity else None
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[int]) -> Tensor:
-        """Append tokens, every site dense. Returns the logits after the last: float32 [vocabulary].
+    def prefill(self, ids: Sequence[int], sequence: int = 0) -> Tensor:
+        """Append tokens to one text, every site dense. Returns the logits after the last: float32 [vocabulary].
 
-        Raises `UserError` for no tokens, an id the model does not have, or more tokens than the cache has room for.
+        Raises `UserError` for no tokens, an id the model does not have, more tokens than the cache has room for, or a
+        sequence that there is not.
         """
+        self._check_sequence(sequence)
         if not len(ids):
             raise UserError("prefill of 0 tokens; expected at least one")
-        logits = self._decoder.prefill(self._checked(ids))
-        self._ids += ids
+        logits = self._decoder.prefill(sequence, self._checked(ids, self.positions[sequence]))
+        self._ids[sequence] += ids
         return logits
 
-    def keep(self, ids: Sequence[int]) -> int:
-        """Forget what the text does not have in common with `ids`, so that `prefill` can go on from there. Returns how
+    def keep(self, ids: Sequence[int], sequence: int = 0) -> int:
+        """Forget what a text does not have in common with `ids`, so that `prefill` can go on from there. Returns how
         many tokens are kept, as they were prefilled or decoded: at most all but the last, whose logits are wanted."""
         common = 0
-        if self.position == len(self._ids):  # otherwise a call was interrupted, and what lies in the cache is not known
-            for known, id in zip(self._ids, ids[:-1], strict=False):
+        self._check_sequence(sequence)
+        there = self._ids[sequence]
+        if self.positions[sequence] == len(there):  # otherwise a call was interrupted, and the cache is not known
+            for known, id in zip(there, ids[:-1], strict=False):
                 if known != id:
                     break
                 common += 1
-        self.truncate(common)
+        self.truncate(common, sequence)
         return common
 
-    @torch.no_grad()
     def step(self, id: int) -> Tensor:
-        """Append one token, skipping inactive columns. Returns the logits after it: float32 [vocabulary].
+        """Append one token to the one text. Returns the logits after it: float32 [vocabulary]; see `step_all`."""
+        return self.step_all([id])[0]
 
-        Raises `UserError` for an id the model does not have, or a full cache.
+    @torch.no_grad()
+    def step_all(self, ids: Sequence[int]) -> Tensor:
+        """Append a token to each text, skipping the columns that are inactive in all of them. Returns the logits after
+        them: float32 [sequences, vocabulary].
+
+        Raises `UserError` for another number of ids, one that the model does not have, or a full cache.
         """
-        self._check(1, id, id)
-        logits = self._decoder.step(id, not self.dense)
-        self._ids.append(id)
+        self._check_step(ids)
+        logits = self._decoder.step(ids, not self.dense)
+        self._appended(ids)
         return logits
 
-    @torch.no_grad()
     def decode_next(self, id: int, sampler: Sampler) -> int:
-        """Append one token as `step` does, and choose the next: `sampler.choose` of the logits, without the detour
-        through torch where the backend can. Raises `UserError` as `step`, `ArtifactError` as the sampler does."""
-        if sampler.sampling.penalises:
-            return sampler.choose(self.step(id))
-        self._check(1, id, id)
-        chosen = self._decoder.decode_next(id, not self.dense, sampler)
-        self._ids.append(id)
+        """Append one token to the one text, and choose the next; see `decode_all`."""
+        return self.decode_all([id], [sampler])[0]
+
+    @torch.no_grad()
+    def decode_all(self, ids: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
+        """Append tokens as `step_all` does, and choose the next of each text: `Sampler.choose` of the logits, without
+        the detour through torch where the backend can. Raises `UserError` as `step_all`, `ArtifactError` as the
+        samplers do."""
+        if len(samplers) != len(self._ids):
+            raise ValueError(f"{len(samplers)} samplers for {len(self._ids)} sequences")
+        if any(sampler.sampling.penalises for sampler in samplers):
+            return [sampler.choose(row) for sampler, row in zip(samplers, self.step_all(ids), strict=True)]
+        self._check_step(ids)
+        chosen = self._decoder.decode_next(ids, not self.dense, samplers)
+        self._appended(ids)
         return chosen
 
     @torch.no_grad()
@@ -200,35 +208,50 @@ class Engine:
 
         Positions before `sparse_from` run dense, the others as `step` would run them, many at once; with sparse
         attention they read what its policy says, also where `step` would read everything because that is faster.
-        Forgets the text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do.
+        Forgets the text before, and leaves the engine as prefill and steps would. Raises `UserError` as those do, and
+        where there are several sequences.
 
         Where the backend adds in another order than in `step`, that is a matter of the last bits until an input comes
         so close to its threshold that they decide; from there on the two are different, equally good, approximations.
         """
         if not 0 <= sparse_from <= len(ids):
             raise ValueError(f"sparse_from {sparse_from} of {len(ids)} positions")
+        if len(self._ids) > 1:
+            raise UserError(f"{len(self._ids)} sequences: all logits of a text come from an engine for one")
         self.reset()
-        logits = self._decoder.teacher_forced(self._checked(ids), sparse_from, not self.dense)
-        self._ids += ids
+        logits = self._decoder.teacher_forced(self._checked(ids, 0), sparse_from, not self.dense)
+        self._ids[0] += ids
         return logits
 
-    def _checked(self, ids: Sequence[int]) -> Tensor:
+    def _appended(self, ids: Sequence[int]) -> None:
+        for there, id in zip(self._ids, ids, strict=True):
+            there.append(id)
+
+    def _checked(self, ids: Sequence[int], position: int) -> Tensor:
         if len(ids):
-            self._check(len(ids), min(ids), max(ids))
+            _check_ids(self.architecture.vocabulary, ids)
+            _check_room(self.context, position, len(ids))
         return torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
 
-    def _check(self, count: int, lowest: int, highest: int) -> None:
-        check_ids(self.architecture.vocabulary, lowest, highest)
-        check_room(self.context, self.position, count)
+    def _check_step(self, ids: Sequence[int]) -> None:
+        if len(ids) != len(self._ids):
+            raise UserError(f"{len(ids)} tokens for {len(self._ids)} sequences; expected one for each")
+        _check_ids(self.architecture.vocabulary, ids)
+        _check_room(self.context, max(self.positions), 1)
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 0 <= sequence < len(self._ids):
+            raise UserError(f"sequence {sequence}: expected 0 to {len(self._ids) - 1}")
 
 
-def described_attention(first: int | None, context: int, offload: bool) -> str:
+def _described_attention(sparse_from: SparseFrom | None, context: int, offload: bool) -> str:
     """What an engine says of attention that is sparse from so many tokens of a text on; empty: it never is.
 
     offload -- keys and values lie in the host's memory
     """
-    if first is None:
+    if sparse_from is None:
         return ""
+    first = sparse_from.tokens
     if offload:
         return f", keys and values in the host's memory, sparse attention from {first:,} tokens on"
     if first > context:
@@ -236,14 +259,14 @@ def described_attention(first: int | None, context: int, offload: bool) -> str:
     return f", sparse attention from {first:,} tokens on"
 
 
-def check_ids(vocabulary: int, lowest: int, highest: int) -> None:
-    """Raise `UserError` where an id, of which these are two, is not the model's."""
-    for id in (lowest, highest):
+def _check_ids(vocabulary: int, ids: Sequence[int]) -> None:
+    """Raise `UserError` where an id is not the model's."""
+    for id in (min(ids), max(ids)):
         if not 0 <= id < vocabulary:
             raise UserError(f"token id {id}: expected 0 to {vocabulary - 1}; is the tokenizer this model's?")
 
 
-def check_room(context: int, position: int, count: int) -> None:
+def _check_room(context: int, position: int, count: int) -> None:
     """Raise `UserError` where so many more tokens do not fit."""
     if position + count > context:
         raise UserError(
@@ -252,7 +275,7 @@ def check_room(context: int, position: int, count: int) -> None:
         )
 
 
-def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: int) -> dict[tuple[int, str], float]:
+def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: int) -> dict[tuple[int, str], float]:
     """Share of active columns per (layer, site), from their sum over so many positions; empty for none."""
     if not stepped:
         return {}
@@ -261,21 +284,20 @@ def shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped: 
     }
 
 
-def _chosen(asked: str | None, device: torch.device, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
+def _chosen(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
     """The backend to run, and why where it is not the best for the device."""
-    if asked is not None:
-        backend_named(asked).check_model(packed)
-        return asked, ()
-    best = backend_for(device)
+    if options.backend is not None or options.sequences != 1:
+        return backend_of_sequences(options).name, ()
+    best = backend_for(options.device)
     try:
-        best.check_model(packed)
-        best.open().usable(device)
+        best.check(EngineOptions(), packed)
+        best.open().usable(torch.device(options.device))
     except UserError as error:
         return "reference", (f"note: the reference backend runs: {error}",)
     return best.name, ()
 
 
-def checked_context(asked: int | None, made_for: int) -> int:
+def _checked_context(asked: int | None, made_for: int) -> int:
     """The context to make room for; raises `UserError` for one that the model was not made for."""
     context = min(made_for, DEFAULT_CONTEXT) if asked is None else asked
     if not 1 <= context <= made_for:

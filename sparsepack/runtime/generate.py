@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.skipped import Skipped
-from sparsepack.models.tokenizer_check import check_tokenizer
-from sparsepack.runtime.batch import BatchEngine
+from sparsepack.models.records.skipped import Skipped
+from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import GenerateOptions
@@ -158,7 +157,7 @@ def generate(
 
 
 def generate_together(
-    engine: BatchEngine, tokenizer: Tokenizer, prompts: Sequence[str], options: GenerateOptions | None = None
+    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], options: GenerateOptions | None = None
 ) -> list[Generated]:
     """Continue a prompt in each of an engine's sequences, as `generate` does.
 
@@ -172,7 +171,7 @@ def generate_together(
     engine.reset()
     began = time.perf_counter()
     going = set(range(len(prompts))) if options.tokens else set()
-    chosen = [samplers[n].choose(engine.prefill(n, ids[n])) for n in sorted(going)]
+    chosen = [samplers[n].choose(engine.prefill(ids[n], n)) for n in sorted(going)]
     prefill_seconds, began = time.perf_counter() - began, time.perf_counter()
     decoded = 0
     for count in range(1, options.tokens + 1):
@@ -185,8 +184,8 @@ def generate_together(
         if not going:
             break
         for n in set(range(len(prompts))) - going:
-            engine.truncate(n, 0)
-        chosen = engine.decode_next(chosen, samplers)
+            engine.truncate(0, n)
+        chosen = engine.decode_all(chosen, samplers)
         decoded += len(going)
     for answer in answers:
         answer.reason = answer.reason or "tokens"
@@ -302,7 +301,7 @@ def _sampling(options: GenerateOptions, number: int = 0) -> Sampling:
     return replace(sampling, seed=options.seed + number)
 
 
-def _fitting_prompt(engine: Engine | BatchEngine, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def _fitting_prompt(engine: Engine, tokenizer: Tokenizer, prompt: str) -> list[int]:
     ids = prompt_tokens(tokenizer, prompt, engine.architecture.bos)
     if len(ids) > engine.context:
         larger = " or give a larger context" if engine.context < engine.architecture.context else ""

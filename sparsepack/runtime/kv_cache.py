@@ -12,12 +12,14 @@ Layout of dense caches, per layer, for keys and for values: [sequences, kv_heads
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.records.sparse_attention import SparseAttention, SparseFrom, TokenPolicy
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,34 @@ class AttentionShape:
         """Positions that there is room for in each sequence."""
         return self.cos.shape[0]
 
+    @property
+    def sparse_from(self) -> SparseFrom | None:
+        """From how many tokens on the policy lets decoded positions read a part; None: they read all."""
+        return None if self.policy is None else self.policy.sparse_from
+
+    @cached_property
+    def budgets(self) -> Tensor:
+        """How many tokens a decoded position reads that sees 0, 1, .. `context` of them: int32 [context + 1].
+
+        Raises `ValueError` where the shape has no policy.
+        """
+        if self.policy is None:
+            raise ValueError("the shape has no policy")
+        return torch.tensor([self.policy.budget(seen) for seen in range(self.context + 1)], dtype=torch.int32)
+
 
 class KvCache(Protocol):
     """Keys and values of every layer, for one text or several.
 
-    type -- of what is kept: "f32", "f16" or "bf16"
+    type        -- of what is kept: "f32", "f16" or "bf16"
+    sparse_from -- from how many tokens of a text on decoded positions read a part of them; None: they read all
     """
 
     @property
     def type(self) -> str: ...
+
+    @property
+    def sparse_from(self) -> SparseFrom | None: ...
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -85,10 +106,6 @@ class KvCache(Protocol):
     def attend(self, layer: int, queries: Any, sequence: int = 0, sparse: bool = False) -> Tensor:
         """softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees, those just appended included:
         float32 [S, heads * head_dim]. `sparse`: these are decoded, and read no more than the shape's policy allows."""
-
-    def step(self, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
-        """`append` and `attend` of one new position in every sequence, in one operation where the backend has it:
-        float32 [sequences, rows] -> float32 [sequences, heads * head_dim]."""
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         """Count positions that all layers have appended."""

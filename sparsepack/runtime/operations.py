@@ -6,15 +6,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 
 NeuronFfn = Callable[[Any, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`Operations.neuron_ffn`: of neurons, x, gate, indices, count."""
+"""`Operations.neuron_ffn` takes neurons, x, gate, indices and count."""
 
 
 class Operations(Protocol):
-    """What a backend offers, each function as its namesake in `runtime/reference.py`.
+    """What a backend offers, each function as its namesake in `runtime/reference`.
 
     A loaded matrix is the backend's own: it may repack the bytes, and only its own operations read it.
     """
@@ -43,8 +43,8 @@ class Operations(Protocol):
     def new_neurons(self, count: int, hidden: int, device: torch.device | str = "cpu") -> Any:
         """Room for so many records, loaded ones all of zeros."""
 
-    def copy_neurons(self, to: Any, places: Tensor, source: Any, records: Tensor) -> None:
-        """Copy loaded records to places of others."""
+    def copy_neurons(self, to: Any, slots: Tensor, source: Any, records: Tensor) -> None:
+        """Copy loaded records to slots of others."""
 
     def neuron_ffn(self, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
         """The sum over active neurons of gate_n (up_n . x) down_n."""
@@ -52,7 +52,5 @@ class Operations(Protocol):
     def neuron_matmul(self, neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
         """The same for several positions, with every neuron."""
 
-    def new_kv_cache(
-        self, shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None
-    ) -> KvCache:
+    def new_cache(self, shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> KvCache:
         """An empty cache that attends to every position that a layer's window shows."""

@@ -1,11 +1,75 @@
-"""How a text is continued. Nothing heavy is imported here: the command line and recipes read the defaults."""
+"""How a model runs and how a text is continued. Nothing heavy is imported here: the command line and recipes read the
+defaults."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from sparsepack.option import LARGEST_SEED, option
+from sparsepack.errors import UserError
+from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.placement.links import Links
+from sparsepack.placement.names import ONLINE
+from sparsepack.runtime.backends import BACKENDS
+
+MOST_THREADS = 1024
+DEFAULT_POLICY = "slow"
 
 CHAT_TOKENS = 1024
-"""Of an answer in a conversation, unless told otherwise: most end by themselves."""
+"""An answer in a conversation has at most this many tokens, unless told otherwise: most answers end by themselves."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs a model.
+
+    device     -- where everything but the embedding lies, by torch's name
+    cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
+    sequences  -- texts that are decoded together, a token of each at a time
+    begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
+    links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
+
+    Raises `UserError` for a value out of range, and for a policy where nothing has slots.
+    """
+
+    device: str = "cpu"
+    context: int | None = option(
+        "Room for so many tokens (default: what the model was made for, at most 4096).", default=None
+    )
+    dense: bool = option("Skip nothing.", default=False)
+    backend: str | None = option(
+        "What runs it: kernels made for a device, or plain torch (reference); default: the device's, where they can "
+        "run.",
+        default=None,
+        choices=tuple(BACKENDS),
+    )
+    threads: int | None = option("CPU threads (default: all cores).", default=None, least=1, most=MOST_THREADS)
+    cache_type: str | None = None
+    sequences: int = 1
+    offload: bool = option(
+        "Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for; on the GPU "
+        "are their labels and the tokens read last. For files packed with --attention double.",
+        default=False,
+    )
+    cached: float | None = option(
+        "Give this share of the neurons slots, and compute the others by a second worker, as with a GPU that has no "
+        "room for all: says how often a neuron had a slot. So far both are on the CPU, which is slower than without. "
+        "For files of the format neuron-q4_k (default: no such division).",
+        default=None,
+        least=0,
+        most=1,
+    )
+    policy: str | None = option(
+        f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
+        default=None,
+        choices=ONLINE,
+    )
+    begin: Callable[..., Any] | None = None
+    links: Links | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
+        if self.cached is None and self.policy is not None:
+            raise UserError(f"policy {self.policy}: nothing has slots; give cached too, 0.3 for one")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a text ends: before the first of some stop strings, also where one comes in pieces."""
+"""The end of a text: before the first of some stop strings, also where one comes in pieces."""
 
 from collections.abc import Sequence
 

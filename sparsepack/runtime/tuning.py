@@ -15,28 +15,29 @@ from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.progress import progress
 
 Shape = tuple[int, int]
-"""Rows and columns of a zigzag matrix."""
+"""A shape is the rows and columns of a zigzag matrix."""
 
 SHAPES: tuple[Shape, ...] = (
     *((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
 )
-"""What is measured where no model is given: the sites of Llamas of 1 and 8 billion parameters."""
+"""These shapes are measured where no model is given: the sites of Llamas of 1 and 8 billion parameters."""
 GATES: tuple[Shape, ...] = ((16384, 2048), (28672, 4096))
-"""Of those, what holds gate and up."""
+"""These shapes hold gate and up."""
 
 ROTATION = 1 << 28
-"""Bytes of copies that take turns, so that no cache serves weights."""
+"""The copies that take turns have this many bytes together, so that no cache serves weights."""
 COPIES = 4096
-"""At most: matrices so small that this many fit into a cache are served by one when a model runs, too."""
+"""There are at most this many copies: matrices so small that this many fit into a cache are served by one when a model
+runs, too."""
 ACTIVE = 0.5
 BYTES_PER_WEIGHT = 9 / 16
 _BYTES_PER_ROW = 1024
-"""Of a row as it is kept, more than it takes."""
+"""This many bytes are more than a row takes as it is kept."""
 
 
 def tuned_path(kind: str, *machine: Any) -> Path:
-    """Where what was measured on a kind of machine is kept: below $XDG_CACHE_HOME, or ~/.cache."""
+    """The file that keeps what was measured on a kind of machine: below $XDG_CACHE_HOME, or ~/.cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
     return base / "sparsepack" / f"{kind}-{key}.json"

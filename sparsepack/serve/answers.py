@@ -121,7 +121,7 @@ def _choice(content: Json, reason: str | None) -> Json:
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 STILL_THERE = b": the text is on its way\n\n"
-"""A comment, which clients skip: it shows that a connection lives that has nothing to say yet."""
+"""The comment, which clients skip, shows that a connection lives that has nothing to say yet."""
 
 
 def server_sent(body: Json) -> bytes:

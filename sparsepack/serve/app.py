@@ -22,7 +22,7 @@ from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
-from sparsepack.serve.worker import Closing, QueueFull, TextRequest, Ticket, Worker
+from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
 
 
 class Service:
@@ -32,7 +32,9 @@ class Service:
     fingerprint -- changes with the model and what runs it
     """
 
-    def __init__(self, worker: Worker, prompts: Prompts, options: ServeOptions, name: str, fingerprint: str) -> None:
+    def __init__(
+        self, worker: TextWorker, prompts: Prompts, options: ServeOptions, name: str, fingerprint: str
+    ) -> None:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
         self._created = int(time.time())

@@ -16,7 +16,7 @@ from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.worker import Closing, Ended, Failed, Piece, Ticket
 
 STILL_THERE_SECONDS = 15.0
-"""After which a stream that has nothing to say shows that it lives."""
+"""A stream that has had nothing to say for this many seconds shows that the stream lives."""
 
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -1,4 +1,4 @@
-"""Who may ask, and how much they may send."""
+"""Checks of who may send requests, and of how large they may be."""
 
 import asyncio
 import hmac
@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sparsepack.serve.refusals import Refusal
 
 OPEN_PATHS = ("/health",)
-"""What needs no key."""
+"""Requests for these paths need no key."""
 
 MOST_BYTES = 4 * 2**20
-"""Of a request's body: a prompt of 100,000 tokens and more has room."""
+"""A request's body has at most this many bytes, enough for a prompt of 100,000 tokens and more."""
 
 BODY_SECONDS = 30.0
-"""In which a request's body must have arrived."""
+"""A request's body must have arrived within this many seconds."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

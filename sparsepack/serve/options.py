@@ -1,4 +1,4 @@
-"""How a model is served. Nothing heavy is imported here: the command line reads the defaults."""
+"""The options of serving a model. Nothing heavy is imported here: the command line reads the defaults."""
 
 from dataclasses import dataclass
 

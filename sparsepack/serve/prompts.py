@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from sparsepack.errors import UserError
-from sparsepack.load import Model
+from sparsepack.loading import Model
 from sparsepack.runtime.generate import prompt_tokens
 from sparsepack.serve.refusals import Refusal
 

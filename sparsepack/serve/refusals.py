@@ -1,4 +1,4 @@
-"""What is answered where a request cannot be served, in the form of OpenAI's errors."""
+"""The answers where a request cannot be served, in the form of OpenAI's errors."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -21,7 +21,7 @@ IGNORED = frozenset(
         *("safety_identifier", "service_tier", "store", "user"),
     )
 )
-"""Parameters that say nothing about the text."""
+"""These parameters say nothing about the text."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -46,13 +46,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "web_search_options": (),
     }
 )
-"""Parameters that are taken with these values, or null, alone."""
+"""These parameters are taken with these values, or null, alone."""
 
 MOST_STOPS = 4
-"""Stop strings in one request, as many as OpenAI takes."""
+"""A request has at most this many stop strings, as many as OpenAI takes."""
 
 LONGEST_STOP = 1000
-"""Characters in one of them: as much text is held back from a stream."""
+"""A stop string has at most this many characters: as much text is held back from a stream."""
 
 R = TypeVar("R", bound="TextParameters")
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
@@ -197,7 +197,7 @@ _EXPECTED = {
     "stop": f"expected a text, or at most {MOST_STOPS} of them, each of 1 to {LONGEST_STOP} characters",
     "content": "expected a text, or a list of parts of type text",
 }
-"""Where a parameter may have several forms, and the library would tell what the first of them lacks."""
+"""These parameters may have several forms, of which the library would tell what the first one lacks."""
 
 
 def _refusal(error: ValidationError) -> Refusal:

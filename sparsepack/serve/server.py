@@ -14,17 +14,17 @@ import uvicorn
 from starlette.applications import Starlette
 
 from sparsepack.errors import UserError
-from sparsepack.load import Model
+from sparsepack.loading import Model
 from sparsepack.progress import say
 from sparsepack.serve.app import Service, create_app
 from sparsepack.serve.guards import LOOPBACK
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.texts import Texts
-from sparsepack.serve.worker import Worker
+from sparsepack.serve.worker import TextWorker
 
 AFTER_GRACE = 3
-"""Seconds in which answers that were broken off are told so, before connections are cut."""
+"""Answers that were broken off are told so within this many seconds, before connections are cut."""
 
 
 def bound_socket(host: str, port: int, stalled: float) -> socket.socket:
@@ -56,7 +56,7 @@ def bound_socket(host: str, port: int, stalled: float) -> socket.socket:
 def serve(model: Model, default_name: str, options: ServeOptions, listening: socket.socket) -> None:
     """Serve a model on a socket until SIGINT or SIGTERM. A text in the making then has `options.grace` seconds."""
     name = options.model_name or default_name
-    worker = Worker(Texts(model).make, options.queue)
+    worker = TextWorker(Texts(model).make, options.queue)
     try:
         service = Service(worker, Prompts(model), options, name, fingerprint(model))
         asyncio.run(_Server(service).serve([listening]))

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
-from sparsepack.load import Model
+from sparsepack.loading import Model
 from sparsepack.runtime.generate import Generation
 from sparsepack.serve.worker import Ended, Event, Piece, TextRequest
 
 PREFILLED_AT_ONCE = 512
-"""Positions between two looks at whether the text is still wanted; decoders take so many together anyway."""
+"""After this many positions prefill looks whether the text is still wanted; decoders take so many together anyway."""
 
 KEPT_IN_STEPS_OF = 32
-"""Positions: where a prefill goes on from a multiple of them, the CPU's kernels add in the same order as if it had
-begun at the beginning, so that the bits are the same: with the AVX2 kernels, where it was tried."""
+"""A prefill goes on from a multiple of this many positions. The CPU's kernels then add in the same order as if the
+prefill had begun at the beginning, so that the bits are the same: with the AVX2 kernels, where that was tried."""
 
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
 

@@ -57,8 +57,8 @@ class Failed:
 
 Event = Piece | Ended | Failed
 MakeText = Callable[[TextRequest, Callable[[], bool]], Iterator[Event]]
-"""Makes a text, given the request and a function that tells whether nobody wants it any more; ends then, or with
-`Ended`. Runs in the worker's thread, one call at a time."""
+"""The function makes a text, given the request and a function that tells whether nobody wants the text any more; the
+text ends then, or with `Ended`. The function runs in the worker's thread, one call at a time."""
 
 
 ENDING = "the server is ending"
@@ -77,9 +77,9 @@ class Closing(Exception):
 
 
 class Ticket:
-    """A text on its way; made by `Worker.submit` for the event loop that runs then."""
+    """A text on its way; made by `TextWorker.submit` for the event loop that runs then."""
 
-    def __init__(self, worker: "Worker", request: TextRequest) -> None:
+    def __init__(self, worker: "TextWorker", request: TextRequest) -> None:
         self.request = request
         self._worker = worker
         self._loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ class Ticket:
             self._cancelled.set()
 
 
-class Worker:
+class TextWorker:
     """Makes texts in a thread of its own, in the order in which they come.
 
     make    -- makes one

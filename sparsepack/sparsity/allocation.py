@@ -1,11 +1,14 @@
-"""How much each site counts in an allocation."""
+"""What every allocation starts from: how much each site counts, and the channel weights of a criterion."""
 
 from collections.abc import Sequence
 
 import torch
 
-from sparsepack.models.checkpoint import Checkpoint
-from sparsepack.models.rule import SiteKey
+from sparsepack.calibration.criteria import channel_weights
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.records.rule import SiteKey, SiteRule
+from sparsepack.models.stock.blocks import BlockStream
 
 
 def weights_of(checkpoint: Checkpoint, sites: Sequence[SiteKey]) -> dict[SiteKey, float]:
@@ -13,3 +16,13 @@ def weights_of(checkpoint: Checkpoint, sites: Sequence[SiteKey]) -> dict[SiteKey
     sizes = {key: float(torch.Size(checkpoint.stacked_shape(key[1], key[0])).numel()) for key in sites}
     total = sum(sizes.values())
     return {key: size / total for key, size in sizes.items()}
+
+
+def rules_of_criterion(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
+    """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
+    names = stream.source.family.projections
+    choices = {}
+    for site in SITES:
+        c = channel_weights(criterion, stream.block, names[site])
+        choices[site] = SiteRule(channel_weights=None if c is None else c.cpu())
+    return choices

@@ -5,13 +5,13 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from sparsepack.calibrate.channels import importance
-from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.tokens import MEASURED, missed
+from sparsepack.calibration.channels import importance
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.tokens import MEASURED, missed
 from sparsepack.errors import CalibrationError, PackingError
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.heads import heads_of_config
-from sparsepack.models.sparse_attention import SparseAttention
+from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.sparsity.attention_options import NONE, AttentionOptions
 
 MOST_MISSED = 0.5

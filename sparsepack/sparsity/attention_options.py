@@ -1,11 +1,11 @@
-"""What sparse attention is asked for. Nothing heavy is imported here: command line and recipes read the defaults."""
+"""The options of sparse attention. Nothing heavy is imported here: command line and recipes read the defaults."""
 
 import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from sparsepack.errors import PackingError
-from sparsepack.models.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
+from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
 from sparsepack.option import check_options, option
 
 NONE, DOUBLE = "none", "double"
@@ -15,7 +15,7 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Which of the cached tokens decoded positions read, and how they find them: see `models.sparse_attention`."""
+    """Which of the cached tokens decoded positions read, and how they find them (`models.records.sparse_attention`)."""
 
     attention: str = option(
         "Which tokens a decoded one attends to: all, or with Double Sparsity those that a few channels of their keys "

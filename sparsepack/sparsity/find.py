@@ -1,36 +1,33 @@
 """`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from sparsepack import __version__
-from sparsepack.calibrate.criteria import channel_weights
-from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.folder import load as load_calibration
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
-from sparsepack.models.blocks import BlockStream
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
-from sparsepack.models.rule import Rules, SiteKey, SiteRule
+from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.sites import chosen_sites
-from sparsepack.models.windows import spread_windows
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.learned import learn_rules
+from sparsepack.sparsity.allocations import ALLOCATIONS
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
-from sparsepack.sparsity.teal import greedy_sparsities, run_at
 from sparsepack.sparsity.thresholds import Thresholds
+from sparsepack.version import __version__
 
-_GREEDY_WINDOWS, _GREEDY_TOKENS = 2, 512
 BATCH = 2
-"""Windows at a time."""
+"""This many windows are run at a time."""
 
 
 def make_thresholds(
@@ -68,13 +65,9 @@ def find_thresholds(
     rules: Rules
     if options.sparsity == 0:
         rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
-    elif options.allocation == "global":
-        learnt = learn_rules(checkpoint, calibration, options, weights, resume)
-        choose: Chooser = lambda layer, _: {site: learnt.get((layer, site), SiteRule()) for site in SITES}  # noqa: E731
-        rules = _sequential(checkpoint, calibration, options, choose, resume)
     else:
-        teal = options.allocation == "teal"
-        choose = _Greedy(calibration, options, weights, resume) if teal else _uniform(options, weights)
+        module = import_module(ALLOCATIONS[options.allocation].module)
+        choose = module.chooser(checkpoint, calibration, options, weights, resume)
         take = _from_histograms if options.upstream == "dense" else _sequential
         rules = take(checkpoint, calibration, options, choose, resume)
     return Thresholds(
@@ -128,50 +121,3 @@ def _from_histograms(
             rules[layer, site] = at_quantile(choice, counts) if choice.sparsity else SiteRule()
         save_rules(resume, layer, rules)
     return rules
-
-
-def _criterion_choices(stream: BlockStream, criterion: str) -> dict[str, SiteRule]:
-    """The criterion's channel weights for each site of the loaded block, at no sparsity yet."""
-    names = stream.source.family.projections
-    choices = {}
-    for site in SITES:
-        c = channel_weights(criterion, stream.block, names[site])
-        choices[site] = SiteRule(channel_weights=None if c is None else c.cpu())
-    return choices
-
-
-def _uniform(options: AllocationOptions, weights: Mapping[SiteKey, float]) -> Chooser:
-    def choose(layer: int, stream: BlockStream) -> dict[str, SiteRule]:
-        base = _criterion_choices(stream, options.criterion)
-        return {s: replace(base[s], sparsity=options.sparsity if (layer, s) in weights else 0.0) for s in SITES}
-
-    return choose
-
-
-class _Greedy:
-    """TEAL's choices, block after block; keeps its own hidden states of a few short windows, also on disk."""
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        options: AllocationOptions,
-        weights: Mapping[SiteKey, float],
-        resume: ResumeState,
-    ) -> None:
-        self.options, self.weights, self.resume = options, weights, resume
-        self.ids = spread_windows(calibration.windows, _GREEDY_WINDOWS)[:, :_GREEDY_TOKENS]
-        self.hidden: torch.Tensor | None = None
-
-    def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteRule]:
-        base = _criterion_choices(stream, self.options.criterion)
-        if self.hidden is None:
-            self.hidden = self.resume.hidden("greedy")
-        if self.hidden is None:
-            self.hidden = stream.embed(self.ids)
-        given = dict.fromkeys(SITES, 0.0)
-        if any((layer, site) in self.weights for site in SITES):
-            given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
-        upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
-        self.hidden = run_at(stream, layer, self.hidden, upstream, base)
-        self.resume.keep_hidden(layer, self.hidden, "greedy")
-        return {site: replace(base[site], sparsity=given[site]) for site in SITES}

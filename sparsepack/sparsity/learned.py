@@ -18,18 +18,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from sparsepack.calibrate.collectors import histogram
-from sparsepack.calibrate.criteria import channel_weights
-from sparsepack.calibrate.folder import Calibration
+from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.criteria import channel_weights
+from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
-from sparsepack.models.checkpoint import Checkpoint
-from sparsepack.models.hooks import site_hooks
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
-from sparsepack.models.rule import SiteKey, SiteRule
-from sparsepack.models.whole import backbone_of, load_model
-from sparsepack.models.windows import spread_windows
+from sparsepack.models.records.rule import SiteKey, SiteRule
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.whole import backbone_of, load_model
+from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.progress import progress
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.sequential import Chooser
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
 _LEARNING_RATE = 0.03
@@ -46,6 +48,18 @@ class _Parameters:
     log_thresholds: dict[SiteKey, torch.Tensor]
     offsets: dict[SiteKey, torch.Tensor]
     scales: dict[SiteKey, float]
+
+
+def chooser(
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    options: AllocationOptions,
+    weights: Mapping[SiteKey, float],
+    resume: ResumeState,
+) -> Chooser:
+    """The learnt rules of the sites in `weights`; the other sites stay dense."""
+    learnt = learn_rules(checkpoint, calibration, options, weights, resume)
+    return lambda layer, _: {site: learnt.get((layer, site), SiteRule()) for site in SITES}
 
 
 def learn_rules(

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from sparsepack.calibrate.options import CRITERIA, CalibrateOptions
+from sparsepack.calibration.options import CRITERIA, CalibrateOptions
 from sparsepack.errors import ThresholdsError
 from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.sparsity.allocations import ALLOCATIONS
 
-ALLOCATIONS = ("uniform", "teal", "global")
 UPSTREAMS = ("sparse", "dense")
 
 
@@ -20,7 +20,7 @@ class AllocationOptions:
     allocation: str = option(
         "One sparsity everywhere; TEAL's greedy per block; all sites at once by the model's own output.",
         default="uniform",
-        choices=ALLOCATIONS,
+        choices=tuple(ALLOCATIONS),
     )
     criterion: str = option(
         "Score of channel j: |x_j|, or |x_j| times the norm of its column.", default="magnitude", choices=CRITERIA
@@ -48,7 +48,5 @@ class AllocationOptions:
     def check(self) -> None:
         """Raise `ThresholdsError` for values out of range."""
         check_options(self, ThresholdsError)
-        if self.offsets and self.allocation != "global":
-            raise ThresholdsError("offsets are learnt from the model's output: they need --allocation global")
-        if self.allocation == "global" and self.upstream == "dense":
-            raise ThresholdsError("--allocation global runs the whole sparse model: it has no dense upstream")
+        for name, problem in ALLOCATIONS[self.allocation].problems(self.offsets, self.upstream):
+            raise ThresholdsError(f"{name}: {problem}")

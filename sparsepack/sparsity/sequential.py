@@ -11,20 +11,18 @@ from dataclasses import replace
 
 import torch
 
-from sparsepack.calibrate.collectors import histogram
+from sparsepack.calibration.collectors import histogram
 from sparsepack.files.resume import ResumeState
-from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
-from sparsepack.models.hooks import SiteFunction, site_hooks
-from sparsepack.models.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
+from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import SiteFunction, site_hooks
 from sparsepack.progress import progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
 Chooser = Callable[[int, BlockStream], Mapping[str, SiteRule]]
-"""(layer, stream with that block loaded) -> each site's rule, but for its threshold; called in order of execution.
-
-A run that goes on calls it for the blocks that are not finished.
-"""
+"""A chooser takes (layer, stream with that block loaded) and returns each site's rule, but for its threshold; choosers
+are called in order of execution. A run that goes on calls the chooser for the blocks that are not finished."""
 
 
 def sequential_thresholds(

@@ -6,20 +6,28 @@ here weights are the real parameter counts, and q, k, v (gate, up) share one sit
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from sparsepack.calibrate.collectors import histogram
-from sparsepack.models.blocks import BlockStream
+from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.folder import Calibration
+from sparsepack.files.resume import ResumeState
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SiteKey, SiteRule
-from sparsepack.sparsity.sequential import score, second_half
+from sparsepack.models.records.rule import SiteKey, SiteRule
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.sparsity.allocation import rules_of_criterion
+from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.sequential import Chooser, score, second_half
 
 STEP = 0.025
-"""Share of the block's weights that one greedy step makes sparse."""
+"""One greedy step makes this share of the block's weights sparse."""
+_WINDOWS, _TOKENS = 2, 512
 HIGHEST = 0.95
-"""Sparsity of a site at most, unless the target itself is higher."""
+"""A site has at most this sparsity, unless the target itself is higher."""
 
 
 def greedy_sparsities(
@@ -74,3 +82,43 @@ def run_at(
 
     with site_hooks([(layer, stream.block)], stream.source.family, function):
         return stream(hidden)
+
+
+def chooser(
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    options: AllocationOptions,
+    weights: Mapping[SiteKey, float],
+    resume: ResumeState,
+) -> Chooser:
+    """Block after block, the greedy allocation of the sites in `weights`."""
+    return _Greedy(calibration, options, weights, resume)
+
+
+class _Greedy:
+    """TEAL's choices, block after block; keeps its own hidden states of a few short windows, also on disk."""
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        options: AllocationOptions,
+        weights: Mapping[SiteKey, float],
+        resume: ResumeState,
+    ) -> None:
+        self.options, self.weights, self.resume = options, weights, resume
+        self.ids = spread_windows(calibration.windows, _WINDOWS)[:, :_TOKENS]
+        self.hidden: torch.Tensor | None = None
+
+    def __call__(self, layer: int, stream: BlockStream) -> dict[str, SiteRule]:
+        base = rules_of_criterion(stream, self.options.criterion)
+        if self.hidden is None:
+            self.hidden = self.resume.hidden("greedy")
+        if self.hidden is None:
+            self.hidden = stream.embed(self.ids)
+        given = dict.fromkeys(SITES, 0.0)
+        if any((layer, site) in self.weights for site in SITES):
+            given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
+        upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
+        self.hidden = run_at(stream, layer, self.hidden, upstream, base)
+        self.resume.keep_hidden(layer, self.hidden, "greedy")
+        return {site: replace(base[site], sparsity=given[site]) for site in SITES}

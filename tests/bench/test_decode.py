@@ -15,14 +15,14 @@ from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.table import HEADER, bench_table
 from sparsepack.errors import UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.options import EngineOptions
 
 TEXT = list(range(20, 36))
-SETTINGS = BenchSettings(prompt=8, generate=12, repetitions=3, threads=1, backend="reference")
+SETTINGS = BenchSettings(prompt=8, generate=12, repetitions=3, engine=EngineOptions(threads=1, backend="reference"))
 LLAMA_BENCH_KEYS = {
     *("cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params", "n_threads"),
     *("n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts"),
@@ -33,6 +33,10 @@ LLAMA_BENCH_KEYS = {
 @pytest.fixture(autouse=True)
 def _small_array(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "read_bandwidth", lambda device: machine.read_bandwidth(device, 1 << 20))
+
+
+def running(**changes: Any) -> BenchSettings:
+    return dataclasses.replace(SETTINGS, engine=dataclasses.replace(SETTINGS.engine, **changes))
 
 
 @cache
@@ -123,8 +127,8 @@ def test_the_clock_starts_and_stops_when_the_device_has_done_its_work(
     monkeypatch.setattr(decode.time, "perf_counter_ns", lambda: len(done.append("clock") or done))
     engine = Engine(sparse_model(), backend="reference")
     engine.device = torch.device(device)
-    monkeypatch.setattr(engine, "step", lambda id: done.append("step"))
-    nanoseconds = decode._timed(engine, decode._Test("tg2", "dense", 0, 2), TEXT)
+    monkeypatch.setattr(engine, "step_all", lambda ids: done.append("step"))
+    nanoseconds = decode._timed(engine, decode._Test("tg2", "dense", 0, 2), [TEXT])
     waited = [] if device == "cpu" else [f"waited for {device}"]
     assert done == [*waited, "clock", "step", "step", *waited, "clock"]
     assert nanoseconds == 3 + len(waited)
@@ -147,23 +151,23 @@ def test_sparse_attention_alone_is_measured_and_tells_from_where_on_it_is_sparse
         assert found["notes"][-1] == f"attention is sparse where {first:,} tokens or more are there{said}"
 
 
-def test_neurons_with_places_are_told_for_each_decoding_test() -> None:
+def test_neurons_with_slots_are_told_for_each_decoding_test() -> None:
     packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    with_places = dataclasses.replace(SETTINGS, places=PlacesOptions(cached=0.3, policy="lru"))
+    with_places = running(cached=0.3, policy="lru")
     prefill, *decoding = (found := bench_decode(packed, with_places, "model.gguf", TEXT))["tests"]
     assert "served" not in prefill
     for row in decoding:
         assert row["served"]["tokens"] == 12
         assert 0 < row["served"]["hits"] < row["served"]["needed"]
     assert decoding[0]["served"] == decoding[1]["served"]
-    assert "30 % of the neurons with places, lru" in found["runtime"]
+    assert "30 % of the neurons with slots, lru" in found["runtime"]
     assert [note.partition(": ")[0] for note in found["notes"]] == ["tg12, dense", "tg12, sparse"]
     assert "served" not in result()["tests"][1]
 
 
-def test_places_are_for_one_text() -> None:
+def test_slots_are_for_one_text() -> None:
     with pytest.raises(UserError, match="cached is for one text at a time"):
-        BenchSettings(batch=2, device="cuda", places=PlacesOptions(cached=0.3))
+        BenchSettings(batch=2, engine=EngineOptions("cuda", cached=0.3))
 
 
 def test_random_tokens_repeat_and_begin_with_bos() -> None:
@@ -175,25 +179,27 @@ def test_random_tokens_repeat_and_begin_with_bos() -> None:
 
 def test_threads_are_set_for_the_run_and_restored() -> None:
     before = torch.get_num_threads()
-    found = bench_decode(random_model("llama"), BenchSettings(prompt=4, generate=0, repetitions=1, threads=before + 1))
+    settings = BenchSettings(prompt=4, generate=0, repetitions=1, engine=EngineOptions(threads=before + 1))
+    found = bench_decode(random_model("llama"), settings)
     assert found["tests"][0]["n_threads"] == before + 1
     assert torch.get_num_threads() == before
 
 
 def test_the_table_has_a_line_per_test_and_says_that_the_reference_is_slow() -> None:
     lines = bench_table(result()).split("\n")
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
-    assert [len(row) for row in cells] == [len(HEADER)] * 5
+    rows = [line for line in lines if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in rows]
+    assert [len(row) for row in cells] == [len(HEADER)] * 4
     assert cells[0] == list(HEADER)
-    assert [row[2:4] for row in cells[2:]] == [["pp8", "dense"], ["tg12", "dense"], ["tg12", "sparse"]]
-    assert "±" in cells[2][7]
-    assert cells[2][9] == "-"
+    assert [row[2:4] for row in cells[1:]] == [["pp8", "dense"], ["tg12", "dense"], ["tg12", "sparse"]]
+    assert "±" in cells[1][7]
+    assert cells[1][9] == "-"
     assert "not to be fast" in "\n".join(lines)
 
 
 def test_the_native_backend_says_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
     cpu = pytest.importorskip("sparsepack.runtime.cpu._native")
-    found = bench_decode(sparse_model(), dataclasses.replace(SETTINGS, backend="cpu", threads=2), ids=TEXT)
+    found = bench_decode(sparse_model(), running(backend="cpu", threads=2), ids=TEXT)
     assert "runtime: cpu, " + cpu.instruction_sets()[0] + ", 2 threads" in capsys.readouterr().err
     assert "native kernels" in bench_table(found)
     for row in found["tests"]:
@@ -213,12 +219,12 @@ def test_the_processor_has_a_name() -> None:
     assert result()["tests"][0]["cpu_info"] == cpu_info() != ""
 
 
-@pytest.mark.parametrize(
-    "options", [{"prompt": -1}, {"repetitions": 0}, {"threads": 0}, {"prompt": 0, "generate": 0}], ids=str
-)
+@pytest.mark.parametrize("options", [{"prompt": -1}, {"repetitions": 0}, {"prompt": 0, "generate": 0}], ids=str)
 def test_settings_out_of_range_are_errors(options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"expected at least|nothing to measure"):
-        BenchSettings(**options)  # type: ignore[arg-type]
+        BenchSettings(**options)
+    with pytest.raises(UserError, match="threads 0: expected at least 1"):
+        EngineOptions(threads=0)
 
 
 def test_tests_beyond_the_context_or_the_text_are_errors() -> None:

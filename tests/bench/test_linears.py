@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsepack.bench.linears import Linear, bench_linears, contenders, linears_of
-from sparsepack.bench.linears_table import linears_table
-from sparsepack.codecs.pattern import Pattern
+from sparsepack.bench.table import linears_table
 from sparsepack.errors import UserError
+from sparsepack.models.records.pattern import Pattern
 
 
 def test_linears_of_one_shape_are_measured_once() -> None:

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from packed_models import random_model, stock_model
+from packed_models import random_model, stock_model, with_sites
 
 from sparsepack.bench.traffic import bytes_per_token, parameters, stored_bytes
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.skipped import skipped_weights
+from sparsepack.formats.packed import PackedModel, PackedSite
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.runtime.skipped import skipped_weights
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama tied, biases, llama3 rotary", "qwen3, tied"])
@@ -55,6 +55,6 @@ def test_biases_and_rules_are_read_too() -> None:
     assert before - bytes_per_token(_with_first_site(packed, bare), {}) == (64 + 16 + 16) * 4
 
 
-def _with_first_site(packed: PackedModel, site: object) -> PackedModel:
-    layer = dataclasses.replace(packed.layers[0], sites={**packed.layers[0].sites, "attn_in": site})
+def _with_first_site(packed: PackedModel, site: PackedSite) -> PackedModel:
+    layer = with_sites(packed.layers[0], {"attn_in": site})
     return dataclasses.replace(packed, layers=(layer, *packed.layers[1:]))

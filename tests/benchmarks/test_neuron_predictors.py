@@ -14,7 +14,7 @@ from neuron_predictors import Fitted, fit, masked, watch
 
 from sparsepack.errors import UserError
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.models.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
 TIMES = (1.0, 1.5)
 ADJACENT = "adjacent, rank 32"

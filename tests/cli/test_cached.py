@@ -1,4 +1,4 @@
-"""`generate --cached`: the same text whoever has places, and what was served is told."""
+"""`generate --cached`: the same text whoever has slots, and what was served is told."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_by_neurons(tmp_path_factory.mktemp("cached"))
 
 
-def test_text_is_the_same_and_what_had_places_is_told(model: Path) -> None:
+def test_text_is_the_same_and_what_had_slots_is_told(model: Path) -> None:
     def made(*flags: str) -> tuple[dict[str, object], str]:
         asked = ["generate", str(model), "--prompt", "The for statement", "-n", "40", "--json", "-", *flags]
         result = CliRunner().invoke(main, asked)
@@ -24,12 +24,12 @@ def test_text_is_the_same_and_what_had_places_is_told(model: Path) -> None:
 
     plain, said = made()
     assert plain["served"] is None
-    assert "had places" not in said
+    assert "hit rate" not in said
     for policy in ("slow", "static"):
         found, said = made("--cached", "0.3", "--policy", policy)
         assert found["text"] == plain["text"]
-        assert f"30 % of the neurons with places, {policy}, links assumed equal" in said
-        assert "of the active neurons had places" in said
+        assert f"30 % of the neurons with slots, {policy}, links assumed equal" in said
+        assert "of the active neurons" in said
         served = found["served"]
         assert isinstance(served, dict)
         assert served["tokens"] in (39, 40)

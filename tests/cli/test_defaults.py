@@ -15,13 +15,16 @@ from sparsepack.cli import main
 from sparsepack.cli.options import Declared
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.recipe.schema import RecipeModel, section_in
-from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stages import STAGES
+from sparsepack.runtime.options import EngineOptions
 
 FIRST = {stage.key: stage for stage in reversed(STAGES)}.values()
 """Of stages that are asked for by one key, the one that has the name of a verb."""
 SECTIONS = {stage.name: found for stage in FIRST if (found := section_in(stage.type)) is not None}
 DATACLASSES = [(stage, options) for stage, section in SECTIONS.items() for options in (section.options, *section.also)]
+LEFT_OUT = {EngineOptions: {"backend", "context", "dense", "offload", "threads"}}
+"""Of options that a section has some of, those that others may have, or the command line alone."""
 HEAD = Recipe.model_fields.keys()
 
 
@@ -36,6 +39,12 @@ def declared(verb: str) -> list[Declared]:
 
 def on_the_command_line(verb: str, options: type) -> set[str]:
     return {str(parameter.name) for parameter in declared(verb) if parameter.options is options}
+
+
+def shared_with(section: type[Section], options: type) -> set[str]:
+    """The keys that a section has of an option dataclass; those of its own come first."""
+    own = set() if options is section.options else {field.name for field in fields(section.options)}
+    return section.model_fields.keys() & {field.name for field in fields(options)} - own
 
 
 EVERY = [(verb, parameter) for verb in main.commands for parameter in declared(verb)]
@@ -68,7 +77,7 @@ def test_an_option_of_a_verb_has_the_default_and_the_limits_of_its_dataclass(ver
 @pytest.mark.parametrize(("stage", "options"), DATACLASSES)
 def test_a_section_has_the_defaults_and_the_help_of_its_dataclass(stage: str, options: type) -> None:
     section = SECTIONS[stage]
-    shared = section.model_fields.keys() & {field.name for field in fields(options)}
+    shared = shared_with(section, options)
     assert shared, "a section without options of its own has nothing that the command line could have too"
     for name in shared:
         field = section.model_fields[name]
@@ -82,10 +91,11 @@ def test_a_stage_and_the_verb_of_its_name_have_the_same_options(stage: str, opti
     keys = section.model_fields.keys() | HEAD
     verb = on_the_command_line(stage, options)
     # A list in a recipe, given once for each run on the command line, has the plural of its name.
-    assert {name for name in verb if not {name, f"{name}s"} & keys} == set(), "not in recipes"
-    shared = section.model_fields.keys() & {field.name for field in fields(options)}
+    left_out = LEFT_OUT.get(options, set())
+    assert {name for name in verb if not {name, f"{name}s"} & keys} - left_out == set(), "not in recipes"
+    shared = shared_with(section, options)
     also = {name for each in declared(stage) for name in [each.name] if each.options is not options}
-    assert (shared | options_of(options).keys()) - verb - also == set(), "not on the command line"
+    assert (shared | options_of(options).keys() - left_out) - verb - also == set(), "not on the command line"
 
 
 def test_a_stage_that_does_a_verb_again_has_the_section_of_the_first() -> None:

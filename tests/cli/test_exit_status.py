@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sparsepack.artifacts.formats import FORMATS
 from sparsepack.cli import main
+from sparsepack.formats.table import FORMATS
 from tests.models_for_tests import make_model
 
 MISSING = {

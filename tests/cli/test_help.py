@@ -74,11 +74,3 @@ def test_exit_statuses_are_listed() -> None:
     text = " ".join(run("--help").stdout.split())
     for status in ("0 done", "1 the run or a check failed", "2 a mistake", "3 a gate failed", "130 interrupted"):
         assert status in text
-
-
-def test_eval_takes_backend_and_still_its_old_name_which_is_not_listed() -> None:
-    evaluate = main.commands["eval"]
-    assert "--runtime" not in run("eval", "--help").stdout
-    for name in ("--backend", "--runtime"):
-        given = evaluate.make_context("eval", ["m.gguf", name, "reference"], parent=click.Context(main))
-        assert given.params["runtime"] == "reference"

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 from models_for_tests import TEXT, make_opt
 
-from sparsepack.artifacts.formats import FORMATS
 from sparsepack.cli.app import main
+from sparsepack.formats.table import FORMATS
 
 REASON = "no format holds and no engine runs opt models (learned positions, norms that subtract the mean, and an MLP"
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_format_holds_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    from sparsepack.calibrate import folder
+    from sparsepack.calibration import folder
 
     options = ["--calibration", str(model.parent / "c")]
     options += [] if format == "neuron-q4_k" else ["--sparsity", "0.5"]

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.cli import main
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from tests.artifacts_for_tests import write_zigzag
 
 SPARSEPACK = [sys.executable, "-m", "sparsepack.cli"]
@@ -68,8 +70,8 @@ def test_nothing_is_printed_into_a_file_that_has_the_number_of_a_closed_output(t
     output = tmp_path / "out.gguf"
     command = subprocess.list2cmdline([*SPARSEPACK, "pack", "shipped:tiny", "--format", "f16", "-o", str(output)])
     subprocess.run(["sh", "-c", f"{command} >&- 2>&-"])
-    verified = subprocess.run([*SPARSEPACK, "verify", str(output)], capture_output=True, text=True)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    verified = CliRunner().invoke(main, ["verify", str(output)])
+    assert verified.exit_code == 0, verified.output
 
 
 def test_what_the_encoding_cannot_print_is_replaced(file: Path) -> None:

@@ -10,7 +10,7 @@ from artifacts_for_tests import write_zigzag
 from click.testing import CliRunner, Result
 
 from sparsepack.cli import main
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE = MESSAGES + "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from artifacts_for_tests import write_zigzag
 
-from sparsepack.artifacts.open import read_packed
-from sparsepack.codecs.matrices import decode_matrix
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.open import read_packed
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

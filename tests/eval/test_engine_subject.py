@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.errors import UserError
 from sparsepack.eval import engine_subject
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -53,7 +54,7 @@ def test_an_engine_gives_the_stock_models_figures(request_, runtime, protocol):
 
 
 def test_rows_of_different_lengths_are_scored_apart(request_):
-    scorer = open_engine_subject(request_.subject, "reference").scorer()
+    scorer = open_engine_subject(request_.subject, EngineOptions(backend="reference")).scorer()
     ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(0))
     together = scorer.logits(ids, torch.tensor([12, 5]), torch.tensor([6, 2]))
     assert not together[1, 5:].any()
@@ -65,12 +66,12 @@ def test_rows_that_grow_load_the_model_a_few_times_only_and_say_what_runs_once(r
     made = []
 
     class Watched(Engine):
-        def __init__(self, packed, **options):
-            made.append(options["context"])
-            super().__init__(packed, **options)
+        def __init__(self, packed, options, **changes):
+            made.append(changes["context"])
+            super().__init__(packed, options, **changes)
 
     monkeypatch.setattr(engine_subject, "Engine", Watched)
-    scorer = open_engine_subject(request_.subject, "reference").scorer()
+    scorer = open_engine_subject(request_.subject, EngineOptions(backend="reference")).scorer()
     for length in range(1, 9):
         scorer.logits(torch.full((1, length), 5), torch.tensor([length]), torch.tensor([0]))
     assert made == [1, 2, 4, 8]

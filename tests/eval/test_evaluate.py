@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import evaluation_table
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.windows import rolling_windows
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.packing import PackRequest, pack
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -83,6 +83,7 @@ def test_tasks_take_the_whole_model_and_texts_do_not(made, monkeypatch):
     assert len(built) == 1
 
 
+@pytest.mark.long
 def test_without_a_context_it_is_the_models_own_up_to_2048(shared):
     assert evaluate(replace(TINY, context=None, windows=1))["perplexity"][0]["context"] == 1024
     silu = replace(TINY, subject=str(shared / "models" / "books-26m-silu"), context=None, windows=1)

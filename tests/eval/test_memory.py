@@ -7,7 +7,7 @@ from memory import command_peak_bytes
 from models_for_tests import TEXT, make_model
 
 from sparsepack.eval.streamed import HIDDEN_BYTES
-from sparsepack.pack import PackRequest, pack
+from sparsepack.packing import PackRequest, pack
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,17 +8,17 @@ from models_for_tests import OPT, TEXT, VOCABULARY, make_opt
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.eval.run import EvalRequest, evaluate
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.files.text import Text
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.whole import load_model
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.stock.whole import load_model
+from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 

@@ -10,11 +10,11 @@ from sparsepack.eval.perplexity import WindowScores, score_windows, summarise
 from sparsepack.eval.protocols import scored_from
 from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.sparsity.thresholds import Thresholds
 
 

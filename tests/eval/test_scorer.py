@@ -5,11 +5,11 @@ import torch
 from models_for_tests import VOCABULARY, make_model
 
 from sparsepack.eval.scorer import SparseScorer
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.whole import load_model
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.whole import load_model
 
 IDS = torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))
 

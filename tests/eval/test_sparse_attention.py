@@ -9,10 +9,8 @@ import torch
 from artifacts_for_tests import write_zigzag
 from models_for_tests import VOCABULARY, make_model
 
-from sparsepack.artifacts.attention import attention_section
-from sparsepack.artifacts.open import read_packed
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
@@ -22,11 +20,14 @@ from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.formats.attention import attention_section
+from sparsepack.formats.open import read_packed
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.heads import heads_of_config
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.models.whole import load_model
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.stock.whole import load_model
+from sparsepack.packing import PackRequest, pack
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -66,8 +67,8 @@ def packed(request, tmp_path_factory):
 
 def stock_scorers(packed):
     """By blocks, and the whole model in memory."""
-    from sparsepack.artifacts.stock import stock_of
-    from sparsepack.models.whole import build_model
+    from sparsepack.formats.stock import stock_of
+    from sparsepack.models.stock.whole import build_model
 
     stock = stock_of(packed)
     whole = build_model(stock.config, stock.tensor)
@@ -81,7 +82,7 @@ def stock_scorers(packed):
 def test_blocks_the_whole_model_and_the_reference_engine_give_the_same_logits(packed, sparse_from):
     starts = torch.full((3,), sparse_from)
     streamed, whole = stock_scorers(packed)
-    engine = EngineScorer(packed, "reference")
+    engine = EngineScorer(packed, EngineOptions(backend="reference"))
     expected = engine.hidden(IDS, None, starts)
     hidden = streamed.hidden(IDS, None, starts, batch=2)
     assert torch.equal(hidden, whole.hidden(IDS, None, starts))
@@ -116,6 +117,7 @@ def test_tokens_read_are_counted_by_layer_window_and_row():
     assert read.result() is None
 
 
+@pytest.mark.long
 def test_the_paths_agree_on_a_trained_model(tmp_path, shared):
     model = shared / "models" / "books-26m-silu"
     pack(PackRequest(str(model), tmp_path / "m.gguf"))
@@ -126,7 +128,7 @@ def test_the_paths_agree_on_a_trained_model(tmp_path, shared):
     streamed, _ = stock_scorers(found)
     starts = torch.tensor([96])
     logits = streamed.head(slice(None))(streamed.hidden(ids, None, starts))
-    expected = EngineScorer(found, "reference").hidden(ids, None, starts)
+    expected = EngineScorer(found, EngineOptions(backend="reference")).hidden(ids, None, starts)
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
     dense = streamed.head(slice(None))(streamed.hidden(ids, None, torch.tensor([192])))
     assert (logits - dense)[:, 96:].abs().max() > 0.1

@@ -11,11 +11,11 @@ from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import open_subject
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.whole import load_model
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.stock.whole import load_model
+from sparsepack.packing import PackRequest, pack
 
 IDS = torch.randint(VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(3))
 TARGETS = IDS.roll(-1, 1)

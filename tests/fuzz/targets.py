@@ -15,30 +15,30 @@ from typing import Any
 import torch
 import yaml
 
-from sparsepack.artifacts.attention import attention_section
-from sparsepack.artifacts.open import open_artifact, read_packed
-from sparsepack.artifacts.verify import verify
-from sparsepack.calibrate import folder as calibration_folder
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration import folder as calibration_folder
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.errors import UserError
 from sparsepack.files.hashing import sha256_file
 from sparsepack.files.text import Text
-from sparsepack.load import load
-from sparsepack.models.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.formats.attention import attention_section
+from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.verify import verify
+from sparsepack.loading import load
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
 from sparsepack.models.heads import heads_of_config
-from sparsepack.models.rule import SiteRule
-from sparsepack.models.source_files import config_json, tokenizer_config
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.thresholds import read_thresholds
-from sparsepack.trace import trace as traces
-from sparsepack.trace.collect import trace as make_trace
-from sparsepack.trace.options import TraceOptions
+from sparsepack.tracing import trace as traces
+from sparsepack.tracing.collect import trace as make_trace
+from sparsepack.tracing.options import TraceOptions
 from tests.artifacts_for_tests import plan_neurons, write_plain, write_zigzag
 from tests.fuzz import sealed_gguf
 from tests.fuzz.harness import Broken, Target, command

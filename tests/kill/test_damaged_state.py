@@ -11,6 +11,7 @@ import pytest
 from places import EVERY, NAMES, Place
 from verbs import VERBS, Verb
 
+pytestmark = pytest.mark.long
 _SEEDS = range(200 if EVERY else 1)
 _KILLED_AT = {  # share of the file operations after which there is a state of the kind that the name says
     "calibrate": 0.6,

@@ -1,10 +1,11 @@
 """Killed at any file operation, or with a disk that fails there: the old output or the new one, whole, and a rerun ends
-as if nothing had been. `make test-kill` tries every operation, the ordinary tests some of them."""
+as if nothing had been. `make test-kill` tries every operation, `make test-all` some of them."""
 
 import pytest
 from places import EVERY, NAMES, Place, some
 from verbs import VERBS, Verb, files_in, unit_of
 
+pytestmark = pytest.mark.long  # tests/files checks the same of single writes
 _EACH = pytest.mark.parametrize("name", NAMES)
 
 

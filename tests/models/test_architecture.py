@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.architecture import Architecture, architecture_of
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 YARN = {
     "rope_type": "yarn",

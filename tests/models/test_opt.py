@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.text import Text
-from sparsepack.models.blocks import BlockStream
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.whole import load_model
-from sparsepack.models.windows import rolling_windows
-from sparsepack.prune.options import PruneOptions
-from sparsepack.prune.run import prune
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.whole import load_model
+from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
 
 IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 

@@ -17,15 +17,15 @@ def groups(draw):
         draw(st.lists(st.sampled_from([0.0, 0.5, 0.75, 3e7]), min_size=units, max_size=units)) for _ in range(count)
     ]
     there = [draw(st.lists(st.booleans(), min_size=units, max_size=units)) for _ in range(count)]
-    places = draw(st.lists(st.integers(0, units), min_size=count, max_size=count))
-    return np.array(rows, np.float32), np.array(there), np.array(places)
+    slots = draw(st.lists(st.integers(0, units), min_size=count, max_size=count))
+    return np.array(rows, np.float32), np.array(there), np.array(slots)
 
 
 @given(groups())
 def test_the_best_are_those_with_the_highest_scores_then_who_is_there_then_the_first(case):
-    score, resident, places = case
-    found = best(score, resident, places)
-    for row, scores, there, count in zip(found, score, resident, places, strict=True):
+    score, resident, slots = case
+    found = best(score, resident, slots)
+    for row, scores, there, count in zip(found, score, resident, slots, strict=True):
         order = sorted(range(len(scores)), key=lambda unit: (-scores[unit], not there[unit], unit))
         assert np.flatnonzero(row).tolist() == sorted(order[:count])
 

@@ -1,4 +1,4 @@
-"""Places given out: prefixes of the order by frequency, within the budget, and never fewer for more of it."""
+"""Slots given out: prefixes of the order by frequency, within the budget, and never fewer for more of it."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize("place", [across_blocks, same_share])
 @given(frequency=FREQUENCIES, budget=st.integers(0, 300), record=st.integers(1, 7))
 def test_in_each_block_they_are_a_prefix_of_the_order_by_falling_frequency(place, frequency, budget, record):
     found = place(frequency, budget, record)
-    for row, frequencies, count in zip(found.resident, frequency, found.places, strict=True):
+    for row, frequencies, count in zip(found.resident, frequency, found.slots, strict=True):
         order = np.argsort(-frequencies, kind="stable")
         assert row[order[:count]].all()
         assert not row[order[count:]].any()
@@ -36,23 +36,23 @@ def test_they_take_no_more_than_the_budget_and_no_more_than_all_neurons_need(pla
 
 @BOTH
 @given(frequency=FREQUENCIES, budget=st.integers(0, 100), more=st.integers(0, 100), record=st.integers(1, 7))
-def test_a_larger_budget_keeps_every_place(place, frequency, budget, more, record):
+def test_a_larger_budget_keeps_every_slot(place, frequency, budget, more, record):
     small, large = place(frequency, budget, record), place(frequency, budget + more, record)
     assert not (small.resident & ~large.resident).any()
 
 
 @given(frequency=FREQUENCIES, budget=st.integers(0, 60))
-def test_across_blocks_no_neuron_with_a_place_is_less_frequent_than_one_without(frequency, budget):
+def test_across_blocks_no_neuron_with_a_slot_is_less_frequent_than_one_without(frequency, budget):
     resident = across_blocks(frequency, budget).resident
     if resident.any() and not resident.all():
         assert frequency[resident].min() >= frequency[~resident].max()
 
 
-def test_blocks_that_are_hardly_used_get_no_places():
+def test_blocks_that_are_hardly_used_get_no_slots():
     frequency = np.array([[0.5, 0.4, 0.3], [0.2, 0.1, 0.1]])
-    assert across_blocks(frequency, 3).places == (3, 0)
-    assert same_share(frequency, 3).places == (1, 1)
-    assert across_blocks(frequency, budget_of(0.5, frequency, 8), 8).places == (3, 0)
+    assert across_blocks(frequency, 3).slots == (3, 0)
+    assert same_share(frequency, 3).slots == (1, 1)
+    assert across_blocks(frequency, budget_of(0.5, frequency, 8), 8).slots == (3, 0)
 
 
 def test_a_placement_does_not_change():

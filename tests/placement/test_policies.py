@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
 from sparsepack.placement import policies
+from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Slow, Start, momentum, slow
-from sparsepack.simulate.play import Outcome, play
+from sparsepack.placement.policy_run import play
 
 ON_DEMAND = ("static", "lru", "lfu", "momentum", "momentum-threshold", "momentum-letter", "belady-within-blocks")
 """Those that load a neuron only when it is needed."""
@@ -29,12 +30,12 @@ def starts(draw, most_tokens=24, most_units=6):
     likely *= density / likely.mean()
     rows = [random.random((blocks, units)) < likely[token * 2 // tokens] for token in range(tokens)]
     frequency = random.random((blocks, units)).round(1)
-    places = draw(st.integers(0, blocks * units))
-    return Start(frequency, places, np.array(rows, np.uint8), draw(st.integers(0, tokens - 1)))
+    slots = draw(st.integers(0, blocks * units))
+    return Start(frequency, slots, np.array(rows, np.uint8), draw(st.integers(0, tokens - 1)))
 
 
 def watched(policy, start):
-    """The outcome, and who had places while each token was computed."""
+    """The outcome, and who had slots while each token was computed."""
     seen = []
 
     def begin(begun):
@@ -63,7 +64,7 @@ def test_what_is_counted_is_what_happened(name, start):
     came = [int((seen[token + 1] & ~seen[token]).sum()) for token in decoded if token + 1 < len(seen)]
     assert outcome.moves >= sum(came), "and those after the last token"
     assert 0 <= outcome.unused <= outcome.moves
-    assert begun <= start.places
+    assert begun <= start.slots
     if name != "momentum-letter":
         assert ended == {int(begun)}, "as many come as go"
     assert play(POLICIES[name].begin, start) == outcome
@@ -72,22 +73,22 @@ def test_what_is_counted_is_what_happened(name, start):
 @pytest.mark.parametrize("name", POLICIES)
 @given(start=starts())
 def test_groups_whose_neurons_are_all_active_together_are_as_one_neuron(name, start):
-    grouped = Start(start.frequency, start.places, 4 * start.needed, start.prompt, size=4)
+    grouped = Start(start.frequency, start.slots, 4 * start.needed, start.prompt, size=4)
     policy = slow(Slow(0.9, 0.05, every=2, delay=1)) if name == "slow" else POLICIES[name].begin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policies, "PRIOR", 4)  # else a prompt this short changes nothing
         alone, together = (play(policy, each) for each in (start, grouped))
-    assert together == Outcome(alone.tokens, 4 * alone.needed, 4 * alone.hits, alone.moves, alone.unused)
+    assert together == HitCounts(alone.tokens, 4 * alone.needed, 4 * alone.hits, alone.moves, alone.unused)
 
 
 @pytest.mark.parametrize("name", [name for name, row in POLICIES.items() if not row.clairvoyant])
 @given(start=starts(), seed=st.integers(0, 1000))
 def test_causal_policies_do_not_look_ahead(name, start, seed):
-    """Who has places while a token is computed does not depend on that token or later ones."""
+    """Who has slots while a token is computed does not depend on that token or later ones."""
     cut = seed % len(start.needed)
     changed = start.needed.copy()
     changed[cut:] ^= 1
-    other = Start(start.frequency, start.places, changed, start.prompt)
+    other = Start(start.frequency, start.slots, changed, start.prompt)
     one, two = (watched(POLICIES[name].begin, each)[1][: cut + 1] for each in (start, other))
     if start.prompt <= cut or name != "static-after-prompt":
         assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
@@ -114,19 +115,19 @@ def test_nobody_exceeds_the_bound(name, start, price):
     outcome = play(POLICIES[name].begin, start)
     decoded = start.needed[start.prompt :].reshape(outcome.tokens, -1)
     # What moves after the last token is paid for, and what the prompt moved is not.
-    assert outcome.hits - price * outcome.moves <= bound(decoded, start.places, price) + 1e-9
+    assert outcome.hits - price * outcome.moves <= bound(decoded, start.slots, price) + 1e-9
 
 
-def sets(units, places):
-    return [frozenset(each) for each in combinations(range(units), places)]
+def sets(units, slots):
+    return [frozenset(each) for each in combinations(range(units), slots)]
 
 
 @settings(max_examples=60)
 @given(start=starts(most_tokens=5, most_units=4))
 def test_belady_is_the_best_of_all_ways_to_load_on_demand(start):
     needed = start.needed.reshape(len(start.needed), -1) > 0
-    units, places = needed.shape[1], start.places
-    if places > 4 or units > 8:
+    units, slots = needed.shape[1], start.slots
+    if slots > 4 or units > 8:
         return
     first = frozenset(np.flatnonzero(start.placement.resident.ravel()).tolist())
     reached = {first: 0}
@@ -135,7 +136,7 @@ def test_belady_is_the_best_of_all_ways_to_load_on_demand(start):
         following: dict[frozenset[int], int] = {}
         for resident, hits in reached.items():
             gained = hits + (len(resident & here) if token >= start.prompt else 0)
-            for after in sets(units, places):
+            for after in sets(units, slots):
                 if after <= resident | here:
                     following[after] = max(following.get(after, 0), gained)
         reached = following
@@ -146,10 +147,10 @@ def test_belady_is_the_best_of_all_ways_to_load_on_demand(start):
 @given(start=starts(most_tokens=5, most_units=4), price=st.sampled_from([0.0, 0.25, 1.0]))
 def test_the_bound_is_not_below_the_best_of_all_ways(start, price):
     needed = start.needed.reshape(len(start.needed), -1)
-    units, places = needed.shape[1], start.places
-    if places > 4 or units > 8:
+    units, slots = needed.shape[1], start.slots
+    if slots > 4 or units > 8:
         return
-    every = sets(units, places)
+    every = sets(units, slots)
     reached = dict.fromkeys(every, 0.0)
     for token, row in enumerate(needed):
         best_before = {
@@ -157,37 +158,37 @@ def test_the_bound_is_not_below_the_best_of_all_ways(start, price):
             for after in every
         }
         reached = {after: value + sum(int(row[unit]) for unit in after) for after, value in best_before.items()}
-    assert bound(needed, places, price) >= max(reached.values()) - 1e-9
+    assert bound(needed, slots, price) >= max(reached.values()) - 1e-9
 
 
-def session(*tokens, units=3, frequency=(0.3, 0.2, 0.1), places=1, prompt=0):
+def session(*tokens, units=3, frequency=(0.3, 0.2, 0.1), slots=1, prompt=0):
     """One block; each token is a string of the units that it needs."""
     rows = [[[chr(97 + unit) in token for unit in range(units)]] for token in tokens]
-    return Start(np.array([frequency]), places, np.array(rows, np.uint8), prompt)
+    return Start(np.array([frequency]), slots, np.array(rows, np.uint8), prompt)
 
 
 def test_the_least_recently_used_goes():
-    start = session("a", "b", "c", "b", "a", "b", places=2)
+    start = session("a", "b", "c", "b", "a", "b", slots=2)
     # ab | a | ab | bc (a is the oldest) | bc | ba | ba
-    assert play(POLICIES["lru"].begin, start) == Outcome(6, 6, 4, 2, 1)
+    assert play(POLICIES["lru"].begin, start) == HitCounts(6, 6, 4, 2, 1)
 
 
 def test_the_least_often_used_goes_and_who_is_as_often_used_stays():
     start = session("a", "a", "b", "b", "b", "c", "b")
-    assert play(POLICIES["lfu"].begin, start) == Outcome(7, 7, 3, 1, 0)
+    assert play(POLICIES["lfu"].begin, start) == HitCounts(7, 7, 3, 1, 0)
 
 
 def test_belady_keeps_what_comes_again_soonest():
-    start = session("a", "b", "c", "a", "b", "a", places=2)
+    start = session("a", "b", "c", "a", "b", "a", slots=2)
     # ab at first; c is not taken in, since both come again
-    assert play(POLICIES["belady"].begin, start) == Outcome(6, 6, 5, 0, 0)
+    assert play(POLICIES["belady"].begin, start) == HitCounts(6, 6, 5, 0, 0)
 
 
 def test_the_slow_one_decides_every_sixteenth_token_and_moves_four_later():
     start = session(*(["c"] * 60))
     outcome, seen = watched(POLICIES["slow"].begin, start)
     assert [bool(resident[0, 2]) for resident in seen] == [False] * 52 + [True] * 8
-    assert outcome == Outcome(60, 60, 8, 1, 0)
+    assert outcome == HitCounts(60, 60, 8, 1, 0)
 
 
 def test_moves_that_the_next_decision_would_come_before_are_refused():
@@ -203,8 +204,8 @@ def test_a_bound_for_one_unit_is_what_it_gains():
 
 def test_the_prompt_is_learned_from_and_not_counted():
     start = session(*(["c"] * 10), prompt=8)
-    assert play(POLICIES["momentum"].begin, start) == Outcome(2, 2, 2, 0, 0)
-    assert play(POLICIES["lru"].begin, start) == Outcome(2, 2, 2, 0, 0)
+    assert play(POLICIES["momentum"].begin, start) == HitCounts(2, 2, 2, 0, 0)
+    assert play(POLICIES["lru"].begin, start) == HitCounts(2, 2, 2, 0, 0)
 
 
 def test_a_threshold_keeps_one_hit_wonders_out():
@@ -213,7 +214,7 @@ def test_a_threshold_keeps_one_hit_wonders_out():
     assert with_it.moves < without.moves
 
 
-def test_where_nothing_changes_static_places_are_as_good_as_any():
+def test_where_nothing_changes_static_slots_are_as_good_as_any():
     random = np.random.default_rng(0)
     frequency = random.random((2, 40)) ** 2
     needed = (random.random((1500, 2, 40)) < frequency).astype(np.uint8)

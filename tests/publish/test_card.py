@@ -7,10 +7,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from sparsepack.artifacts.inspect import describe
 from sparsepack.cli import main
 from sparsepack.errors import UserError
 from sparsepack.eval.standard_error import with_error
+from sparsepack.formats.inspect import describe
 from sparsepack.publish.card import MARK, model_card
 from sparsepack.publish.templates import render
 
@@ -32,7 +32,7 @@ def test_the_card_names_model_format_calibration_and_figures(work: Path) -> None
         assert expected in card
     for evaluation in report["evaluations"]:
         for row in evaluation["perplexity"]:
-            assert f"| {row['text']} | {row['protocol']} |" in card
+            assert f"| {row['text']} | {row['protocol']} |" in " ".join(card.split())
             assert with_error(row["kl_divergence"], 4) in card
     for test in report["bench"]["tests"]:
         assert f"{test['avg_ts']:.1f} ±" in card
@@ -93,8 +93,8 @@ def test_a_stranger_s_words_open_no_html_and_no_cell(work: Path) -> None:
     description = describe(work / "model.gguf")
     description["notes"] = ["<script>alert(1)</script> | a\n# heading"]
     card = render(
-        "card.md.jinja", mark="", head="", heading="x", artifact=description, file="m", accuracy=[], tasks=[], speed=[],
-        version="0",
+        "card.md.jinja", mark="", head="", heading="x", artifact=description, file="m", measured=[], speed=[],
+        programs="", version="0",
     )  # fmt: skip
     assert "<script" not in card
     assert "&lt;script>alert(1)&lt;/script> \\| a # heading" in card

@@ -50,7 +50,7 @@ def test_the_page_holds_accuracy_sparsity_thresholds_speed_and_gates(work: Path)
     report = json.loads((work / "report.json").read_text())
     found = parsed(report_page(work))
     for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
-        assert f"{row['perplexity']['value']:.2f}" in found.text
+        assert f"{row['perplexity']['value']:.3f}" in found.text
     for test in report["bench"]["tests"]:
         assert f"{test['avg_ts']:.1f}" in found.text
     assert "a gate FAILED" in found.text

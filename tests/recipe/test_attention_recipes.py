@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from recipes_for_tests import TINY, write_recipe
 
-from sparsepack.artifacts.open import read_packed
-from sparsepack.calibrate.folder import load
+from sparsepack.calibration.folder import load
 from sparsepack.errors import RecipeError
+from sparsepack.formats.open import read_packed
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.run import RecipeOutcome
@@ -30,6 +30,7 @@ def ran(outcome: RecipeOutcome) -> list[str]:
     return [stage["name"] for stage in outcome.report["stages"] if stage["status"] == "ran"]
 
 
+@pytest.mark.long
 def test_it_takes_a_calibration_and_nothing_else(tmp_path: Path) -> None:
     recipe, work = write_recipe(tmp_path, **SECTIONS), tmp_path / "work"
     assert ran(run_recipe(recipe, work=work)) == ["calibrate", "pack", "verify"]

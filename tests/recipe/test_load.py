@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line_with_place_and_remedy(recipe_file, override, expe
 CONTRADICTIONS = {
     "calibrate=null": "activation_sparsity: thresholds are taken on calibration text; add a calibrate section",
     "pack=null": "verify: there is no artifact to verify; add a pack section",
-    "pack.format=q4_k": "pack.format: a q4_k GGUF has no place for thresholds; expected zigzag-q4_k",
+    "pack.format=q4_k": "pack: format q4_k: it has no place for thresholds; leave sparsity out or use zigzag-q4_k",
     "eval.perplexity=[]": "eval: nothing to evaluate",
     "eval=null": "gates.perplexity_ratio: it is not measured; add texts as eval.perplexity",
     "eval.protocols=dense": "gates.realised_sparsity: nothing runs sparse",
@@ -132,24 +132,6 @@ def test_an_override_leaves_what_an_alias_stands_for_as_it_is(tmp_path):
     recipe.write_text(recipe.read_text().replace("gates: null", gates))
     gates = load_recipe(recipe, ["gates.perplexity.max=20"]).gates
     assert (gates.perplexity.max, gates.perplexity_ratio.max) == (20, 9)
-
-
-def test_the_section_activation_sparsity_may_have_its_old_name(tmp_path, capsys):
-    path = write_recipe(tmp_path, activation_sparsity=None)
-    value = yaml.safe_load(path.read_text())
-    value["activation"] = {"sparsity": 0.3, "windows": 4}
-    del value["activation_sparsity"]
-    path.write_text(yaml.safe_dump(value))
-    recipe = load_recipe(path, ["activation.windows=2"])
-    assert (recipe.activation_sparsity.sparsity, recipe.activation_sparsity.windows) == (0.3, 2)
-    notes = capsys.readouterr().err.splitlines()
-    assert notes == [
-        f"note: {where}: `activation` is called `activation_sparsity` now; the old name is still accepted"
-        for where in (path, "--set activation.windows=2")
-    ]
-    path.write_text(yaml.safe_dump({**value, "activation_sparsity": None}))
-    with pytest.raises(RecipeError, match=r"activation and activation_sparsity are one section .*; keep activation_sp"):
-        load_recipe(path)
 
 
 def test_one_text_may_stand_without_a_list(recipe_file):

@@ -8,10 +8,10 @@ import pytest
 from models_for_tests import TEXT, make_model
 from recipes_for_tests import write_recipe
 
-from sparsepack.artifacts.open import read_packed
-from sparsepack.calibrate.folder import load
+from sparsepack.calibration.folder import load
 from sparsepack.errors import CalibrationError, PackingError, RecipeError
-from sparsepack.pack import PackRequest, pack
+from sparsepack.formats.open import read_packed
+from sparsepack.packing import PackRequest, pack
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.shipped import FOLDER
@@ -76,7 +76,7 @@ PLACED = {
 }
 
 
-def test_sections_that_run_the_artifact_tell_what_had_places(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_sections_that_run_the_artifact_tell_what_had_slots(tmp_path: Path, sections: dict[str, Any]) -> None:
     outcome = run_recipe(write_recipe(tmp_path, **{**sections, **PLACED}), work=tmp_path / "work")
     report = outcome.report
     assert outcome.passed
@@ -97,18 +97,16 @@ NO_NEURONS = "cached: the artifact's MLPs are not stored by neurons; expected pa
         ("pack.format=zigzag-q4_k", f"eval.{NO_NEURONS}"),
         ("pack.format=zigzag-q4_k eval=null generate=null", f"bench.{NO_NEURONS}"),
         ("device=cuda eval=null bench=null", "generate.cached: two workers share the CPU so far; expected device cpu"),
-        ("generate.cached=null", "generate: policy static: nothing has places; give cached too"),
+        ("generate.cached=null", "generate: policy static: nothing has slots; give cached too"),
         (
             "eval.backend=transformers",
-            "eval.cached: transformers gives neurons no places; expected eval.backend cpu or",
+            "eval.cached: transformers gives neurons no slots; expected eval.backend cpu or",
         ),
-        ("eval.protocols=dense", "eval.cached: nothing is decoded that places could serve; expected protocol decode"),
+        ("eval.protocols=dense", "eval.cached: nothing is decoded that slots could serve; expected protocol decode"),
         ("bench.batch=2", "bench: batch 2: cached is for one text at a time"),
     ],
 )
-def test_places_that_serve_nobody_are_told(
-    tmp_path: Path, sections: dict[str, Any], changes: str, message: str
-) -> None:
+def test_slots_that_serve_nobody_are_told(tmp_path: Path, sections: dict[str, Any], changes: str, message: str) -> None:
     recipe = write_recipe(tmp_path, **{**sections, **PLACED, "gates": None})
     with pytest.raises(RecipeError, match=re.escape(message)):
         load_recipe(recipe, changes.split())

@@ -10,9 +10,9 @@ import pytest
 from models_for_tests import make_model
 from recipes_for_tests import write_recipe
 
-from sparsepack.models import tokens
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.pack import pack, plan_of
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.tokenizer import tokens
+from sparsepack.packing import pack, plan_of
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
 from sparsepack.recipe.stage import Job
@@ -105,7 +105,7 @@ def test_the_predicted_size_of_a_dense_artifact_is_the_real_one(tmp_path, family
     recipe = load_recipe(write_recipe(tmp_path, **sections, model=str(model), pack={"format": kind}))
     job = Job(recipe, open_checkpoint(model), tmp_path)
     request = request_of(job, Pack.asked_in(recipe))
-    predicted = plan_of(job.checkpoint, request, None)
+    predicted = plan_of(job.checkpoint, request)
     assert predicted.total_bytes == pack(request).path.stat().st_size
 
 

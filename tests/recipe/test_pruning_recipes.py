@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from recipes_for_tests import write_recipe
 
-from sparsepack.artifacts.inspect import describe
-from sparsepack.codecs.pattern import Pattern, check_pattern
 from sparsepack.errors import RecipeError
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.formats.inspect import describe
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.records.groups import check_pattern
+from sparsepack.models.records.pattern import Pattern
 from sparsepack.publish.card import model_card
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
@@ -93,7 +94,7 @@ def test_accuracy_is_against_the_model_as_it_was_and_the_pruned_one_stands_besid
         assert f"{added:.4f} {row['perplexity_ratio']['value']:.4f} ±" in out
     page = report_page(tmp_path / "work")
     assert "keep 6 of 8 in 21 matrices" in page
-    assert f"{alone['perplexity']['value']:.2f}" in page
+    assert f"{alone['perplexity']['value']:.3f}" in page
     card = model_card(work / "model.gguf", [work / "report.json"])
     assert "| pruned | by sparsegpt, neurons and value channels in another order, from `shipped:tiny`" in card
     assert "The source, in this table, is `shipped:tiny`." in card
@@ -103,11 +104,15 @@ def test_accuracy_is_against_the_model_as_it_was_and_the_pruned_one_stands_besid
     ("override", "expected"),
     [
         ("gates=null", []),
-        ("prune.damping=0.02", list(BOTH[1:])),
+        pytest.param("prune.damping=0.02", list(BOTH[1:]), marks=pytest.mark.long),
         ("prune={keep: 6, of: 8, method: magnitude}", list(BOTH[1:])),
-        ("calibrate.seed=1", list(BOTH)),
+        pytest.param("calibrate.seed=1", list(BOTH), marks=pytest.mark.long),
         ("pack.output_type=f16", ["pack", "verify", "eval", "generate"]),
-        ("activation_sparsity.sparsity=0.4", ["thresholds", "pack", "verify", "eval", "generate"]),
+        pytest.param(
+            "activation_sparsity.sparsity=0.4",
+            ["thresholds", "pack", "verify", "eval", "generate"],
+            marks=pytest.mark.long,
+        ),
         ("eval.windows=2", ["eval", "eval_pruned"]),
     ],
 )
@@ -119,6 +124,7 @@ def test_a_changed_setting_reruns_its_stage_and_all_that_take_its_model(
     assert ran(run_recipe(once[0], [override], work)) == expected
 
 
+@pytest.mark.long
 def test_what_changes_no_byte_of_the_pruned_model_reruns_what_takes_it(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, prune={"keep": 6, "of": 8, "method": "magnitude"}, calibrate=None)
     run_recipe(recipe, SLID, tmp_path / "work")
@@ -133,6 +139,7 @@ def test_what_changes_no_byte_of_the_pruned_model_reruns_what_takes_it(tmp_path:
     assert (tmp_path / "work" / "pruned" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.long
 def test_a_work_folder_that_was_moved_is_up_to_date_and_another_run_leaves_the_same_bytes(
     once: tuple[Path, Path, RecipeOutcome], work: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +160,7 @@ def test_a_pruned_model_that_was_changed_is_made_again(once: tuple[Path, Path, R
 def test_a_run_that_was_interrupted_while_pruning_goes_on_at_that_block(
     once: tuple[Path, Path, RecipeOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsepack.prune.block import prune_block as block
+    from sparsepack.pruning.block import prune_block as block
 
     layers = []
 
@@ -163,7 +170,7 @@ def test_a_run_that_was_interrupted_while_pruning_goes_on_at_that_block(
             raise KeyboardInterrupt
         return block(*given)
 
-    monkeypatch.setattr("sparsepack.prune.run.prune_block", interrupted)
+    monkeypatch.setattr("sparsepack.pruning.run.prune_block", interrupted)
     with pytest.raises(KeyboardInterrupt, match="goes on from there"):
         run_recipe(once[0], work=tmp_path / "work")
     assert ran(run_recipe(once[0], work=tmp_path / "work")) == list(BOTH[1:])
@@ -172,6 +179,7 @@ def test_a_run_that_was_interrupted_while_pruning_goes_on_at_that_block(
     assert (tmp_path / "work" / weights).read_bytes() == (once[1] / weights).read_bytes()
 
 
+@pytest.mark.long
 def test_a_slid_folder_comes_of_a_pruned_model_and_the_dry_run_says_how_large(tmp_path: Path, capsys: Any) -> None:
     sites = [{"site": "blk.0.*", "keep": 14, "of": 16}, {"site": "blk.1.mlp_mid", "keep": 8, "of": 8}]
     recipe = write_recipe(tmp_path, prune={**PRUNE, "sites": sites})
@@ -195,6 +203,7 @@ def test_a_slid_folder_comes_of_a_pruned_model_and_the_dry_run_says_how_large(tm
     }
 
 
+@pytest.mark.long
 def test_a_recipe_may_prune_and_nothing_else(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, prune={**PRUNE, "method": "magnitude"}, calibrate=None, pack=None)
     overrides = [*SLID[:3], "verify=false", "eval.protocols=[]"]
@@ -250,9 +259,9 @@ def test_a_mistake_is_told_before_anything_is_opened(tmp_path: Path, overrides: 
 MISFITS = {
     (
         "prune=null",
-    ): "pack.format: slide-int8 leaves out the zeros of a pruned model, shipped:tiny is not pruned; add a ",
-    ("prune.keep=7",): "pack.format slide-int8: keep 7 of 8: 3 windows of 4 with 2 nonzeros each have no room",
-    ("prune={keep: 3, of: 5}",): "pack.format slide-int8: keep 3 of 5: windows of 4 do not cover it",
+    ): "pack: shipped:tiny: nothing says which of its weights were pruned; prune it (in a recipe, add a prune ",
+    ("prune.keep=7",): "pack: keep 7 of 8: 3 windows of 4 with 2 nonzeros each have no room",
+    ("prune={keep: 3, of: 5}",): "pack: keep 3 of 5: windows of 4 do not cover it",
     ("prune.ignore=blk.7.*",): "prune: ignore 'blk.7.*' matches no site; nearest",
     ("prune.sites=[{site: blk.*, keep: 8, of: 8}]",): "prune.sites: they leave nothing to prune",
 }
@@ -277,6 +286,7 @@ def test_a_model_that_was_pruned_before_needs_no_prune_section(once: Any, tmp_pa
     assert outcome.report["pack"]["pruning"]["patterns"] == {"keep 6 of 8": 21}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stages"),
     [

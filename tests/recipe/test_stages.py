@@ -56,7 +56,7 @@ def test_what_a_disk_did_not_let_go_of_is_removed_by_the_next_run(finished_once,
 
 
 def test_the_artifact_carries_the_part_of_the_recipe_that_made_it(finished_once):
-    from sparsepack.artifacts.inspect import describe
+    from sparsepack.formats.inspect import describe
 
     made_from = describe(finished_once[1] / "model.gguf")["provenance"]["recipe"]
     assert made_from["activation_sparsity"]["sparsity"] == 0.5

@@ -8,7 +8,7 @@ import torch
 from native_build import use_other_build
 
 from sparsepack.errors import UserError
-from sparsepack.models.packed import PackedModel
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import backends
 from sparsepack.runtime.engine import Engine
 

@@ -1,12 +1,17 @@
 """What the tests of runtimes share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from artifacts_for_tests import plan_neurons
 from native_build import use_other_build
 from operations_for_tests import Backend, opened
 
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.runtime.cpu import dispatch
 
 use_other_build()
@@ -26,3 +31,11 @@ def _one_thread() -> Iterator[None]:
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """What `operations_for_tests.every_backend` names."""
     yield from opened(*request.param)
+
+
+@pytest.fixture(scope="session")
+def trained(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    """books-26m-relu, its MLPs stored by neurons."""
+    path = tmp_path_factory.mktemp("real") / "relu.gguf"
+    plan_neurons(open_checkpoint(shared / "models" / "books-26m-relu")).write(path)
+    return read_packed(path)

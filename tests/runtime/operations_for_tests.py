@@ -1,18 +1,23 @@
-"""The operations of every backend for tests, and how near they come to float64 products of the dequantised weights."""
+"""The products of every backend for tests, as its decoder computes them, and how near they come to float64 products of
+the dequantised weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import pytest
 import torch
 from native_build import instruction_set_params
 from torch import Tensor
 
-from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime.backends import backend_named
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.runtime.cpu import operations as cpu_operations
 from sparsepack.runtime.cpu.dispatch import FORCED
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
 from sparsepack.runtime.operations import Operations
+from sparsepack.runtime.reference.backend import operations as reference_operations
 
 
 @dataclass(frozen=True)
@@ -24,30 +29,111 @@ class Bounds:
     normwise: float
 
 
+class Products(Protocol):
+    """What tests ask of every backend; all tensors but stored matrices are on its device."""
+
+    def load_zigzag(self, matrix: PackedMatrix) -> Any: ...
+
+    def load_rows(self, matrix: PackedMatrix) -> Any: ...
+
+    def gemv(self, matrix: Any, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
+        """W[:, active] x[active] and the number of active columns, those with |x| > threshold; None: every column."""
+
+    def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
+        """X W^T of a zigzag matrix, with every column."""
+
+    def matmul(self, matrix: Any, x: Tensor) -> Tensor:
+        """X W^T of a matrix stored by rows."""
+
+
+@dataclass(frozen=True)
+class ChainedProducts:
+    """By the operations that `OperationsDecoder` chains."""
+
+    operations: Operations
+    device: str
+
+    def load_zigzag(self, matrix: PackedMatrix) -> Any:
+        return self.operations.load_zigzag(matrix, self.device)
+
+    def load_rows(self, matrix: PackedMatrix) -> Any:
+        return self.operations.load_rows(matrix, self.device)
+
+    def gemv(self, matrix: Any, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
+        if threshold is None:
+            indices = torch.arange(len(x), dtype=torch.int32, device=x.device)
+            count = torch.tensor(len(x), dtype=torch.int32, device=x.device)
+        else:
+            indices, count = self.operations.collect(x, threshold)
+        return self.operations.zigzag_gemv(matrix, x, indices, count), int(count)
+
+    def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
+        return self.operations.zigzag_matmul(matrix, x)
+
+    def matmul(self, matrix: Any, x: Tensor) -> Tensor:
+        return self.operations.matmul(matrix, x)
+
+
+class CudaProducts:
+    """By the kernels that the decoders on the GPU launch: of a step for one input, of prefill for several."""
+
+    def __init__(self) -> None:
+        self.device = KERNELS.usable("cuda")
+
+    def load_zigzag(self, matrix: PackedMatrix) -> ZigzagMatrix:
+        loaded = KERNELS.load_zigzag(matrix, self.device)
+        KERNELS.synchronize(self.device)  # kernels read weights before they wait for what is ahead
+        return loaded
+
+    def load_rows(self, matrix: PackedMatrix) -> Any:
+        return KERNELS.load_rows(matrix, self.device)
+
+    def gemv(self, matrix: ZigzagMatrix, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
+        y, active = torch.empty(matrix.rows, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
+        KERNELS.gemv(matrix, Input(x, threshold=None if threshold is None else threshold.reshape(-1)), y, active=active)
+        return y, int(active)
+
+    def zigzag_matmul(self, matrix: ZigzagMatrix, x: Tensor) -> Tensor:
+        product = KERNELS.multiply(matrix, KERNELS.to_scaled_fp16(x), KERNELS.new_scratch([matrix], x.device))
+        y = torch.zeros(len(x), matrix.rows, device=x.device)
+        KERNELS.add(y, product)
+        return y
+
+    def matmul(self, matrix: Any, x: Tensor) -> Tensor:
+        return KERNELS.matmul(matrix, x)
+
+
 @dataclass(frozen=True)
 class Backend:
     """many -- bounds of `zigzag_matmul`"""
 
-    operations: Operations
+    name: str
+    products: Products
     device: str
     bounds: Bounds
     many: Bounds
 
+    @property
+    def operations(self) -> Operations:
+        """Of the backends that `every_backend_of_operations` names."""
+        assert isinstance(self.products, ChainedProducts)
+        return self.products.operations
 
+
+OF_OPERATIONS = [
+    pytest.param(("reference", "cpu"), id="reference"),
+    pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
+    *(
+        pytest.param(("cpu", *isa.values), id=f"cpu-{isa.values[0]}", marks=isa.marks)
+        for isa in instruction_set_params()
+    ),
+]
 every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(("reference", "cpu"), id="reference"),
-        pytest.param(("reference", "cuda"), id="reference-cuda", marks=pytest.mark.gpu),
-        pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
-        *(
-            pytest.param(("cpu", *isa.values), id=f"cpu-{isa.values[0]}", marks=isa.marks)
-            for isa in instruction_set_params()
-        ),
-    ],
-    indirect=True,
+    "backend", [*OF_OPERATIONS, pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)], indirect=True
 )
 """Tests that it marks get a `Backend` as `backend`, a fixture of conftest.py."""
+every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, indirect=True)
+"""Those whose decoders chain the functions of `runtime/operations.py`."""
 
 
 def opened(name: str, variant: str) -> Iterator[Backend]:
@@ -56,17 +142,17 @@ def opened(name: str, variant: str) -> Iterator[Backend]:
         pytest.skip("no CUDA device")
     exact = Bounds(1e-6, 1e-5)
     if name == "reference":
-        yield Backend(backend_named(name).open().operations, variant, exact, exact)
+        yield Backend(name, ChainedProducts(reference_operations, variant), variant, exact, exact)
         return
     if name == "cuda":
         # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
-        yield Backend(backend_named(name).open().operations, variant, exact, Bounds(1e-3, 1e-3))
+        yield Backend(name, CudaProducts(), variant, exact, Bounds(1e-3, 1e-3))
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORCED, variant)
         # Sums of float32 in plain C++, of products of 16-bit integers elsewhere.
         bounds = Bounds(1e-6 if variant == "scalar" else 1e-4, 1e-4)
-        yield Backend(backend_named(name).open().operations, "cpu", bounds, bounds)
+        yield Backend(name, ChainedProducts(cpu_operations, "cpu"), "cpu", bounds, bounds)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

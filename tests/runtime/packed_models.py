@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.artifacts.stock import dequantised
-from sparsepack.codecs import neurons, zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.codecs import neurons, zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedLayer, PackedModel, PackedSite
+from sparsepack.formats.stock import dequantised
 from sparsepack.models.architecture import architecture_of
-from sparsepack.models.families import FAMILIES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.packed import PackedLayer, PackedModel, PackedNeurons, PackedSite
-from sparsepack.models.rule import SiteRule, sparsify
-from sparsepack.models.whole import build_model
+from sparsepack.models.families import ATTENTION_SITES, FAMILIES, MLP_SITES
+from sparsepack.models.records.rule import SiteRule, sparsify
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.whole import build_model
 
 SMALL = {
     "vocab_size": 300,
@@ -114,7 +114,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         return PackedMatrix(encode_rows(value, type), type, *value.shape)
 
     layers = tuple(
-        PackedLayer(
+        layer_of(
             {name: site(f"model.layers.{i}", projections) for name, projections in family.projections.items()},
             {name: weight(f"model.layers.{i}.{module}.weight") for name, module in family.norms.items()},
         )
@@ -133,6 +133,20 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     )
 
 
+def layer_of(sites: Mapping[str, PackedSite], norms: Mapping[str, Tensor]) -> PackedLayer:
+    """A block whose MLP is dense."""
+    attention, mlp = ({name: sites[name] for name in names} for names in (ATTENTION_SITES, MLP_SITES))
+    return PackedLayer(attention, norms, DenseMlp(mlp))
+
+
+def with_sites(layer: PackedLayer, changed: Mapping[str, PackedSite]) -> PackedLayer:
+    """The same block with these sites in place of their namesakes."""
+    sites = {**layer.sites, **changed}
+    if isinstance(layer.mlp, DenseMlp):
+        return layer_of(sites, layer.norms)
+    return dataclasses.replace(layer, attention=sites)
+
+
 def by_neurons(packed: PackedModel, seed: int = 0) -> PackedModel:
     """The same model, quantised once more, its MLPs stored by neurons in a random order."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,13 +156,13 @@ def by_neurons(packed: PackedModel, seed: int = 0) -> PackedModel:
         gate, up = decode_matrix(sites.pop("mlp_in").matrix).chunk(2)
         down = decode_matrix(sites.pop("mlp_mid").matrix)
         order = torch.randperm(len(gate), generator=generator)
-        packed_neurons = PackedNeurons(
+        mlp = NeuronMlp(
             gate=PackedMatrix(zigzag.pack(gate[order]), ZIGZAG, *gate.shape),
             records=PackedMatrix(neurons.pack(up, down, order), "Q4_K", len(gate), 2 * gate.shape[1]),
             frequency=torch.linspace(1, 0, len(gate)),
             order=order,
         )
-        layers.append(PackedLayer(sites, layer.norms, packed_neurons))
+        layers.append(PackedLayer(sites, layer.norms, mlp))
     return dataclasses.replace(packed, layers=tuple(layers), manifest={**packed.manifest, "kind": "neuron-q4_k"})
 
 
@@ -215,8 +229,6 @@ def _amid_a_gap(scores: Tensor) -> Tensor:
 
 
 def _with_rule(packed: PackedModel, layer: int, site: str, rule: SiteRule) -> PackedModel:
-    old = packed.layers[layer]
-    sites = {**old.sites, site: dataclasses.replace(old.sites[site], rule=rule)}
     layers = [*packed.layers]
-    layers[layer] = dataclasses.replace(old, sites=sites)
+    layers[layer] = with_sites(layers[layer], {site: dataclasses.replace(layers[layer].sites[site], rule=rule)})
     return dataclasses.replace(packed, layers=tuple(layers))

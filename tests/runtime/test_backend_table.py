@@ -8,11 +8,19 @@ import torch
 from backends import device_of
 
 from sparsepack.errors import UserError
-from sparsepack.runtime import backends, reference_operations
-from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, backend_named, batch_backend, tuning_backend
+from sparsepack.runtime import backends
+from sparsepack.runtime.backends import (
+    BACKENDS,
+    Backend,
+    backend_for,
+    backend_named,
+    backend_of_sequences,
+    tuning_backend,
+)
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.reference.backend import operations as reference_operations
 
 every_row = pytest.mark.parametrize("row", BACKENDS.values(), ids=BACKENDS)
-OPERATIONS = ("load_zigzag", "load_rows", "collect", "zigzag_gemv", "zigzag_matmul", "matmul", "new_kv_cache")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["eval", "--help"], ["bench", "--help"]])
@@ -30,10 +38,8 @@ def test_a_module_offers_what_its_row_says(row: Backend) -> None:
     module = row.open()
     for name in ("usable", "decoder", "synchronise", "describe"):
         assert callable(getattr(module, name))
-    assert hasattr(module, "batch_decoder") == (row.sequences > 1)
     assert hasattr(module, "tune") == row.tunes
-    assert hasattr(module, "tune_links") == (row.tunes and row.places)
-    assert all(callable(getattr(module.operations, name)) for name in OPERATIONS)
+    assert hasattr(module, "tune_links") == (row.tunes and row.slots)
 
 
 def test_a_device_has_the_backend_that_is_made_for_it() -> None:
@@ -61,14 +67,14 @@ def test_a_cache_type_that_a_backend_does_not_have_is_an_error(row: Backend) -> 
 
 
 def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
-    assert batch_backend(8, "cuda").name == "cuda"
+    assert backend_of_sequences(EngineOptions("cuda", sequences=8)).name == "cuda"
     with pytest.raises(UserError, match="device mps: several sequences run together on NVIDIA GPUs alone; use"):
-        batch_backend(2, "mps")
-    with pytest.raises(UserError, match="a batch of 9 sequences: expected 2 to 8"):
-        batch_backend(9, "cuda")
-    assert tuning_backend("cpu").name == "cpu"
+        backend_of_sequences(EngineOptions("mps", sequences=2))
+    with pytest.raises(UserError, match="a batch of 9 sequences: expected 1 to 8"):
+        backend_of_sequences(EngineOptions("cuda", sequences=9))
+    assert tuning_backend(EngineOptions("cpu")).name == "cpu"
     with pytest.raises(UserError, match="device mps: the reference backend has nothing to tune; use device cpu"):
-        tuning_backend("mps")
+        tuning_backend(EngineOptions("mps"))
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_known_ones() -> None:

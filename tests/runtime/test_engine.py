@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend
-from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_rules
+from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_rules, with_sites
 from torch import Tensor
 
-from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
 from sparsepack.errors import UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import active_channels
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.records.rule import active_channels
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
-from sparsepack.runtime.cuda import sequences as cuda_sequences
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -93,8 +93,8 @@ def test_steps_of_a_dense_engine_skip_nothing(backend: str) -> None:
 def test_long_texts_pass_in_chunks(backend: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = models(variant)
     whole = engine_of(packed, backend).teacher_forced(IDS, 6)
-    for module in (operations_decoder, native_decoder, cuda_sequences):
-        monkeypatch.setattr(module, "CHUNK", 4)
+    for module in (operations_decoder, native_decoder, cuda_decoder):
+        monkeypatch.setattr(module, "PREFILL_TOKENS", 4)
     assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, 6), whole) < TOLERANCE[backend]
 
 
@@ -176,9 +176,9 @@ def test_reset_forgets_the_text(backend: str) -> None:
 def test_thresholds_of_zero_skip_only_zeros(backend: str) -> None:
     packed, _ = models("llama, one head, relu")
     layers = tuple(
-        dataclasses.replace(
+        with_sites(
             layer,
-            sites={
+            {
                 name: dataclasses.replace(site, rule=dataclasses.replace(site.rule, threshold=torch.zeros(())))
                 if site.rule
                 else site
@@ -325,7 +325,7 @@ def test_an_interrupted_call_costs_the_text_and_nothing_else(backend: str, monke
     packed, _ = models("llama")
     engine = engine_of(packed, backend)
     engine.prefill(IDS[:5])
-    engine._decoder.prefill(torch.tensor(IDS[5:7]))  # as Ctrl-C may leave it
+    engine._decoder.prefill(0, torch.tensor(IDS[5:7]))  # as Ctrl-C may leave it
     assert engine.keep(IDS) == 0
     assert largest_difference(engine.prefill(IDS), engine_of(packed, backend).prefill(IDS)) < TOLERANCE[backend]
 

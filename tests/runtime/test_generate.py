@@ -18,7 +18,7 @@ from packed_models import random_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.skipped import Skipped
+from sparsepack.models.records.skipped import Skipped
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.options import GenerateOptions

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kv_cache_backends import CASES, Backend, moved, opened
+from kv_cache_backends import CASES, Backend, appended, opened, stepped
 from torch import Tensor
 
-from sparsepack.runtime import reference, reference_operations
-from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference.backend import operations as reference_operations
 
 CONTEXT = 80
 
@@ -28,9 +29,8 @@ class Both:
     random: torch.Generator
 
     def __post_init__(self) -> None:
-        there = moved(self.shape, self.backend.device)
-        self.ours: KvCache = self.backend.operations.new_kv_cache(there, self.backend.device, self.backend.type)
-        self.oracle = reference_operations.new_kv_cache(self.shape, "cpu", self.backend.type)
+        self.ours = self.backend.new_cache(self.shape)
+        self.oracle = reference_operations.new_cache(self.shape, self.backend.type)
 
     def rows(self, count: int) -> Tensor:
         width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
@@ -41,11 +41,9 @@ class Both:
         for layer in range(len(self.shape.layers)):
             qkv = self.rows(count)
             before = qkv.clone()
-            found = self.ours.attend(
-                layer, self.ours.append(layer, qkv.to(self.backend.device), sequence), sequence
-            ).cpu()
+            found = appended(self.ours, layer, qkv.to(self.backend.device), sequence).cpu()
             assert torch.equal(qkv, before)
-            self.compare(found, self.oracle.attend(layer, self.oracle.append(layer, qkv, sequence), sequence))
+            self.compare(found, appended(self.oracle, layer, qkv, sequence))
         for cache in (self.ours, self.oracle):
             cache.advance(count, sequence)
         assert list(self.ours.lengths) == list(self.oracle.lengths)
@@ -54,7 +52,8 @@ class Both:
         """One position of every sequence."""
         for layer in range(len(self.shape.layers)):
             qkv = self.rows(self.shape.sequences)
-            self.compare(self.ours.step(layer, qkv.to(self.backend.device)).cpu(), self.oracle.step(layer, qkv))
+            found = stepped(self.ours, layer, qkv.to(self.backend.device)).cpu()
+            self.compare(found, stepped(self.oracle, layer, qkv))
         for cache in (self.ours, self.oracle):
             for sequence in range(self.shape.sequences):
                 cache.advance(1, sequence)
@@ -81,7 +80,9 @@ def both(
     def norm() -> Tensor | None:
         return 1 + 0.2 * torch.randn(head_dim, generator=random) if norms else None
 
-    cos, sin = reference.rotary_table(10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)), 1.0, CONTEXT)
+    cos, sin = reference_attention.rotary_table(
+        10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)), 1.0, CONTEXT
+    )
     layers = tuple(LayerAttention(window, norm(), norm()) for window in windows)
     return Both(AttentionShape(heads, kv_heads, head_dim, 1e-5, cos, sin, layers, sequences), backend, random)
 
@@ -122,7 +123,7 @@ def test_layers_and_appending_do_not_count_and_a_step_can_be_repeated(backend: B
     pair = both(backend)
     pair.positions(4)
     qkv = pair.rows(1).to(backend.device)
-    first, again = (pair.ours.attend(0, pair.ours.append(0, qkv)) for _ in range(2))
+    first, again = (appended(pair.ours, 0, qkv) for _ in range(2))
     assert torch.equal(first, again)
     assert list(pair.ours.lengths) == [4]
 
@@ -169,7 +170,7 @@ def test_every_position_of_the_context_can_be_used(backend: Backend) -> None:
 def test_the_reference_s_cache_is_softmax_over_what_was_appended() -> None:
     """In float64, from rows that are rotated by position 0 alone: not at all."""
     cos, sin = torch.ones(CONTEXT, 4), torch.zeros(CONTEXT, 4)
-    cache = reference_operations.new_kv_cache(AttentionShape(4, 2, 8, 1e-5, cos, sin, (LayerAttention(3),)))
+    cache = reference_operations.new_cache(AttentionShape(4, 2, 8, 1e-5, cos, sin, (LayerAttention(3),)))
     qkv = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     found = cache.attend(0, cache.append(0, qkv))
     q, k, v = (x.view(6, -1, 8).double() for x in qkv.split([32, 16, 16], dim=1))

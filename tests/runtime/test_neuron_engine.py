@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from artifacts_for_tests import plan_neurons
 from backends import SHARE, TOLERANCE, engine_of, marks_of
 from packed_models import by_neurons, random_model, stock_logits, stock_model, with_rules
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sparsepack.artifacts.open import read_packed
 from sparsepack.errors import UserError
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.packed import PackedModel
+from sparsepack.formats.mlp_kinds import NEURONS
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import backends, operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.options import EngineOptions
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,16 +31,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 every_backend = pytest.mark.parametrize(
     "backend",
-    [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in backends.BACKENDS.values() if row.neurons],
+    [
+        pytest.param(row.name, id=row.name, marks=marks_of(row))
+        for row in backends.BACKENDS.values()
+        if NEURONS in row.mlps
+    ],
 )
-
-
-@pytest.fixture(scope="module")
-def trained(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
-    """books-26m-relu."""
-    path = tmp_path_factory.mktemp("real") / "relu.gguf"
-    plan_neurons(open_checkpoint(shared / "models" / "books-26m-relu")).write(path)
-    return read_packed(path)
 
 
 @cache
@@ -104,12 +99,9 @@ def test_attention_may_have_thresholds_beside_neurons(backend: str) -> None:
 
 @every_backend
 def test_no_active_neuron_leaves_the_residual(backend: str) -> None:
-    packed, _ = models("grouped queries")
-    gates = [layer.neurons.gate.blocks for layer in packed.layers if layer.neurons is not None]
     silent = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    for layer, gate in zip(silent.layers, gates, strict=True):
-        assert layer.neurons is not None
-        layer.neurons.gate.blocks.copy_(torch.zeros_like(gate))
+    for layer in silent.layers:
+        layer.matrices["mlp_gate"].blocks.zero_()
     engine = engine_of(silent, backend)
     found = torch.stack([engine.step(id) for id in IDS])
     expected, _ = stock_logits(stock_model(silent), silent, IDS, len(IDS))
@@ -122,13 +114,13 @@ def test_long_texts_pass_in_chunks(backend: str, monkeypatch: pytest.MonkeyPatch
     packed, _ = models("odd count of neurons")
     whole = engine_of(packed, backend).teacher_forced(IDS, 6)
     for module in (operations_decoder, native_decoder):
-        monkeypatch.setattr(module, "CHUNK", 4)
+        monkeypatch.setattr(module, "PREFILL_TOKENS", 4)
     assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, 6), whole) < TOLERANCE[backend]
 
 
 def test_a_backend_that_does_not_run_them_says_so() -> None:
     packed, _ = models("grouped queries")
-    with pytest.raises(UserError, match="the cuda backend does not run models by neurons, reference and cpu do"):
+    with pytest.raises(UserError, match="the cuda backend does not run models by neurons; use backend"):
         Engine(packed, backend="cuda", device="cuda")
 
 
@@ -149,7 +141,7 @@ def test_a_trained_model_says_the_same_with_neurons_left_out(backend: str, train
 @every_backend
 def test_eval_counts_the_neurons_that_steps_skip(backend: str) -> None:
     packed, _ = models("grouped queries")
-    scorer = EngineScorer(packed, backend)
+    scorer = EngineScorer(packed, EngineOptions(backend=backend))
     scorer.hidden(torch.tensor([IDS]), None, torch.tensor([6]))
     realised = scorer.realised()
     assert set(realised) == {(0, "mlp_records"), (1, "mlp_records")}

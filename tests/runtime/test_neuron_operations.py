@@ -1,16 +1,16 @@
-"""`neuron_ffn` and `neuron_matmul` of every backend, against float64 sums over the dequantised records."""
+"""`neuron_ffn` and `neuron_matmul` of every backend that has them, against float64 sums over decoded records."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations_for_tests import Backend, Bounds, every_backend, normal
+from operations_for_tests import Backend, Bounds, every_backend_of_operations, normal
 from torch import Tensor
 
-from sparsepack.codecs import neurons
-from sparsepack.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs import neurons
+from sparsepack.formats.codecs.matrices import PackedMatrix
 
-pytestmark = every_backend
+pytestmark = every_backend_of_operations
 
 SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768), (129, 1280), (40, 5120)]
 
@@ -145,15 +145,15 @@ def test_copied_records_are_those_that_were_loaded(backend: Backend, hidden: int
     loaded = backend.operations.load_neurons(records, backend.device)
     room = backend.operations.new_neurons(100, hidden, backend.device)
     taken = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:40].to(torch.int32)
-    places = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:40].to(torch.int32)
-    backend.operations.copy_neurons(room, places[:0], loaded, taken[:0])
+    slots = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:40].to(torch.int32)
+    backend.operations.copy_neurons(room, slots[:0], loaded, taken[:0])
     nothing = torch.ones(100, device=backend.device)
     y = backend.operations.neuron_matmul(room, x[None].to(backend.device), nothing[None])
     assert not y.any(), "room is not empty"
-    backend.operations.copy_neurons(room, places[:15], loaded, taken[:15])
-    backend.operations.copy_neurons(room, places[15:], loaded, taken[15:])
-    in_places = torch.zeros(100).index_put((places.long(),), gate[taken.long()])
-    y = backend.operations.neuron_matmul(room, x[None].to(backend.device), in_places[None].to(backend.device)).cpu()
+    backend.operations.copy_neurons(room, slots[:15], loaded, taken[:15])
+    backend.operations.copy_neurons(room, slots[15:], loaded, taken[15:])
+    in_slots = torch.zeros(100).index_put((slots.long(),), gate[taken.long()])
+    y = backend.operations.neuron_matmul(room, x[None].to(backend.device), in_slots[None].to(backend.device)).cpu()
     kept = torch.zeros(70).index_put((taken.long(),), gate[taken.long()])
     assert_close(backend.many, y[0], records, x, kept)
 

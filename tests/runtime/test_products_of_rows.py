@@ -3,7 +3,7 @@
 import pytest
 from operations_for_tests import Backend, assert_close_to_product, every_backend, normal, packed
 
-from sparsepack.codecs.matrices import PackedMatrix, encode_rows
+from sparsepack.formats.codecs.matrices import PackedMatrix, encode_rows
 
 pytestmark = every_backend
 
@@ -14,23 +14,23 @@ ROW_TYPES = ["F32", "F16", "BF16", "Q4_K", "Q6_K"]
 @pytest.mark.parametrize("type", ROW_TYPES)
 def test_matmul_takes_every_stored_type(backend: Backend, type: str, batch: int) -> None:
     matrix = PackedMatrix(encode_rows(normal(77, 512), type), type, 77, 512)
-    loaded = backend.operations.load_rows(matrix, backend.device)
+    loaded = backend.products.load_rows(matrix)
     x = normal(batch, 512, seed=2)
-    assert_close_to_product(backend.bounds, backend.operations.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
+    assert_close_to_product(backend.bounds, backend.products.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 9])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (77, 512), (33, 96), (130, 896), (65, 1056)])
 def test_matmul_takes_q8_0_of_any_width_of_whole_blocks(backend: Backend, rows: int, columns: int, batch: int) -> None:
     matrix = PackedMatrix(encode_rows(normal(rows, columns), "Q8_0"), "Q8_0", rows, columns)
-    loaded = backend.operations.load_rows(matrix, backend.device)
+    loaded = backend.products.load_rows(matrix)
     x = normal(batch, columns, seed=2)
-    assert_close_to_product(backend.bounds, backend.operations.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
+    assert_close_to_product(backend.bounds, backend.products.matmul(loaded, x.to(backend.device)).cpu(), matrix, x)
 
 
 def test_a_matrix_is_loaded_as_what_it_is(backend: Backend) -> None:
     rows = PackedMatrix(encode_rows(normal(7, 5), "F16"), "F16", 7, 5)
     with pytest.raises(ValueError, match="expected zigzag-q4_k"):
-        backend.operations.load_zigzag(rows, backend.device)
+        backend.products.load_zigzag(rows)
     with pytest.raises(ValueError, match="expected one stored by rows"):
-        backend.operations.load_rows(packed(3, 4), backend.device)
+        backend.products.load_rows(packed(3, 4))

@@ -9,11 +9,11 @@ from backends import engine_of, every_backend
 from packed_models import stock_logits, with_rules
 from tokenizers import Tokenizer
 
-from sparsepack.artifacts.open import read_packed
-from sparsepack.artifacts.stock import dequantised, stock_config
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.whole import build_model
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.stock import dequantised, stock_config
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.stock.whole import build_model
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, open_tokenizer
 from sparsepack.runtime.options import GenerateOptions

@@ -12,10 +12,10 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 from artifacts_for_tests import write_zigzag
 from serving import Served, tiny_model
 
-from sparsepack.load import Model
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.loading import Model
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SiteRule
+from sparsepack.models.records.rule import SiteRule
 from sparsepack.runtime.cpu import dispatch
 from sparsepack.serve.options import ServeOptions
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 from serving import Served, wait_until
 
-from sparsepack.load import Model
+from sparsepack.loading import Model
 from sparsepack.serve import guards
 from sparsepack.serve.options import ServeOptions
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sparsepack.load import Model
+from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import Ended, Piece, TextRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, QueueFull, TextRequest, Worker
+from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, QueueFull, TextRequest, TextWorker
 
 END = Ended("stop", 1, 0)
 
@@ -46,20 +46,20 @@ def maker() -> Maker:
 
 
 @pytest.fixture
-def worker(maker: Maker) -> Iterator[Worker]:
-    made = Worker(maker, 3)
+def worker(maker: Maker) -> Iterator[TextWorker]:
+    made = TextWorker(maker, 3)
     yield made
     assert made.close(10)
 
 
-async def test_texts_come_in_their_order(worker: Worker, maker: Maker) -> None:
+async def test_texts_come_in_their_order(worker: TextWorker, maker: Maker) -> None:
     tickets = [worker.submit(request(n)) for n in range(4)]
     maker.let.release(4)
     assert [await found(ticket) for ticket in tickets] == [[Piece(str(n)), END] for n in range(4)]
     assert maker.order == [0, 1, 2, 3]
 
 
-async def test_a_full_queue_takes_no_more_until_there_is_a_place(worker: Worker, maker: Maker) -> None:
+async def test_a_full_queue_takes_no_more_until_there_is_a_place(worker: TextWorker, maker: Maker) -> None:
     tickets = [worker.submit(request(n)) for n in range(4)]
     maker.began.acquire()
     with pytest.raises(QueueFull) as full:
@@ -71,7 +71,7 @@ async def test_a_full_queue_takes_no_more_until_there_is_a_place(worker: Worker,
     await found(tickets[3])
 
 
-async def test_a_cancelled_text_is_not_made_or_ends(worker: Worker, maker: Maker) -> None:
+async def test_a_cancelled_text_is_not_made_or_ends(worker: TextWorker, maker: Maker) -> None:
     first, second, third = (worker.submit(request(n)) for n in range(3))
     maker.began.acquire()
     second.cancel()
@@ -83,7 +83,7 @@ async def test_a_cancelled_text_is_not_made_or_ends(worker: Worker, maker: Maker
     assert maker.order == [0, 2]
 
 
-async def test_a_text_that_fails_does_not_keep_the_next_from_being_made(worker: Worker, maker: Maker) -> None:
+async def test_a_text_that_fails_does_not_keep_the_next_from_being_made(worker: TextWorker, maker: Maker) -> None:
     bad, good = worker.submit(request(13)), worker.submit(request(1))
     maker.let.release(2)
     (failed,) = await found(bad)
@@ -92,7 +92,7 @@ async def test_a_text_that_fails_does_not_keep_the_next_from_being_made(worker: 
     assert await found(good) == [Piece("1"), END]
 
 
-async def test_whoever_waits_is_told_that_the_server_ends(worker: Worker, maker: Maker) -> None:
+async def test_whoever_waits_is_told_that_the_server_ends(worker: TextWorker, maker: Maker) -> None:
     made, waiting = worker.submit(request(0)), worker.submit(request(1))
     maker.began.acquire()
     worker.refuse_more()
@@ -105,7 +105,7 @@ async def test_whoever_waits_is_told_that_the_server_ends(worker: Worker, maker:
     assert await found(made) == [Piece("0"), END]
 
 
-async def test_a_text_in_the_making_is_broken_off_and_told(worker: Worker, maker: Maker) -> None:
+async def test_a_text_in_the_making_is_broken_off_and_told(worker: TextWorker, maker: Maker) -> None:
     made = worker.submit(request(0))
     maker.began.acquire()
     worker.break_off()
@@ -114,7 +114,7 @@ async def test_a_text_in_the_making_is_broken_off_and_told(worker: Worker, maker
     assert maker.cancelled.wait(10)
 
 
-async def test_patience_ends_where_nothing_comes(worker: Worker, maker: Maker) -> None:
+async def test_patience_ends_where_nothing_comes(worker: TextWorker, maker: Maker) -> None:
     ticket = worker.submit(request(0))
     events = ticket.events(0.01)
     assert await anext(events) is None
@@ -123,7 +123,7 @@ async def test_patience_ends_where_nothing_comes(worker: Worker, maker: Maker) -
 
 
 def test_a_loop_that_has_ended_does_not_keep_the_worker(maker: Maker) -> None:
-    worker = Worker(maker, 3)
+    worker = TextWorker(maker, 3)
 
     async def submit() -> None:
         worker.submit(request(0))

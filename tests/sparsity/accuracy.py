@@ -6,8 +6,8 @@ import torch
 
 from sparsepack.eval.perplexity import score_windows
 from sparsepack.eval.subject import Subject, open_subject
-from sparsepack.models.checkpoint import Checkpoint
-from sparsepack.models.windows import rolling_windows
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.sparsity.thresholds import Thresholds
 
 

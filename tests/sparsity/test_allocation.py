@@ -24,8 +24,8 @@ from sparsepack.sparsity.options import AllocationOptions
         ({"allocation": "global", "steps": 0}, "steps 0"),
         ({"allocation": "global", "batch": 0}, "batch 0"),
         ({"allocation": "global", "length": 1}, "length 1: expected at least 2"),
-        ({"offsets": True}, "they need --allocation global"),
-        ({"allocation": "global", "upstream": "dense"}, "no dense upstream"),
+        ({"offsets": True}, "expected allocation global"),
+        ({"allocation": "global", "upstream": "dense"}, "global runs the whole sparse model; expected sparse"),
     ],
 )
 def test_an_option_out_of_range_is_one_line(small, small_calibration, changes, message):

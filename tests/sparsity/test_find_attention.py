@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsepack.calibrate.channels import importance
-from sparsepack.calibrate.tokens import MEASURED
+from sparsepack.calibration.channels import importance
+from sparsepack.calibration.tokens import MEASURED
 from sparsepack.errors import CalibrationError, PackingError
-from sparsepack.models.sparse_attention import TokenPolicy
+from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.option import default_of
 from sparsepack.sparsity.attention import find_attention, heaviest, measured_for
 from sparsepack.sparsity.attention_options import AttentionOptions

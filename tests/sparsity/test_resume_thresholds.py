@@ -11,16 +11,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sparsepack.calibrate.folder import Calibration
-from sparsepack.calibrate.options import CalibrateOptions
-from sparsepack.calibrate.run import calibrate
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
 from sparsepack.cli import main
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import read_text
-from sparsepack.models.blocks import BlockStream
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import SiteRule
-from sparsepack.pack import PackRequest, pack
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.packing import PackRequest, pack
 from sparsepack.sparsity import find, learned
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
@@ -217,11 +217,11 @@ _CHILD = """
 import os, signal, sys, torch
 from pathlib import Path
 torch.set_num_threads(int(sys.argv[3]))
-from sparsepack.calibrate import folder
+from sparsepack.calibration import folder
 from sparsepack.sparsity import learned
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.find import find_thresholds
-from sparsepack.models.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 learned._SAVE_EVERY = 0.0
 save = learned._Training._save
 def dies(self):

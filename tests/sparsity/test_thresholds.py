@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibrate.collectors import histogram
+from sparsepack.calibration.collectors import histogram
 from sparsepack.errors import ThresholdsError
 from sparsepack.models.families import SITES
-from sparsepack.models.rule import CURVE_SHARES, SiteRule
+from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
 from sparsepack.sparsity.sequential import at_quantile
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 

@@ -4,30 +4,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rich.markup import escape
-
 from sparsepack.bench.options import BenchSettings
+from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
-from sparsepack.models.skipped import shown
 from sparsepack.progress import say
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine, own_options
 from sparsepack.recipe.stages.eval import kernels, perplexity_texts
-from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine, places_problems
-from sparsepack.runtime.hybrid.options import PlacesOptions
-from sparsepack.runtime.hybrid.served import served_in_words
+from sparsepack.recipe.stages.pack import PACK, artifact_of
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.tables import Table
 
 RESULT = "bench.json"
 
 
 class Bench(Section):
     """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one; with `cached` once
-    as without it, and once more with places."""
+    as without it, and once more with slots."""
 
     key: ClassVar[str] = "bench"
     options: ClassVar[type] = BenchSettings
-    also: ClassVar[tuple[type, ...]] = (PlacesOptions,)
+    also: ClassVar[tuple[type, ...]] = (EngineOptions,)
 
     prompt: int
     generate: int
@@ -42,7 +41,7 @@ class Bench(Section):
 
 def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
     yield from needs_engine("bench", recipe)
-    yield from (problems := list(places_problems("bench", recipe, asked.cached, asked.policy)))
+    yield from (problems := list(engine_problems(recipe, asked)))
     if problems:
         return
     try:
@@ -52,8 +51,7 @@ def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
 
 
 def _asked_for(recipe: Recipe, asked: Bench) -> BenchSettings:
-    given = asked.model_dump(exclude={"cached", "policy"})
-    return BenchSettings(**given, device=recipe.device, places=PlacesOptions(asked.cached, asked.policy))
+    return BenchSettings(**own_options(asked), engine=engine_options(recipe, asked))
 
 
 def _misfits(job: Job, asked: Bench) -> Iterator[str]:
@@ -77,9 +75,9 @@ def _settings(job: Job, asked: Bench) -> dict[str, Any]:
 
 
 def _run(job: Job, asked: Bench) -> None:
-    from sparsepack.artifacts.open import read_packed
     from sparsepack.bench.decode import bench_decode
-    from sparsepack.models.windows import tokenise
+    from sparsepack.formats.open import read_packed
+    from sparsepack.models.tokenizer.windows import tokenise
 
     settings = _asked_for(job.recipe, asked)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
@@ -92,13 +90,14 @@ def _run(job: Job, asked: Bench) -> None:
             say(f"bench: {name} is shorter than {settings.tokens} tokens; random tokens instead")
             ids, text = None, None
     name = artifact_of(job).name
-    result = bench_decode(packed, replace(settings, places=None), name, ids)
+    without = replace(settings, engine=replace(settings.engine, cached=None, policy=None))
+    result = bench_decode(packed, without, name, ids)
     with_places = bench_decode(packed, settings, name, ids) if asked.cached is not None else None
     write_json(job.folder / RESULT, {**result, "text": text, "with_places": with_places})
 
 
 def _tokens(job: Job, asked: Bench) -> int:
-    """Of prefill, and of decoding, dense and sparse; all of it again with places."""
+    """The tokens of prefill, and of decoding, dense and sparse; all of it again with slots."""
     runs = asked.repetitions if asked.cached is None else 2 * asked.repetitions
     return runs * (_prefilled(asked) + 2 * asked.generate * asked.batch)
 
@@ -111,26 +110,11 @@ def _memory(job: Job, asked: Bench) -> int:
     return ARRAY_BYTES + parameters(job.checkpoint) * 9 // 8
 
 
-def _skipped(row: Mapping[str, Any]) -> str:
-    return shown(row["realised_sparsity"], row["realised_sparsity_of_sparse_sites"])
-
-
-def _show(report: Mapping[str, Any]) -> Iterator[str]:
-    for found in (report["bench"], report["bench"] and report["bench"].get("with_places")):
-        if found is not None:
-            yield from _rows(found)
-
-
-def _rows(found: Mapping[str, Any]) -> Iterator[str]:
-    for row in found["tests"]:
-        what = "prefill" if row["n_prompt"] else "decode"
-        skipped = f", {_skipped(row)} skipped" if row["mode"] == "sparse" else ""
-        served = f"; {served_in_words(row['served'])}" if row.get("served") else ""
-        yield (
-            f"{what} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}: "
-            f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f} tokens/s{skipped}{served}"
-        )
-    yield f"  ({escape(found['runtime'])})"
+def _show(report: Mapping[str, Any]) -> Iterator[Table]:
+    if report["bench"]:
+        yield speed_table(report["bench"])
+        if report["bench"]["with_places"]:
+            yield speed_table(report["bench"]["with_places"])
 
 
 BENCH = Stage(

@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from sparsepack.calibrate.options import CalibrateOptions
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.recipe.section import PATH, Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves
 
 FOLDER = "calibration"
 AGAIN = "calibrate_pruned"
-"""The stage that does it again, with the pruned model."""
+"""The stage of this name calibrates again, with the pruned model."""
 
 
 class Calibrate(Section):
@@ -49,7 +49,7 @@ def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
 
 def _run(job: Job, asked: Calibrate) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.calibrate.run import calibrate
+    from sparsepack.calibration.run import calibrate
 
     values = asked.model_dump(exclude={"text"})
     options = CalibrateOptions(**values, device=job.recipe.device, dtype=job.recipe.dtype)
@@ -57,7 +57,7 @@ def _run(job: Job, asked: Calibrate) -> None:
 
 
 def folder_of(job: Job) -> Path:
-    """Where the calibration of the model lies, as the recipe names it or as it was made since."""
+    """The folder of the model's calibration, as the recipe names it or as it was made since."""
     return job.folder / (f"{FOLDER}_{job.made}" if job.made else FOLDER)
 
 
@@ -68,7 +68,7 @@ def files_of(folder: str) -> tuple[str, ...]:
 
 def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
     """How many windows are run, and of how many tokens each."""
-    from sparsepack.models.windows import window_length
+    from sparsepack.models.tokenizer.windows import window_length
     from sparsepack.recipe.estimates import windows_in
 
     context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)

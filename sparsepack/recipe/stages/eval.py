@@ -10,23 +10,22 @@ from pydantic import BeforeValidator, Field
 
 from sparsepack.errors import RecipeError, UserError
 from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.tables import accuracy_tables
 from sparsepack.files.atomic import write_json
-from sparsepack.recipe.accuracy import accuracy_tables
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine, own_options
 from sparsepack.recipe.stages.pack import (
     PACK,
     Pack,
     artifact_of,
-    by_neurons,
-    needs_engine,
-    places_problems,
+    mlp_kind,
     sparse_attention,
 )
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, ActivationSparsity, sparse
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.hybrid.options import PlacesOptions
+from sparsepack.runtime.options import EngineOptions
 
 RESULT = "eval.json"
 Protocol = Literal["decode", "all", "dense"]
@@ -38,7 +37,7 @@ class Eval(Section):
 
     key: ClassVar[str] = "eval"
     options: ClassVar[type] = EvalRequest
-    also: ClassVar[tuple[type, ...]] = (PlacesOptions,)
+    also: ClassVar[tuple[type, ...]] = (EngineOptions,)
 
     perplexity: Annotated[Names, PATH]
     protocols: Annotated[tuple[Protocol, ...], BeforeValidator(listed)] = Field(
@@ -76,7 +75,7 @@ def _protocols(recipe: Recipe) -> tuple[str, ...]:
 def _skips_neurons(recipe: Recipe) -> bool:
     """Whether decoded tokens leave out inactive neurons, which transformers computes like all others."""
     asked = Eval.asked_in(recipe)
-    return by_neurons(recipe) and asked is not None and asked.runtime != EvalRequest.runtime
+    return bool(mlp_kind(recipe).exact) and asked is not None and asked.runtime != EvalRequest.runtime
 
 
 def second_half(recipe: Recipe) -> bool:
@@ -93,11 +92,11 @@ def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
             backend_named(asked.runtime).check_device(recipe.device)
         except UserError as error:
             yield f"eval.backend: {error}"
-    yield from (problems := list(places_problems("eval", recipe, asked.cached, asked.policy)))
+    yield from (problems := list(engine_problems(recipe, asked)))
     if asked.cached is not None and not problems and not _skips_neurons(recipe):
-        yield "eval.cached: transformers gives neurons no places; expected eval.backend cpu or reference"
+        yield "eval.cached: transformers gives neurons no slots; expected eval.backend cpu or reference"
     elif asked.cached is not None and not problems and set(_protocols(recipe)) == {"dense"}:
-        yield "eval.cached: nothing is decoded that places could serve; expected protocol decode or all"
+        yield "eval.cached: nothing is decoded that slots could serve; expected protocol decode or all"
     if asked.apply_chat_template and not asked.tasks:
         yield "eval.apply_chat_template: it is for tasks, and there are none; add eval.tasks or leave it out"
     if asked.task_path and not Path(asked.task_path).is_dir():
@@ -140,7 +139,7 @@ def kernels() -> str:
 
 
 def _hashes(task_path: str | None) -> dict[str, str]:
-    """Of the files in the task folder; data that they name elsewhere is not looked at."""
+    """The hashes of the files in the task folder; data that they name elsewhere is not looked at."""
     from sparsepack.files.hashing import sha256_file
 
     if task_path is None:
@@ -151,17 +150,18 @@ def _hashes(task_path: str | None) -> dict[str, str]:
 def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
     """The section as what `evaluate` takes, of the model that was made, against the recipe's."""
     recipe = job.recipe
+    own = own_options(asked)
+    own["task_path"] = Path(asked.task_path) if asked.task_path else None
     return EvalRequest(
         subject=job.model,
         protocol=protocol,
         second_half=second_half(recipe),
         against=recipe.model if asked.perplexity else None,
-        task_path=Path(asked.task_path) if asked.task_path else None,
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        places=None if protocol == "dense" else PlacesOptions(asked.cached, asked.policy),
-        **asked.model_dump(exclude={"protocols", "task_path", "cached", "policy"}),
+        engine=EngineOptions() if protocol == "dense" else engine_options(recipe, asked),
+        **own,
     )
 
 
@@ -187,13 +187,13 @@ def _run(job: Job, asked: Eval) -> None:
 
 
 def _context(job: Job, asked: Eval) -> int:
-    from sparsepack.models.windows import window_length
+    from sparsepack.models.tokenizer.windows import window_length
 
     return window_length(asked.context, job.checkpoint.config.max_position_embeddings)
 
 
 def tokens_of_one(job: Job, asked: Eval) -> int:
-    """Of one protocol, ours and of the source model; those of lm-eval tasks are not known beforehand."""
+    """The tokens of one protocol, ours and of the source model; those of lm-eval tasks are not known beforehand."""
     from sparsepack.recipe.estimates import windows_in
 
     context = _context(job, asked)
@@ -248,9 +248,9 @@ def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
     for name in _SPARSITIES:
         if getattr(gates, name) is None:
             continue
-        if by_neurons(recipe) and not sparse(recipe) and not _skips_neurons(recipe):
+        if mlp_kind(recipe).exact and not sparse(recipe) and not _skips_neurons(recipe):
             yield f"gates.{name}: transformers computes inactive neurons, too; expected eval.backend cpu"
-        elif not (sparse(recipe) or by_neurons(recipe)) or set(_protocols(recipe)) == {"dense"}:
+        elif not (sparse(recipe) or mlp_kind(recipe).exact) or set(_protocols(recipe)) == {"dense"}:
             above = f"{ActivationSparsity.key}.sparsity above 0"
             yield f"gates.{name}: nothing runs sparse; expected {above}, and decode or all"
     for task in gates.tasks:
@@ -306,7 +306,7 @@ EVAL = Stage(
     memory=memory,
     show_plan=_show_plan,
     result=("evaluations", lambda folder: read_json(RESULT)(folder)["evaluations"], []),
-    show=accuracy_tables,
+    show=lambda report: accuracy_tables(report["evaluations"]),
     gates={
         **{name: limit(meaning) for name, meaning in {**_OF_A_ROW, **_SPARSITIES}.items()},
         "tasks": (
@@ -317,4 +317,4 @@ EVAL = Stage(
     unmeasured=_unmeasured,
     judge=_judge,
 )
-"""Gates: limits apply to every perplexity row (text and protocol), the worst of which is shown."""
+"""The limits of its gates apply to every perplexity row (text and protocol), the worst of which is shown."""

@@ -4,13 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import RenderableType
-from rich.markup import escape
-
 from sparsepack.eval.options import EvalRequest
-from sparsepack.eval.standard_error import with_error
+from sparsepack.eval.tables import pruning_table
 from sparsepack.files.atomic import write_json
-from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, limit
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -18,12 +14,13 @@ from sparsepack.recipe.stages.eval import Eval, memory, request_of, second_half,
 from sparsepack.recipe.stages.pack import Pack
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import sparse
+from sparsepack.tables import Table
 
 RESULT, GATE = "eval_pruned.json", "pruning_perplexity_ratio"
 
 
 def _wanted(recipe: Recipe, asked: Eval) -> bool:
-    """Where something is done to the pruned model; else `eval` measures just that."""
+    """Whether something is done to the pruned model; else `eval` measures just that model."""
     return pruned(recipe) and bool(asked.perplexity) and (Pack.asked_in(recipe) is not None or sparse(recipe))
 
 
@@ -52,28 +49,9 @@ def _run(job: Job, asked: Eval) -> None:
     write_json(job.folder / RESULT, evaluation)
 
 
-def _rows(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What was measured, by the text."""
-    return {row["text"]: row for row in report["eval_pruned"]["perplexity"]} if report["eval_pruned"] else {}
-
-
-def _show(report: Mapping[str, Any]) -> Iterator[RenderableType]:
-    before = _rows(report)
-    if not before:
-        return
-    columns = ("text", "protocol", ">pruned, perplexity", ">pruned / source", ">result / pruned", ">result / source")
-    made = table("what pruning costs, and what packing and skipping add", *columns)
-    for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
-        alone = before[row["text"]]
-        made.add_row(
-            escape(row["text"]),
-            row["protocol"],
-            with_error(alone["perplexity"], 2),
-            with_error(alone["perplexity_ratio"], 4),
-            f"{row['perplexity']['value'] / alone['perplexity']['value']:.4f}",
-            with_error(row["perplexity_ratio"], 4),
-        )
-    yield made
+def _show(report: Mapping[str, Any]) -> Iterator[Table]:
+    if report["eval_pruned"]:
+        yield pruning_table(report["evaluations"], report["eval_pruned"])
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
@@ -89,7 +67,8 @@ def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
 
 
 def _judge(gates: Any, report: Mapping[str, Any]) -> Iterator[Verdict]:
-    values = (Value(f"{text}, pruned", row["perplexity_ratio"]["value"]) for text, row in _rows(report).items())
+    rows = report["eval_pruned"]["perplexity"] if report["eval_pruned"] else []
+    values = (Value(f"{row['text']}, pruned", row["perplexity_ratio"]["value"]) for row in rows)
     yield from judged(GATE, getattr(gates, GATE), values)
 
 

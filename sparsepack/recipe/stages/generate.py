@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
-from rich.markup import escape
 
 from sparsepack.files.atomic import write_json
+from sparsepack.placement.counts import hits_in_words
 from sparsepack.progress import say
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.pack import PACK, artifact_of, needs_engine, places_problems
-from sparsepack.runtime.hybrid.options import PlacesOptions
-from sparsepack.runtime.hybrid.served import served_in_words
-from sparsepack.runtime.options import GenerateOptions
+from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine, own_options
+from sparsepack.recipe.stages.pack import PACK, artifact_of
+from sparsepack.runtime.options import EngineOptions, GenerateOptions
+from sparsepack.tables import Part, Styled
 
 RESULT = "generate.json"
 
@@ -23,7 +23,7 @@ class Generate(Section):
 
     key: ClassVar[str] = "generate"
     options: ClassVar[type] = GenerateOptions
-    also: ClassVar[tuple[type, ...]] = (PlacesOptions,)
+    also: ClassVar[tuple[type, ...]] = (EngineOptions,)
 
     prompt: str = Field(description="The text to continue.")
     tokens: int
@@ -49,18 +49,16 @@ def _length(job: Job, asked: Generate) -> int:
 
 def _problems(recipe: Recipe, asked: Generate) -> Iterator[str]:
     yield from needs_engine("generate", recipe)
-    yield from places_problems("generate", recipe, asked.cached, asked.policy)
+    yield from engine_problems(recipe, asked)
 
 
 def _run(job: Job, asked: Generate) -> None:
-    from sparsepack.load import load, what_runs
-    from sparsepack.runtime.hybrid.decoder import places_of
+    from sparsepack.loading import load, what_runs
 
-    places = places_of(PlacesOptions(asked.cached, asked.policy))
-    model = load(artifact_of(job), job.recipe.device, _length(job, asked), verify=False, places=places)
+    options = engine_options(job.recipe, asked)
+    model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)
     say(*what_runs(model.engine))
-    options = GenerateOptions(**asked.model_dump(exclude={"prompt", "cached", "policy"}))
-    made = model.generate(asked.prompt, options).result()
+    made = model.generate(asked.prompt, GenerateOptions(**own_options(asked))).result()
     served = model.engine.served
     result = {
         "prompt": asked.prompt,
@@ -73,12 +71,12 @@ def _run(job: Job, asked: Generate) -> None:
     write_json(job.folder / RESULT, result)
 
 
-def _show(report: Mapping[str, Any]) -> Iterator[str]:
+def _show(report: Mapping[str, Any]) -> Iterator[Part]:
     made = report["generate"]
     if made is not None:
-        yield f"\n[dim]{escape(made['prompt'])}[/]{escape(made['text'])}\n"
-        if made.get("served"):
-            yield served_in_words(made["served"])
+        yield "\n", Styled(made["prompt"], "soft"), made["text"], "\n"
+        if made["served"]:
+            yield hits_in_words(made["served"])
 
 
 GENERATE = Stage(

@@ -6,26 +6,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.console import RenderableType
-from rich.markup import escape
-
-from sparsepack.artifacts.formats import FORMATS, those_with
-from sparsepack.errors import CheckpointError, PackingError, UserError
+from sparsepack.errors import PackingError, UserError
 from sparsepack.files.atomic import write_json
-from sparsepack.pack import PackRequest
+from sparsepack.formats.mlp_kinds import DENSE, MlpKind
+from sparsepack.formats.table import FORMATS
+from sparsepack.packing import PackRequest
 from sparsepack.progress import say
-from sparsepack.recipe.console import table
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
 from sparsepack.recipe.stages.prune import pruned, record_to_come
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
-from sparsepack.runtime.hybrid.options import PlacesOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
+from sparsepack.tables import Part, Table
 
 if TYPE_CHECKING:
-    from sparsepack.models.neurons import NeuronCounts
+    from sparsepack.formats.plan import Plan
+    from sparsepack.models.records.neurons import NeuronCounts
     from sparsepack.sparsity.attention import FoundAttention
 
 DESCRIPTION = "pack.json"
@@ -72,46 +70,25 @@ def sparse_attention(recipe: Recipe) -> bool:
 
 def calibrated(recipe: Recipe) -> bool:
     """Whether the artifact takes something from the calibration itself, not by way of thresholds."""
-    return sparse_attention(recipe) or by_neurons(recipe)
+    return sparse_attention(recipe) or mlp_kind(recipe).by_count
 
 
-def by_neurons(recipe: Recipe) -> bool:
-    """Whether the artifact stores MLPs by neurons."""
+def mlp_kind(recipe: Recipe) -> MlpKind:
+    """How the artifact stores MLPs; dense ones where there is none."""
     asked = Pack.asked_in(recipe)
-    return asked is not None and FORMATS[asked.format].neurons
-
-
-def places_problems(name: str, recipe: Recipe, cached: float | None, policy: str | None) -> Iterator[str]:
-    """What is wrong with the places that a stage asks for."""
-    try:
-        asked = PlacesOptions(cached, policy).asked
-    except UserError as error:
-        yield f"{name}: {error}"
-        return
-    if asked and not by_neurons(recipe):
-        able = those_with("neurons")
-        yield f"{name}.cached: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
-    if asked and recipe.device != "cpu":
-        yield f"{name}.cached: two workers share the CPU so far; expected device cpu"
+    return DENSE if asked is None else FORMATS[asked.format].mlp
 
 
 def artifact_name(asked: Pack) -> str:
-    """Of the artifact in the work folder."""
+    """The name of the artifact in the work folder."""
     return f"model{FORMATS[asked.format].suffix}"
 
 
 def artifact_of(job: Job) -> Path:
-    """Where the artifact of a recipe that packs lies."""
+    """The path of the artifact of a recipe that packs."""
     asked = Pack.asked_in(job.recipe)
     assert asked is not None
     return job.folder / artifact_name(asked)
-
-
-def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:
-    """What is wrong where a stage runs the artifact and there is none to run."""
-    asked = Pack.asked_in(recipe)
-    if asked is None or not FORMATS[asked.format].runs:
-        yield f"{name}: it runs an artifact; expected a pack section of format {those_with('runs')}"
 
 
 def provenance(recipe: Recipe) -> dict[str, Any]:
@@ -121,76 +98,57 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
 
 
 def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
-    format = FORMATS[asked.format]
-    if sparse(recipe) and not format.thresholds:
-        yield (
-            f"pack.format: a {format.name} {format.container} has no place for thresholds; "
-            f"expected {those_with('thresholds')}, or no activation_sparsity"
-        )
     if asked.keep is not None and pruned(recipe):
         yield "pack.keep: it is for a model that was pruned elsewhere; leave it out, prune says what stays"
-    calibration = Path(FOLDER) if calibrated(recipe) else None
-    if calibration is not None and Calibrate.asked_in(recipe) is None:
+    if calibrated(recipe) and Calibrate.asked_in(recipe) is None:
         what = "format: it stores neurons by how often they are active on"
         if sparse_attention(recipe):
             what = "attention: its channels are chosen on"
         yield f"pack.{what} calibration text; add a calibrate section"
     try:
-        PackRequest(recipe.model, Path(artifact_name(asked)), calibration=calibration, **asked.for_request).check()
+        _request(recipe, asked, recipe.model, Path(), Path(FOLDER)).check()
     except PackingError as error:
         yield f"pack: {error}"
 
 
 def _misfits(job: Job, asked: Pack) -> Iterator[str]:
-    """Whether any format holds the model; what of attention it does not have; of a format that leaves out zeros:
-    whether there will be any, in a pattern that it can hold."""
-    from sparsepack.models.families import check_packable
-    from sparsepack.models.pruned import pruning_record
-    from sparsepack.pack import plan_of
-    from sparsepack.sparsity.attention import channels_asked
-
+    """What the format cannot hold of the model, or the model does not have of what is asked."""
     try:
-        check_packable(job.checkpoint.family, job.checkpoint.name)
-    except CheckpointError as error:
+        FORMATS[asked.format].check_model(job.checkpoint)
+        _planned(job, asked)
+    except UserError as error:
         yield f"pack: {error}"
-        return
-    if asked.sparse_attention.sparse:
-        try:
-            channels_asked(job.checkpoint, asked.sparse_attention)
-        except PackingError as error:
-            yield f"pack: {error}"
-    format, record = FORMATS[asked.format], record_to_come(job)
-    if format.neurons:
-        try:
-            plan_of(job.checkpoint, request_of(job, asked), None, neurons=_neurons_to_come(job, asked))
-        except PackingError as error:
-            yield f"pack.format: {error}"
-    if not format.weight_sparsity:
-        return
-    if asked.keep is None and record is None and pruning_record(job.checkpoint.path) is None:
-        yield (
-            f"pack.format: {format.name} leaves out the zeros of a pruned model, {job.checkpoint.name} is not pruned; "
-            "add a prune section, or give pack.keep and pack.of if it was pruned elsewhere"
-        )
-    try:
-        plan_of(job.checkpoint, request_of(job, asked), None, record)
-    except PackingError as error:
-        yield f"pack.format {format.name}: {error}"
 
 
 def request_of(job: Job, asked: Pack) -> PackRequest:
     """The section as what `pack` takes."""
-    recipe = job.recipe
+    return _request(job.recipe, asked, job.model, job.folder, folder_of(job))
+
+
+def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration: Path) -> PackRequest:
     return PackRequest(
-        model=job.model,
-        output=artifact_of(job),
-        calibration=folder_of(job) if calibrated(recipe) else None,
-        thresholds=job.folder / TABLE if sparse(recipe) else None,
+        model=model,
+        output=folder / artifact_name(asked),
+        calibration=calibration if calibrated(recipe) else None,
+        thresholds=folder / TABLE if sparse(recipe) else None,
         device=recipe.device,
         overwrite=True,
         recipe=provenance(recipe),
         **asked.for_request,
     )
+
+
+def _planned(job: Job, asked: Pack) -> "Plan":
+    """The artifact as far as it is known before the stages in front of it have run."""
+    from sparsepack.packing import Found, plan_of
+
+    found = Found(
+        thresholds=thresholds_to_come(job),
+        attention=_attention_to_come(job, asked),
+        neurons=_neurons_to_come(job, asked),
+        pruning=record_to_come(job),
+    )
+    return plan_of(job.checkpoint, request_of(job, asked), found)
 
 
 def _attention_to_come(job: Job, asked: Pack) -> "FoundAttention | None":
@@ -199,7 +157,7 @@ def _attention_to_come(job: Job, asked: Pack) -> "FoundAttention | None":
 
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.heads import heads_of_config
-    from sparsepack.models.sparse_attention import SparseAttention
+    from sparsepack.models.records.sparse_attention import SparseAttention
     from sparsepack.sparsity.attention import FoundAttention, channels_asked
 
     options = asked.sparse_attention
@@ -213,22 +171,22 @@ def _attention_to_come(job: Job, asked: Pack) -> "FoundAttention | None":
 
 
 def _neurons_to_come(job: Job, asked: Pack) -> "NeuronCounts | None":
-    """As many counts as there will be: which neurons are active is not known yet."""
+    """Counts of the number that there will be: which neurons are active is not known yet."""
     import torch
 
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.families import MLP_MID
-    from sparsepack.models.neurons import NeuronCounts
+    from sparsepack.models.records.neurons import NeuronCounts
 
-    if not FORMATS[asked.format].neurons:
+    if not FORMATS[asked.format].mlp.by_count:
         return None
     shape = (job.checkpoint.layers, job.checkpoint.stacked_shape(MLP_MID)[1])
     return NeuronCounts(torch.zeros(shape, dtype=torch.int64), 1, NO_HASH)
 
 
 def _run(job: Job, asked: Pack) -> None:
-    from sparsepack.artifacts.inspect import describe
-    from sparsepack.pack import pack
+    from sparsepack.formats.inspect import describe
+    from sparsepack.packing import pack
 
     for note in pack(request_of(job, asked), job.checkpoint).notes:
         say(f"pack: {note}")
@@ -238,18 +196,9 @@ def _run(job: Job, asked: Pack) -> None:
 
 
 def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
-    from sparsepack.pack import plan_of
-
     if asked is None:
         return {"artifact": None}
-    planned = plan_of(
-        job.checkpoint,
-        request_of(job, asked),
-        thresholds_to_come(job),
-        record_to_come(job),
-        _attention_to_come(job, asked),
-        _neurons_to_come(job, asked),
-    )
+    planned = _planned(job, asked)
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
     for tensor in planned.tensors:
         types[tensor.type]["tensors"] += 1
@@ -269,17 +218,14 @@ def _plan(job: Job, asked: Pack | None) -> dict[str, Any]:
     return {"artifact": artifact}
 
 
-def _show_plan(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[Part]:
     artifact = plan["artifact"]
     if artifact is None:
         return
-    made = table(f"artifact, {artifact['format']}", "type", ">tensors", ">bytes")
-    for kind, row in artifact["types"].items():
-        made.add_row(kind, str(row["tensors"]), f"{row['bytes']:,}")
-    yield made
+    rows = [[kind, row["tensors"], f"{row['bytes']:,}"] for kind, row in artifact["types"].items()]
+    yield Table(["type", "tensors", "bytes"], rows, f"artifact, {artifact['format']}")
     yield f"file: about {artifact['file_bytes']:,} bytes, {artifact['bits_per_weight']:.3f} bits per weight"
-    for note in artifact["notes"]:
-        yield f"note: {escape(note)}"
+    yield from (f"note: {note}" for note in artifact["notes"])
 
 
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
@@ -287,7 +233,7 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
     if made is not None:
         bits = made["bits_per_weight"]
         yield (
-            f"file: {escape(report['artifact'])}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
+            f"file: {report['artifact']}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
             f"({bits['blocks']:.3f} in the blocks)"
         )
 

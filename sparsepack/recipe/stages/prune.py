@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from sparsepack.errors import UserError
-from sparsepack.prune.options import PruneOptions, SitePattern
+from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
 
 if TYPE_CHECKING:
-    from sparsepack.models.pruned import PruningRecord
+    from sparsepack.models.records.pruned import PruningRecord
 
 FOLDER = "pruned"
 
@@ -60,7 +60,7 @@ def _options(recipe: Recipe, asked: Prune) -> PruneOptions:
 
 def _reads_text(asked: Prune) -> bool:
     """Whether its method must know what enters the matrices."""
-    from sparsepack.prune.methods import METHODS
+    from sparsepack.pruning.methods import METHODS
 
     return METHODS[asked.method].needs != "nothing"
 
@@ -75,7 +75,7 @@ def _problems(recipe: Recipe, asked: Prune) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Prune) -> Iterator[str]:
-    from sparsepack.prune.run import site_patterns
+    from sparsepack.pruning.run import site_patterns
 
     try:
         left = site_patterns(job.checkpoint, _options(job.recipe, asked))
@@ -88,7 +88,7 @@ def _misfits(job: Job, asked: Prune) -> Iterator[str]:
 
 def _run(job: Job, asked: Prune) -> None:
     """A run that was killed within goes on where it stopped."""
-    from sparsepack.prune.run import prune
+    from sparsepack.pruning.run import prune
 
     calibration = folder_of(job) if _reads_text(asked) else None
     prune(job.checkpoint, job.folder / FOLDER, _options(job.recipe, asked), calibration, overwrite=True)
@@ -97,8 +97,8 @@ def _run(job: Job, asked: Prune) -> None:
 def record_to_come(job: Job) -> "PruningRecord | None":
     """What the pruned checkpoint will say of itself; None where the recipe prunes nothing."""
     from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.pruned import PruningRecord
-    from sparsepack.prune.run import site_patterns
+    from sparsepack.models.records.pruned import PruningRecord
+    from sparsepack.pruning.run import site_patterns
 
     asked, checkpoint = Prune.asked_in(job.recipe), job.checkpoint
     if asked is None:
@@ -130,10 +130,11 @@ def _tokens(job: Job, asked: Prune) -> int:
 
 
 def _memory(job: Job, asked: Prune) -> int:
-    """Of the text's way through a block while its inputs are counted, or of what its matrices are pruned with."""
+    """The bytes of the text's way through a block while its inputs are counted, or of what its matrices are pruned
+    with."""
     from sparsepack.models.families import SITES
-    from sparsepack.prune.methods import METHODS
-    from sparsepack.prune.permute import AT_ONCE, SAMPLED_ROWS
+    from sparsepack.pruning.methods import METHODS
+    from sparsepack.pruning.permute import AT_ONCE, SAMPLED_ROWS
     from sparsepack.recipe.estimates import LIVE, block_by_block_bytes, block_parameters, dtype_bytes
 
     checkpoint = job.checkpoint
@@ -153,7 +154,7 @@ def _memory(job: Job, asked: Prune) -> int:
 def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
     """What stays at each site that is pruned."""
     from sparsepack.models.sites import site_name
-    from sparsepack.prune.run import site_patterns
+    from sparsepack.pruning.run import site_patterns
 
     patterns = site_patterns(job.checkpoint, _options(job.recipe, asked)) if asked else {}
     return {"pruned": {site_name(*key): f"{pattern.keep} of {pattern.of}" for key, pattern in patterns.items()}}
@@ -161,7 +162,7 @@ def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
 
 def _read(folder: Path) -> Any:
     """What the pruned checkpoint says of itself."""
-    from sparsepack.models.pruned import RECORD
+    from sparsepack.models.records.pruned import RECORD
 
     return read_json(f"{FOLDER}/{RECORD}")(folder)
 

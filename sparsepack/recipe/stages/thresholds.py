@@ -5,11 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.markup import escape
-
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
+from sparsepack.sparsity.allocations import ALLOCATIONS
 from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
@@ -51,10 +50,8 @@ def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
     key = ActivationSparsity.key
     if asked.sparsity and Calibrate.asked_in(recipe) is None:
         yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
-    if asked.offsets and asked.allocation != "global":
-        yield f"{key}.offsets: they are learnt from the model's output; expected allocation: global"
-    if asked.allocation == "global" and asked.upstream == "dense":
-        yield f"{key}.upstream: global runs the whole sparse model; expected sparse"
+    for name, problem in ALLOCATIONS[asked.allocation].problems(asked.offsets, asked.upstream):
+        yield f"{key}.{name}: {problem}"
 
 
 def _misfits(job: Job, asked: ActivationSparsity) -> Iterator[str]:
@@ -78,18 +75,18 @@ def _tokens(job: Job, asked: ActivationSparsity) -> int:
     assert calibrate is not None  # or there would be no thresholds
     count, context = windows(job, calibrate)
     tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
-    if asked.allocation == "global":
+    if ALLOCATIONS[asked.allocation].trains:
         tokens += 2 * asked.steps * asked.batch * min(asked.length, context)
     return tokens
 
 
 def _memory(job: Job, asked: ActivationSparsity) -> int | None:
-    """Of `global`, which trains, it is not known."""
+    """The bytes of one block and its activations; not known of an allocation that trains."""
     from sparsepack.recipe.estimates import block_by_block_bytes
     from sparsepack.sparsity.find import BATCH
 
     calibrate = Calibrate.asked_in(job.recipe)
-    if asked.allocation == "global" or calibrate is None:
+    if ALLOCATIONS[asked.allocation].trains or calibrate is None:
         return None
     count, context = windows(job, calibrate)
     return block_by_block_bytes(job, min(asked.windows, count), context, BATCH)
@@ -111,14 +108,14 @@ def thresholds_to_come(job: Job) -> "Thresholds | None":
 
     from sparsepack.files.hashing import NO_HASH
     from sparsepack.models.families import SITES
-    from sparsepack.models.rule import CURVE_SHARES, SiteRule
+    from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
     from sparsepack.models.sites import chosen_sites
     from sparsepack.sparsity.thresholds import Thresholds
 
     asked, checkpoint = ActivationSparsity.asked_in(job.recipe), job.checkpoint
     if asked is None or not asked.sparsity:
         return None
-    per_channel = asked.allocation == "global" or asked.criterion != "magnitude"
+    per_channel = ALLOCATIONS[asked.allocation].per_channel or asked.criterion != "magnitude"
     rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
     allowed = frozenset(chosen_sites(checkpoint, asked.include, asked.ignore))
     for layer, site in allowed:
@@ -139,7 +136,7 @@ def thresholds_to_come(job: Job) -> "Thresholds | None":
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
     for row in plan["patterns"]:
         found = row["sites"]
-        yield escape(f"{row['list']} {row['pattern']}: {len(found)} sites, {found[0]} to {found[-1]}")
+        yield f"{row['list']} {row['pattern']}: {len(found)} sites, {found[0]} to {found[-1]}"
 
 
 def _read(folder: Path) -> Any:

@@ -21,7 +21,7 @@ def _problems(recipe: Recipe, asked: bool) -> Iterator[str]:
 
 
 def _run(job: Job, asked: bool) -> None:
-    from sparsepack.artifacts.verify import verify_against
+    from sparsepack.formats.verify import verify_against
 
     artifact = artifact_of(job)
     report = verify_against(artifact, job.checkpoint).to_json()

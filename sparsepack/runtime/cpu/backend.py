@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from sparsepack.models.packed import PackedModel
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.links import measure as measure_links
 from sparsepack.runtime.cpu.links import measured_links
 from sparsepack.runtime.cpu.tune import measure
-from sparsepack.runtime.hybrid.decoder import HybridDecoder, Places
+from sparsepack.runtime.hybrid.decoder import HybridDecoder
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
 __all__ = ["decoder", "describe", "operations", "synchronise", "tune", "tune_links", "usable"]
@@ -27,16 +28,14 @@ def decoder(
     packed: PackedModel,
     device: torch.device,
     context: int,
-    threads: int | None,
     cache_type: str,
-    *,
-    places: Places | None = None,
+    options: EngineOptions,
 ) -> NativeDecoder | HybridDecoder:
-    if places is not None:
-        beside, threads = operations.neuron_ffn_beside, threads or torch.get_num_threads()
-        measured = measured_links(threads, packed.architecture.hidden)
-        return HybridDecoder(packed, operations, beside, device, context, threads, cache_type, places, measured)
-    return NativeDecoder(packed, device, context, threads)
+    if options.cached is not None:
+        measured = measured_links(options.threads or torch.get_num_threads(), packed.architecture.hidden)
+        beside = operations.neuron_ffn_beside
+        return HybridDecoder(packed, operations, beside, device, context, cache_type, options, measured)
+    return NativeDecoder(packed, device, context, options.threads)
 
 
 def synchronise(device: torch.device) -> None:

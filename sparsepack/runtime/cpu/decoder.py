@@ -2,14 +2,17 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.models.packed import MLP_GATE, MLP_RECORDS, PackedModel, PackedSite
+from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
+from sparsepack.models.families import ATTENTION_SITES, SITES
+from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
@@ -18,23 +21,21 @@ from sparsepack.runtime.decoder import attention_of
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.sampling import Sampler, not_finite
 
-CHUNK = 512
-"""Positions that prefill takes at once: what it needs of memory, about 16 * intermediate bytes for each."""
+PREFILL_TOKENS = 512
+"""Prefill takes this many positions at once, and about 16 * intermediate bytes of memory for each."""
 
-SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
-"""In the order in which native/decoder.h has them."""
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}  # kernels.h, Activation
 
 
 class NativeDecoder:
-    """See `runtime.decoder.Decoder`.
+    """See `runtime.decoder.Decoder`; of one sequence.
 
     Matrices keep the size that they have in the file. Sums are float32, with multipliers of 16 bits within a tile of
     columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same text gives
     the same bits every run at the same number of threads, until `sparsepack tune` finds other layouts.
 
-    threads      -- None: as many as torch has, one for each core unless told otherwise
-    new_kv_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
+    threads   -- None: as many as torch has, one for each core unless told otherwise
+    new_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
 
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
@@ -45,15 +46,14 @@ class NativeDecoder:
         device: torch.device,
         context: int,
         threads: int | None,
-        new_kv_cache: Callable[[AttentionShape], NativeKvCache] = NativeKvCache,
+        new_cache: Callable[[AttentionShape], NativeKvCache] = NativeKvCache,
     ) -> None:
         backend_named("cpu").check_device(device)
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
-        self._attention_from = packed.attention.policy.min_context if packed.attention else None
-        self._counted = (*SITES[:2], MLP_GATE, MLP_RECORDS) if packed.by_neurons else SITES
+        self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted)
         self._vocabulary = packed.architecture.vocabulary
-        self._cache = new_kv_cache(attention_of(packed, context, device))
+        self._cache = new_cache(attention_of(packed, context, device))
         try:
             self.native = native().Decoder(
                 _built(packed, self._cache, self.threads), self.instruction_set, self.threads
@@ -68,49 +68,53 @@ class NativeDecoder:
         return f"{self.instruction_set}, {self.threads} threads"
 
     @property
-    def attention_from(self) -> int | None:
-        return self._attention_from
+    def sparse_from(self) -> SparseFrom | None:
+        return self._cache.sparse_from
 
     @property
     def cache_type(self) -> str:
         return self._cache.type
 
     @property
-    def position(self) -> int:
-        return self._cache.lengths[0]
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self._cache.lengths)
 
     @property
     def stepped(self) -> int:
         return int(self.native.stepped)
 
+    @property
+    def served(self) -> None:
+        return None
+
     def active(self) -> dict[tuple[int, str], int]:
-        counts = self.native.active()
-        return {(n // len(SITES), self._counted[n % len(SITES)]): count for n, count in enumerate(counts)}
+        names = self._counted
+        return {(n // len(names), names[n % len(names)]): count for n, count in enumerate(self.native.active())}
 
     def reset(self) -> None:
         self.native.reset()
 
-    def truncate(self, length: int) -> None:
-        self._cache.truncate(length)
+    def truncate(self, sequence: int, length: int) -> None:
+        self._cache.truncate(length, sequence)
 
-    def prefill(self, ids: Tensor) -> Tensor:
+    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
         self.native.prefill(ids.numpy(), False, logits.numpy())
         return logits[0]
 
-    def step(self, id: int, sparse: bool) -> Tensor:
-        logits = torch.empty(self._vocabulary)
-        self.native.step(id, sparse, logits.numpy())
+    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+        logits = torch.empty(1, self._vocabulary)
+        self.native.step(ids[0], sparse, logits[0].numpy())
         return logits
 
-    def decode_next(self, id: int, sparse: bool, sampler: Sampler) -> int:
-        how = sampler.sampling
+    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
+        sampler, how = samplers[0], samplers[0].sampling
         draw = sampler.draw() if how.temperature else 0.0
         top_p = 1.0 if how.top_p is None else how.top_p
-        chosen, best = self.native.decode_next(id, sparse, how.temperature, how.top_k or 0, top_p, draw)
+        chosen, best = self.native.decode_next(ids[0], sparse, how.temperature, how.top_k or 0, top_p, draw)
         if chosen < 0:
             raise not_finite(best)
-        return int(chosen)
+        return [int(chosen)]
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._vocabulary)
@@ -122,25 +126,20 @@ class NativeDecoder:
 
 
 def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
-    """The model as native/bind_decoder.cpp takes it."""
+    """The model as native/bind/decoder.cpp takes it."""
     a = packed.architecture
     builder = native().DecoderBuilder(
         hidden=a.hidden,
         intermediate=a.intermediate,
         vocabulary=a.vocabulary,
-        chunk=CHUNK,
+        prefill_tokens=PREFILL_TOKENS,
         eps=a.norm_eps,
         activation=_ACTIVATIONS[a.activation],
     )
     for layer in packed.layers:
         builder.add_layer(_vector(layer.norms["attn_norm"]), _vector(layer.norms["mlp_norm"]))
-        for number, name in enumerate(SITES):
-            if name in layer.sites:
-                _add_site(builder, number, layer.sites[name], threads)
-        if layer.neurons is not None:
-            gate = load_zigzag(layer.neurons.gate, threads=threads)
-            builder.set_site(SITES.index("mlp_in"), gate, None, None, None)
-            builder.set_neurons(load_neurons(layer.neurons.records))
+        _add_sites(builder, layer.attention, threads)
+        _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )
@@ -149,10 +148,24 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
     return builder
 
 
-def _add_site(builder: Any, number: int, site: PackedSite, threads: int) -> None:
-    threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
-    matrix = load_zigzag(site.matrix, threads=threads)
-    builder.set_site(number, matrix, _vector(site.bias), _vector(threshold), _vector(offset))
+def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> None:
+    for name, site in sites.items():
+        threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
+        matrix = load_zigzag(site.matrix, threads=threads)
+        # SITES is in the order in which native/decoder.h has them.
+        builder.set_site(SITES.index(name), matrix, _vector(site.bias), _vector(threshold), _vector(offset))
+
+
+def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
+    _add_sites(builder, mlp.sites, threads)
+
+
+def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
+    builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
+    builder.set_neurons(load_neurons(mlp.records))
+
+
+_ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {DENSE: _add_dense, NEURONS: _add_neurons}
 
 
 def _vector(x: Tensor | None) -> Tensor | None:

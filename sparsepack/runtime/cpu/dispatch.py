@@ -10,7 +10,7 @@ import torch
 from sparsepack.errors import UserError
 
 FORCED = "SPARSEPACK_ISA"
-"""Environment variable that names the instruction set to run, for tests and comparisons."""
+"""This environment variable names the instruction set to run, for tests and comparisons."""
 
 
 def native() -> Any:

@@ -1,5 +1,5 @@
 """Keys and values on the CPU as float16, and attention to all of them, or to those that their labels rank best, by
-native kernels (`native/kv_cache.h`, `native/double_kv_cache.h`)."""
+native kernels (`native/kv_cache.h`, `native/double_sparsity_kv_cache.h`)."""
 
 from typing import Any
 
@@ -26,6 +26,7 @@ class NativeKvCache:
     type = "f16"
 
     def __init__(self, shape: AttentionShape) -> None:
+        self.sparse_from = shape.sparse_from
         self._heads = shape.heads * shape.head_dim
         self.native: list[Any] = [_native_cache(shape) for _ in range(shape.sequences)]
 
@@ -42,10 +43,6 @@ class NativeKvCache:
         y = torch.empty(len(queries), self._heads)
         operations().attend(self.native[sequence], layer, queries.numpy(), y.numpy(), sparse)
         return y
-
-    def step(self, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
-        rows = enumerate(torch.split(qkv, 1))
-        return torch.cat([self.attend(layer, self.append(layer, row, n), n, sparse) for n, row in rows])
 
     def advance(self, positions: int, sequence: int = 0) -> None:
         self.native[sequence].advance(positions)
@@ -72,10 +69,10 @@ def _native_cache(shape: AttentionShape) -> Any:
     policy = shape.policy
     if policy is None:
         return native().DenseKvCache(**dense)
-    return native().DoubleKvCache(
+    return native().DoubleSparsityKvCache(
         **dense,
         channels=[None if it.channels is None else it.channels.int().contiguous() for it in shape.layers],
-        budgets=torch.tensor([policy.budget(seen) for seen in range(shape.context + 1)], dtype=torch.int32),
+        budgets=shape.budgets,
         sinks=min(policy.sinks, shape.context),
         recent=min(policy.recent, shape.context),
     )

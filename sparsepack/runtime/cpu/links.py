@@ -3,17 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
+from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.hybrid.kept_links import keep_links, kept_links, links_path
 from sparsepack.runtime.hybrid.measure import divided, measure_links
-from sparsepack.runtime.hybrid.split import Links
 from sparsepack.runtime.tuning import check_room
 
 
 def measured_links(threads: int, hidden: int) -> Links | None:
-    """As measured on this machine; None where `sparsepack tune` never saw records of this width."""
+    """The links as measured on this machine; None where `sparsepack tune` never saw records of this width."""
     return kept_links(depends_on(threads, hidden))
 
 

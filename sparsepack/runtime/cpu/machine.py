@@ -1,4 +1,4 @@
-"""Which processor this is."""
+"""The name of the processor that this is."""
 
 import platform
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The operations of `runtime/reference.py` by native kernels, on float32 tensors of the CPU.
+"""The operations of `runtime/reference/products.py` by native kernels, on float32 tensors of the CPU.
 
 Matrices keep their 4.5 bits a weight. `load_*` copy them into the order that the kernels read and give the pages of
 a mapped file back, so that a model is held once. Threads are torch's (`torch.set_num_threads`); results have the
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
@@ -24,7 +24,7 @@ from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.operations import NeuronFfn
 
 ROW_TYPES = {"F32": 0, "F16": 1, "BF16": 2, "Q4_K": 3, "Q6_K": 4, "Q8_0": 5}
-"""As layout.h numbers them."""
+"""The types have the numbers that layout.h gives them."""
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
 
@@ -91,9 +91,9 @@ def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> 
     return native().Operations.new_neurons(count, hidden)
 
 
-def copy_neurons(to: Any, places: Tensor, source: Any, records: Tensor) -> None:
-    """Copy loaded records to places of others; see `reference.copy_neurons`. May go on beside products."""
-    native().Operations.copy_neurons(to, places.contiguous().numpy(), source, records.contiguous().numpy())
+def copy_neurons(to: Any, slots: Tensor, source: Any, records: Tensor) -> None:
+    """Copy loaded records to slots of others; see `reference.copy_neurons`. May go on beside products."""
+    native().Operations.copy_neurons(to, slots.contiguous().numpy(), source, records.contiguous().numpy())
 
 
 def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ def neuron_matmul(neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
     return y
 
 
-def new_kv_cache(shape: AttentionShape, device: torch.device | str = "cpu", type: str | None = None) -> NativeKvCache:
-    """An empty cache of float16 keys and values; see `reference_operations.new_kv_cache`. Raises `UserError` for
+def new_cache(shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> NativeKvCache:
+    """An empty cache of float16 keys and values; see `reference.backend.new_cache`. Raises `UserError` for
     another type."""
     row = backend_named("cpu")
     row.check_device(device)

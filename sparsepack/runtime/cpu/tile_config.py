@@ -1,6 +1,6 @@
 """How a zigzag matrix lies in memory while it runs: the parameters that `native/layout.h` leaves open.
 
-`sparsepack tune` measures them once per machine (`tune.py`); what it found is kept below ~/.cache.
+`sparsepack tune` measures them once per machine (`tuning.py`); what it found is kept below ~/.cache.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def tile_config(shape: Shape, threads: int) -> TileConfig:
 
 
 def tuned_path(instruction_set: str, threads: int) -> Path:
-    """Where what was measured on this machine is kept."""
+    """The file that keeps what was measured on this machine."""
     return tuning.tuned_path("cpu", cpu_info(), instruction_set, threads)
 
 

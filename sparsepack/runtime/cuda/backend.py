@@ -1,21 +1,20 @@
 """The backend of NVIDIA GPUs; see `runtime.backends.BackendModule`."""
 
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime.cuda import batch as of_batches
-from sparsepack.runtime.cuda import decoder as of_one
-from sparsepack.runtime.cuda import device as gpu
-from sparsepack.runtime.cuda import operations
-from sparsepack.runtime.cuda.caches import new_cache
-from sparsepack.runtime.cuda.double.offloaded_kv_cache import OffloadedKvCache
-from sparsepack.runtime.cuda.tune import measure
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.attention.caches import new_cache
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.driver import device as gpu
+from sparsepack.runtime.cuda.products.tune import measure
+from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
-__all__ = ["batch_decoder", "decoder", "describe", "operations", "synchronise", "tune", "usable"]
+__all__ = ["decoder", "describe", "synchronise", "tune", "usable"]
 
 
 def usable(device: torch.device) -> None:
@@ -26,20 +25,11 @@ def decoder(
     packed: PackedModel,
     device: torch.device,
     context: int,
-    threads: int | None,
     cache_type: str,
-    *,
-    offload: bool = False,
-) -> of_one.CudaDecoder:
-    cache = OffloadedKvCache if offload else new_cache
-    return of_one.CudaDecoder(packed, device, context, cache_type=cache_type, new_cache=cache)
-
-
-def batch_decoder(
-    packed: PackedModel, device: torch.device, context: int, sequences: int, cache_type: str, *, offload: bool = False
-) -> of_batches.CudaBatch:
-    cache = OffloadedKvCache if offload else new_cache
-    return of_batches.CudaBatch(packed, device, context, sequences, cache_type=cache_type, new_cache=cache)
+    options: EngineOptions,
+) -> cuda_decoder.CudaDecoder:
+    cache = partial(new_cache, offload=options.offload)
+    return cuda_decoder.CudaDecoder(packed, device, context, options.sequences, cache_type, new_cache=cache)
 
 
 def synchronise(device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Models by neurons on two devices: the neurons with places on one, all others where the host keeps them."""
+"""Models by neurons on two devices: the neurons with slots on one, all others where the host keeps them."""

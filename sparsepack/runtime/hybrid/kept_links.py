@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.files.atomic import write_json
+from sparsepack.placement.links import Links
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
-from sparsepack.runtime.hybrid.split import Links
 from sparsepack.runtime.tuning import tuned_path
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def links_path(of: Mapping[str, Any]) -> Path:
-    """Where links are kept. of -- what they depend on: the machine, threads, width."""
+    """The file that keeps links. of -- what they depend on: the machine, threads, width."""
     return tuned_path("links", SCHEMA, *of.values())
 
 
@@ -36,5 +36,5 @@ def kept_links(of: Mapping[str, Any]) -> Links | None:
         known = {key: content[key] for key in ("schema", *of)}
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    speeds = (links.hot, links.bus, links.worker, links.handover)
+    speeds = (links.resident, links.bus, links.worker, links.handover)
     return links if known == {"schema": SCHEMA, **of} and all(0 < each < math.inf for each in speeds) else None

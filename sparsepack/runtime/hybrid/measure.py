@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.matrices import PackedMatrix
-from sparsepack.codecs.neurons import record_bytes
-from sparsepack.runtime.hybrid.split import Links
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.placement.links import Links
 from sparsepack.runtime.hybrid.worker import Worker
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import torch_threads
 from sparsepack.runtime.tuning import ROTATION, random_blocks
 
 LISTED = 2048
-"""Active neurons of a call: so many that starting it hardly counts."""
+"""A call lists this many active neurons, so many that starting the call hardly counts."""
 ONE_IN = 8
-"""Of so many neurons one is active, as in trained models with ReLU."""
+"""One of this many neurons is active, as in trained models with ReLU."""
 CALLS = 24
 ROUNDS = 7
 
@@ -69,25 +69,25 @@ def measure_links(
         slots = operations.new_neurons(count, hidden)
         everyone = torch.arange(count, dtype=torch.int32)
         operations.copy_neurons(slots, everyone, host, everyone)
-        hot = _calls(operations.neuron_ffn, slots, count, hidden, seed=1)
+        resident = _calls(operations.neuron_ffn, slots, count, hidden, seed=1)
         bus = _calls(operations.neuron_ffn, host, count, hidden, seed=2)
-        cold = _calls(beside(second), host, count, hidden, seed=3)
+        offloaded = _calls(beside(second), host, count, hidden, seed=3)
         taken: dict[str, list[int]] = {}
         for _ in range(ROUNDS):
-            for name, calls in (("hot", hot), ("bus", bus)):
+            for name, calls in (("resident", resident), ("bus", bus)):
                 taken.setdefault(f"{name} alone", []).extend(_times(calls))
-                own, others = _times_together(calls, worker, cold)
+                own, others = _times_together(calls, worker, offloaded)
                 taken.setdefault(name, []).extend(own)
                 taken.setdefault("worker", []).extend(others)
-            taken.setdefault("worker alone", []).extend(worker.take(worker.post(lambda: _times(cold))))
+            taken.setdefault("worker alone", []).extend(worker.take(worker.post(lambda: _times(offloaded))))
             taken.setdefault("handover", []).extend(_times(handed))
     seconds = {name: statistics.median(times) / 1e9 for name, times in taken.items()}
     return MeasuredLinks(_links(seconds, ""), _links(seconds, " alone"))
 
 
 def _links(seconds: Mapping[str, float], how: str) -> Links:
-    hot, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("hot", "bus", "worker"))
-    return Links(hot, bus, worker, seconds["handover"])
+    resident, bus, worker = (LISTED / seconds[f"{name}{how}"] for name in ("resident", "bus", "worker"))
+    return Links(resident, bus, worker, seconds["handover"])
 
 
 def _nothing() -> None:
@@ -126,14 +126,14 @@ def _time(call: Callable[[], Any]) -> int:
     return time.perf_counter_ns() - start
 
 
-def _times_together(calls: Calls, worker: Worker, cold: Calls) -> tuple[list[int], list[int]]:
+def _times_together(calls: Calls, worker: Worker, offloaded: Calls) -> tuple[list[int], list[int]]:
     """The same of the device, and of the worker, which goes on as long as the device does."""
     ended = threading.Event()
 
     def work() -> list[int]:
-        taken = [_time(next(cold))]
+        taken = [_time(next(offloaded))]
         while not ended.is_set():
-            taken.append(_time(next(cold)))
+            taken.append(_time(next(offloaded)))
         return taken
 
     number = worker.post(work)

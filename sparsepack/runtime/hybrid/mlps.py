@@ -1,9 +1,10 @@
 """MLPs by neurons on two devices: the operations of a decoder (`runtime/operations.py`), those on neurons divided.
 
-    device   lists the active neurons | hot ones, out of slots | the last cold ones, out of the host's records | adds
-    worker                            | the first cold ones, out of the host's records                         |
+    device   lists the active ones | residents, from slots | last offloaded ones, from the host's records | adds
+    worker                         | first offloaded ones, from the host's records                       |
 
-Hot has a slot, cold has none. The sums of the three parts are added in this order. Who is active never depends on it.
+A resident neuron has a slot, an offloaded one has none. The sums of the three parts are added in this order. Who is
+active never depends on it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.codecs.matrices import PackedMatrix
-from sparsepack.codecs.neurons import record_bytes
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.placement.links import Links, over_the_bus
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
-from sparsepack.runtime.hybrid.split import Links, over_the_bus
 from sparsepack.runtime.hybrid.worker import Worker
 from sparsepack.runtime.operations import NeuronFfn, Operations
 
 STAGED_BYTES = 8 << 20
-"""Of stored records that prefill moves at once."""
+"""Prefill moves this many bytes of stored records at once."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class DividedMlps:
     operations -- of the backend
     beside     -- its `neuron_ffn`, for the second worker, which runs at the same time
     shape      -- blocks, neurons of each; hidden: channels
+    most       -- how many neurons may be resident
 
     Several positions at once stream all records of the block through two staging buffers, one being filled by the
     worker while the other is multiplied: what they give does not depend on who has a slot.
@@ -52,18 +54,18 @@ class DividedMlps:
         beside: NeuronFfn,
         shape: tuple[int, int],
         hidden: int,
-        places: int,
+        most: int,
         links: Links,
     ) -> None:
         self.load_zigzag, self.load_rows = operations.load_zigzag, operations.load_rows
         self.collect, self.matmul = operations.collect, operations.matmul
         self.zigzag_gemv, self.zigzag_matmul = operations.zigzag_gemv, operations.zigzag_matmul
         self.new_neurons, self.copy_neurons = operations.new_neurons, operations.copy_neurons
-        self.new_kv_cache = operations.new_kv_cache
+        self.new_cache = operations.new_cache
         self._operations, self._beside, self._links = operations, beside, links
         self._worker = Worker()
         self._blocks: list[HostNeurons] = []
-        self.residency = Residency(shape, places)
+        self.residency = Residency(shape, most)
         self._slots = operations.new_neurons(self.residency.slots, hidden)
         self._slot_gates = torch.zeros(self.residency.slots)
         pieces = -(-shape[1] * record_bytes(hidden) // STAGED_BYTES)
@@ -87,7 +89,7 @@ class DividedMlps:
             rows.clear()
 
     def needed(self) -> Iterator[np.ndarray]:
-        """Of each position since `forget`, who was active: uint8 [blocks, neurons]."""
+        """The neurons that were active at each position since `forget`: uint8 [blocks, neurons]."""
         blocks = [np.concatenate(rows) for rows in self._seen if rows]  # none where no position passed
         count = self.residency.table.shape[1]
         return (np.unpackbits(np.stack(rows), axis=1, count=count) for rows in zip(*blocks, strict=True))
@@ -96,14 +98,14 @@ class DividedMlps:
         """See `reference.neuron_ffn`: the same but for the order of the sum."""
         self._saw(neurons.block, gate[None])
         active = indices[: int(count)].to(torch.int32)
-        places = torch.from_numpy(self.residency.table[neurons.block])[active.long()]
-        is_hot = places != NOWHERE
-        hot, slots = active[is_hot], places[is_hot]
-        cold = active[~is_hot]
-        bus = over_the_bus(len(hot), len(cold), self._links)
-        beside, own = cold[: len(cold) - bus], cold[len(cold) - bus :]
+        slots = torch.from_numpy(self.residency.table[neurons.block])[active.long()]
+        is_resident = slots != NOWHERE
+        resident, slots = active[is_resident], slots[is_resident]
+        offloaded = active[~is_resident]
+        bus = over_the_bus(len(resident), len(offloaded), self._links)
+        beside, own = offloaded[: len(offloaded) - bus], offloaded[len(offloaded) - bus :]
         number = self._worker.post(_part(self._beside, neurons.records, x, gate, beside)) if len(beside) else None
-        self._slot_gates[slots.long()] = gate[hot.long()]
+        self._slot_gates[slots.long()] = gate[resident.long()]
         y: Tensor = _part(self._operations.neuron_ffn, self._slots, x, self._slot_gates, slots.sort().values)()
         y = y + _part(self._operations.neuron_ffn, neurons.records, x, gate, own)()
         return y if number is None else y + self._worker.take(number)
@@ -128,13 +130,13 @@ class DividedMlps:
         """What brings a piece of a block's records into a staging buffer."""
         copy, to = self.copy_neurons, self._staging[piece % 2]
         slots = torch.from_numpy(self.residency.table[neurons.block])[start : start + self._piece]
-        is_hot, position = slots != NOWHERE, torch.arange(len(slots), dtype=torch.int32)
+        is_resident, position = slots != NOWHERE, torch.arange(len(slots), dtype=torch.int32)
         # Of the table nothing is read later: of a prefill that was interrupted nobody waits for the worker.
-        hot, cold, from_slots = position[is_hot], position[~is_hot], slots[is_hot]
+        resident, offloaded, from_slots = position[is_resident], position[~is_resident], slots[is_resident]
 
         def fill() -> None:
-            copy(to, hot, self._slots, from_slots)
-            copy(to, cold, neurons.records, start + cold)
+            copy(to, resident, self._slots, from_slots)
+            copy(to, offloaded, neurons.records, start + offloaded)
 
         return fill
 

@@ -6,24 +6,25 @@ import numpy as np
 
 NOWHERE = -1
 SPARE = 64
-"""Slots beyond the places: what comes is copied there while those that go still stand in the table."""
+"""There are this many slots more than neurons may be resident: what comes is copied there while those that go still
+stand in the table."""
 
 Copy = Callable[[int, np.ndarray, np.ndarray], None]
-"""Copies neurons of a block into slots: of the block, its neurons, the slots; int32 [n] each."""
+"""The function copies neurons of a block into slots, given the block, its neurons and the slots, int32 [n] each."""
 
 
 class Residency:
     """The slot of each neuron, or NOWHERE. Changes are made between two tokens.
 
-    shape  -- blocks, neurons of each
-    places -- how many neurons may have a slot
+    shape -- blocks, neurons of each
+    most  -- how many neurons may be resident
 
     At any moment the table in force is true: a slot that it names has that neuron, since slots become free only when
     a version that does not name them is in force.
     """
 
-    def __init__(self, shape: tuple[int, int], places: int) -> None:
-        self.slots = places + SPARE
+    def __init__(self, shape: tuple[int, int], most: int) -> None:
+        self.slots = most + SPARE
         self._versions = [np.full(shape, NOWHERE, np.int32) for _ in range(2)]
         self._now = 0
 
@@ -48,14 +49,14 @@ class Residency:
         self.change(resident, copy)
 
     def change(self, resident: np.ndarray, copy: Copy) -> None:
-        """Let others have the slots: bool [blocks, neurons], at most as many as there are places.
+        """Let others have the slots: bool [blocks, neurons], at most as many as may be resident.
 
         Those that come take free slots in ascending order. Where there are fewer free ones than neurons that come, a
         first version has a part of them and nobody of those that go; then their slots are free. Raises ValueError for
-        more neurons than places.
+        more neurons than may be resident.
         """
         if np.count_nonzero(resident) > self.slots - SPARE:
-            raise ValueError(f"{np.count_nonzero(resident)} neurons for {self.slots - SPARE} places")
+            raise ValueError(f"{np.count_nonzero(resident)} neurons for {self.slots - SPARE} slots")
         coming = np.argwhere(resident & ~self.resident)
         while True:
             following = np.where(resident, self.table, np.int32(NOWHERE))

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST = 60.0
-"""Seconds for one piece of work. It takes milliseconds: longer than this nobody computes."""
+"""One piece of work may take this many seconds. Work takes milliseconds: where it takes longer than this, nobody
+computes."""
 _LOOK = 0.1  # seconds between two looks whether the worker lives
 
 
@@ -49,7 +50,7 @@ class Worker:
 
     def __init__(self, longest: float = LONGEST) -> None:
         self._longest, self._shared = longest, _Shared()
-        self._thread = threading.Thread(target=_serve, args=(self._shared,), name="cold neurons", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._shared,), name="offloaded neurons", daemon=True)
         self._thread.start()
         weakref.finalize(self, _end, self._shared, self._thread, longest)
 
@@ -79,14 +80,14 @@ class Worker:
         shared, end = self._shared, time.monotonic() + self._longest
         while True:
             if shared.error is not None:
-                raise RuntimeError(f"the worker of the cold neurons failed: {shared.error!r}") from shared.error
+                raise RuntimeError(f"the worker of the offloaded neurons failed: {shared.error!r}") from shared.error
             if not self._thread.is_alive() or shared.closed:
-                raise RuntimeError("the worker of the cold neurons is gone; load the model again")
+                raise RuntimeError("the worker of the offloaded neurons is gone; load the model again")
             if shared.done >= number:
                 return
             if time.monotonic() > end:
                 self.close()
-                raise RuntimeError(f"the worker of the cold neurons has not answered for {self._longest:g} s")
+                raise RuntimeError(f"the worker of the offloaded neurons has not answered for {self._longest:g} s")
             shared.changed.wait(_LOOK)
 
 

@@ -1,4 +1,5 @@
-// Attention to all tokens and to listed ones, labels and selection, beside the plain instruction set; see check_kernels.cpp.
+// Attention to all tokens and to listed ones, labels and selection, beside the plain instruction set; see
+// check_kernels.cpp.
 #include "check_kernels.h"
 
 #include <algorithm>
@@ -20,14 +21,20 @@ void check_attention(const Kernels& k) {
                     for (int s = 0; s < 2; s++) {
                         std::vector<float> scores((size_t)heads * positions * total);
                         y[s].assign(positions * y_stride, GUARD);
-                        AttentionUnit unit = {q.data(), keys.data(), values.data(), y[s].data(), scores.data(),
-                                              q_stride, kv_stride, y_stride, heads, head_dim, position, positions,
-                                              window, 1 / std::sqrt((float)head_dim), nullptr, 0};
-                        (s ? k : scalar_kernels).attention(&unit);
+                        AttentionWork work = {q.data(),      keys.data(),
+                                              values.data(), y[s].data(),
+                                              scores.data(), q_stride,
+                                              kv_stride,     y_stride,
+                                              heads,         head_dim,
+                                              position,      positions,
+                                              window,        1 / std::sqrt((float)head_dim),
+                                              nullptr,       0};
+                        (s ? k : scalar_kernels).attention(&work);
                     }
                     check_near(y[1], y[0], k.name,
                                text("attention of %d heads of %d, position %d + %d, window %d", heads, head_dim,
-                                    position, positions, window), 1e-5f);
+                                    position, positions, window),
+                               1e-5f);
                 }
             }
         }
@@ -47,13 +54,27 @@ void check_listed_attention(const Kernels& k) {
                 for (int s = 0; s < 2; s++) {
                     std::vector<float> scores((size_t)heads * total);
                     y[s].assign(heads * head_dim + 16, GUARD);
-                    AttentionUnit unit = {q.data(), keys.data(), values.data(), y[s].data(), scores.data(), 0, kv_stride,
-                                          0, heads, head_dim, total - 1, 1, 3, 1 / std::sqrt((float)head_dim),
-                                          tokens.data(), listed};
-                    (s ? k : scalar_kernels).attention(&unit);
+                    AttentionWork work = {q.data(),
+                                          keys.data(),
+                                          values.data(),
+                                          y[s].data(),
+                                          scores.data(),
+                                          0,
+                                          kv_stride,
+                                          0,
+                                          heads,
+                                          head_dim,
+                                          total - 1,
+                                          1,
+                                          3,
+                                          1 / std::sqrt((float)head_dim),
+                                          tokens.data(),
+                                          listed};
+                    (s ? k : scalar_kernels).attention(&work);
                 }
                 check_near(y[1], y[0], k.name,
-                           text("attention of %d heads of %d to %d of %d tokens", heads, head_dim, listed, total), 1e-5f);
+                           text("attention of %d heads of %d to %d of %d tokens", heads, head_dim, listed, total),
+                           1e-5f);
             }
         }
     }
@@ -77,7 +98,8 @@ void check_labels(const Kernels& k) {
             for (int c = 0; c < channels; c++) at[c] = c * 128 / channels;
             for (int s = 0; s < 2; s++) {
                 const Kernels& set = s ? k : scalar_kernels;
-                codes[s].assign(count * bytes + 16, 77), scales[s].assign(count + 16, 77), scores[s].assign(count + 16, 77);
+                codes[s].assign(count * bytes + 16, 77), scales[s].assign(count + 16, 77),
+                    scores[s].assign(count + 16, 77);
                 for (int t = 0; t < count; t++)
                     set.label_key(&keys[t * 128], at.data(), channels, &codes[s][t * bytes], &scales[s][t]);
                 set.label_scores(query.data(), padded, codes[s].data(), scales[s].data(), count, scores[s].data());

@@ -3,8 +3,8 @@
 //
 //     check_kernels [instruction set ...]
 #include "check_kernels.h"
-#include "repack.h"
-#include "rows.h"
+#include "layout/repack.h"
+#include "layout/rows.h"
 
 #include <algorithm>
 #include <cmath>
@@ -58,7 +58,7 @@ std::vector<uint8_t> random_blocks(int64_t count, int64_t block_bytes, std::vect
 
 ZigzagMatrix random_zigzag(int64_t rows, int64_t columns, int span, int tile) {
     static Pool pool(1);
-    std::vector<uint8_t> blocks = random_blocks((rows + 255) / 256 * columns, FILE_BLOCK_BYTES, {0, 2});
+    std::vector<uint8_t> blocks = random_blocks((rows + 255) / 256 * columns, sizeof(Q4KBlock), {0, 2});
     std::vector<uint8_t> back(blocks.size());
     ZigzagMatrix m = repack_zigzag(blocks.data(), rows, columns, span, tile, pool);
     unpack_zigzag(m.view, back.data(), pool);
@@ -78,12 +78,13 @@ void check_gemv(const Kernels& k, const Zigzag& m, int count) {
         std::vector<float> y[2];
         for (int s = 0; s < 2; s++) {
             y[s].assign(rows + 16, GUARD);
-            GemvUnit unit = {&m, span, count, indices.data(), x.data(), y[s].data()};
-            GemvUnit next = {&m, spans(&m) - 1 - span, count, indices.data(), x.data(), y[s].data()};
-            (s ? k : scalar_kernels).zigzag_gemv(&unit, span % 2 ? &next : nullptr);
+            GemvWork work = {&m, span, count, indices.data(), x.data(), y[s].data()};
+            GemvWork next = {&m, spans(&m) - 1 - span, count, indices.data(), x.data(), y[s].data()};
+            (s ? k : scalar_kernels).zigzag_gemv(&work, span % 2 ? &next : nullptr);
         }
-        check_near(y[1], y[0], k.name, text("gemv of %d x %d, span %d, tile %d, count %d", (int)m.rows, (int)m.columns,
-                                            m.span, m.tile, count));
+        check_near(
+            y[1], y[0], k.name,
+            text("gemv of %d x %d, span %d, tile %d, count %d", (int)m.rows, (int)m.columns, m.span, m.tile, count));
     }
 }
 
@@ -98,8 +99,8 @@ void check_not_finite(const Kernels& k, const Zigzag& m, float value) {
     };
     for (int32_t span = 0; span < spans(&m); span++) {
         float* to = y.data() + (size_t)span * m.span * QUAD_ROWS;
-        GemvUnit unit = {&m, span, (int32_t)m.columns, indices.data(), x.data(), to};
-        k.zigzag_gemv(&unit, nullptr);
+        GemvWork work = {&m, span, (int32_t)m.columns, indices.data(), x.data(), to};
+        k.zigzag_gemv(&work, nullptr);
     }
     check(none_finite(), k.name, text("gemv of %d x %d with %f", (int)m.rows, (int)m.columns, value));
     std::fill(y.begin(), y.end(), 0.0f);
@@ -116,13 +117,15 @@ void check_zigzag_matmul(const Kernels& k, const Zigzag& m, int positions) {
         for (int32_t quad = 0; quad < quads(&m); quad++)
             (s ? k : scalar_kernels).zigzag_matmul(&m, quad, x.data(), x_stride, positions, y[s].data(), y_stride);
     }
-    check_near(y[1], y[0], k.name, text("matmul of %d x %d, span %d, tile %d, %d positions", (int)m.rows,
-                                        (int)m.columns, m.span, m.tile, positions));
+    check_near(y[1], y[0], k.name,
+               text("matmul of %d x %d, span %d, tile %d, %d positions", (int)m.rows, (int)m.columns, m.span, m.tile,
+                    positions));
 }
 
 void check_zigzag(const Kernels& k) {
-    int shapes[][4] = {  // rows, columns, span, tile
-        {1, 1, 1, 8},       {256, 33, 1, 64},   {257, 31, 4, 64},  {700, 130, 1, 8},   {1025, 70, 1, 256},
+    int shapes[][4] = {
+        // rows, columns, span, tile
+        {1, 1, 1, 8},       {256, 33, 1, 64},  {257, 31, 4, 64},    {700, 130, 1, 8},    {1025, 70, 1, 256},
         {1300, 300, 2, 64}, {4352, 90, 4, 24}, {4352, 65, 16, 128}, {2048, 257, 2, 256}, {3000, 64, 3, 72},
     };
     for (auto& s : shapes) {
@@ -145,9 +148,9 @@ void check_rows(const Kernels& k) {
             if (type == Q8_0) columns -= 32 * below(8);
             bytes = row_bytes(type, columns);
             std::vector<uint8_t> data;
-            if (type == Q4_K) data = random_blocks(rows * columns / 256, Q4_K_BYTES, {0, 2});
-            if (type == Q6_K) data = random_blocks(rows * columns / 256, Q6_K_BYTES, {208});
-            if (type == Q8_0) data = random_blocks(rows * columns / Q8_0_COLUMNS, Q8_0_BYTES, {0});
+            if (type == Q4_K) data = random_blocks(rows * columns / 256, sizeof(Q4KBlock), {0, 2});
+            if (type == Q6_K) data = random_blocks(rows * columns / 256, sizeof(Q6KBlock), {208});
+            if (type == Q8_0) data = random_blocks(rows * columns / Q8_0_COLUMNS, sizeof(Q80Block), {0});
             if (type < Q4_K) data.resize(rows * bytes);
             for (int64_t i = 0; type < Q4_K && i < rows * columns; i++) {
                 float value = normal();

@@ -1,6 +1,7 @@
-// What the checks of native kernels share: random numbers, vectors with guards behind them, comparisons that are counted.
+// What the checks of native kernels share: random numbers, vectors with guards behind them, comparisons that are
+// counted.
 #pragma once
-#include "dispatch.h"
+#include "isa/dispatch.h"
 
 #include <cmath>
 #include <cstdint>
@@ -55,7 +56,7 @@ inline bool check(bool met, const char* set, const std::string& what) {
 
 // Guards, which the plain kernels leave alone, must be the same; all else must be near.
 inline void check_near(const std::vector<float>& found, const std::vector<float>& expected, const char* set,
-                const std::string& what, float normwise = NORMWISE, float absolute = 1e-12f) {
+                       const std::string& what, float normwise = NORMWISE, float absolute = 1e-12f) {
     double error = 0, norm = 0;
     for (size_t i = 0; i < found.size(); i++) {
         bool guard = expected[i] == GUARD;

@@ -1,7 +1,7 @@
 // The kernels of MLPs by neurons against the plain ones; part of check_kernels.
 #include "check_kernels.h"
-#include "buffer.h"
-#include "repack.h"
+#include "layout/repack.h"
+#include "memory/buffer.h"
 
 #include <cstring>
 #include <limits>
@@ -16,9 +16,9 @@ struct Random {
 
 Random random_neurons(int64_t count, int32_t bands) {
     static Pool pool(1);
-    std::vector<uint8_t> records(count * bands * 2 * FILE_BLOCK_BYTES), back(records.size());
+    std::vector<uint8_t> records(count * bands * 2 * sizeof(Q4KBlock)), back(records.size());
     for (uint8_t& byte : records) byte = (uint8_t)bits();
-    for (size_t i = 0; i < records.size(); i += FILE_BLOCK_BYTES) {
+    for (size_t i = 0; i < records.size(); i += sizeof(Q4KBlock)) {
         uint16_t scales[2] = {half(0.01f * normal()), half(0.01f * normal())};
         std::memcpy(&records[i], scales, 4);
     }
@@ -62,8 +62,8 @@ void check_ffn(const Kernels& k, const Random& random, int step, float outlier) 
         set.neuron_input(x.data(), n.bands, input.data());
         y[s].assign(hidden + 16, GUARD);
         int32_t count = (int32_t)indices.size();
-        NeuronUnit unit = {&n, count, indices.data(), gate.data(), input.data(), y[s].data()};
-        set.neuron_ffn(&unit, step % 2 ? &unit : nullptr);
+        NeuronWork work = {&n, count, indices.data(), gate.data(), input.data(), y[s].data()};
+        set.neuron_ffn(&work, step % 2 ? &work : nullptr);
     }
     check_near(y[1], y[0], k.name, text("ffn of %d neurons of %d bands, step %d", (int)n.count, n.bands, step),
                NORMWISE, NORMWISE * typical(random, x.data(), gate.data()));
@@ -73,8 +73,8 @@ void check_nothing_active(const Kernels& k, const Neurons& n) {
     std::vector<float> x = normals(neuron_hidden(&n)), gate(n.count), y(x.size(), GUARD);
     Buffer<uint8_t> input(neuron_input_bytes(n.bands));
     k.neuron_input(x.data(), n.bands, input.data());
-    NeuronUnit unit = {&n, 0, nullptr, gate.data(), input.data(), y.data()};
-    k.neuron_ffn(&unit, nullptr);
+    NeuronWork work = {&n, 0, nullptr, gate.data(), input.data(), y.data()};
+    k.neuron_ffn(&work, nullptr);
     check(y == std::vector<float>(x.size()), k.name, "ffn of no neuron");
 }
 
@@ -86,8 +86,8 @@ void check_not_finite(const Kernels& k, const Neurons& n, float value) {
     x[below((int)x.size())] = value;
     Buffer<uint8_t> input(neuron_input_bytes(n.bands));
     k.neuron_input(x.data(), n.bands, input.data());
-    NeuronUnit unit = {&n, (int32_t)n.count, indices.data(), gate.data(), input.data(), y.data()};
-    k.neuron_ffn(&unit, nullptr);
+    NeuronWork work = {&n, (int32_t)n.count, indices.data(), gate.data(), input.data(), y.data()};
+    k.neuron_ffn(&work, nullptr);
     for (float found : y) check(!std::isfinite(found), k.name, text("ffn with %f", value));
 }
 

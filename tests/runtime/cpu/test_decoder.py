@@ -14,14 +14,14 @@ from packed_models import VARIANTS, random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime import reference_operations
+from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cpu import dispatch
 from sparsepack.runtime.cpu.decoder import NativeDecoder
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.operations_decoder import OperationsDecoder
+from sparsepack.runtime.reference.backend import operations as reference_operations
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
@@ -174,11 +174,11 @@ def test_another_attention_is_another_cache() -> None:
     windows = dataclasses.replace(packed.architecture, sliding_windows=(3,) * packed.architecture.layers)
     expected = Engine(dataclasses.replace(packed, architecture=windows), backend="cpu").teacher_forced(IDS, 6)
 
-    def new_kv_cache(shape: AttentionShape) -> NativeKvCache:
+    def new_cache(shape: AttentionShape) -> NativeKvCache:
         layers = tuple(dataclasses.replace(layer, window=3) for layer in shape.layers)
         return NativeKvCache(dataclasses.replace(shape, layers=layers))
 
-    decoder = NativeDecoder(packed, torch.device("cpu"), 64, None, new_kv_cache)
+    decoder = NativeDecoder(packed, torch.device("cpu"), 64, None, new_cache)
     assert torch.equal(decoder.teacher_forced(torch.tensor(IDS), 6, True), expected)
     assert not torch.equal(Engine(packed, backend="cpu").teacher_forced(IDS, 6), expected)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from native_build import MODULE, instruction_set_params
 
-from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.errors import UserError
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set, instruction_sets
 from sparsepack.runtime.cpu.tile_config import tile_config

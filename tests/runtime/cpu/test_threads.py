@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparsepack.errors import UserError
+from sparsepack.formats.mlp_kinds import DENSE
 from sparsepack.runtime.cpu import decoder
 
 
@@ -17,7 +18,7 @@ def test_more_threads_than_the_system_starts_are_the_users_mistake(monkeypatch: 
     monkeypatch.setattr(decoder, "_built", lambda *_: None)
     monkeypatch.setattr(decoder, "attention_of", lambda *_: None)
     monkeypatch.setattr(decoder, "instruction_set", lambda: "plain")
-    packed = SimpleNamespace(architecture=SimpleNamespace(vocabulary=1), attention=None, by_neurons=False)
+    packed = SimpleNamespace(architecture=SimpleNamespace(vocabulary=1), attention=None, mlp_kind=DENSE)
     reason = "Resource temporarily unavailable"
     with pytest.raises(UserError, match="7 threads: the system does not start so many; give fewer"):
         decoder.NativeDecoder(packed, torch.device("cpu"), 4, 7, lambda shape: None)  # type: ignore[arg-type]

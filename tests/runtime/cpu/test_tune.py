@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.tune.SHAPES", (SHAPE, OTHER))
+    monkeypatch.setattr("sparsepack.tuning.SHAPES", (SHAPE, OTHER))
     table = CliRunner().invoke(main, ["tune", "--threads", "1"])
     assert table.exit_code == 0, table.output
     path = str(tuned_path(instruction_set(), 1))
@@ -155,12 +155,6 @@ def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> 
     result = json.loads(measured.stdout)
     assert result["path"] == path
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
-
-
-def test_the_command_s_old_name_is_hidden_and_does_the_same() -> None:
-    assert "profile" not in CliRunner().invoke(main, ["--help"]).stdout
-    old, new = (CliRunner().invoke(main, [name, "--help"]).stdout for name in ("profile", "tune"))
-    assert old.replace("profile", "tune") == new
 
 
 def test_the_command_measures_the_matrices_of_artifacts(tmp_path: Path) -> None:

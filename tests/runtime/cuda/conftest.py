@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sparsepack.runtime.cuda import zigzag
-from sparsepack.runtime.cuda.handoff import SENTINEL, workspace
+from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, workspace
+from sparsepack.runtime.cuda.products import zigzag
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Kernels of the cuda backend in plain torch on the CPU, so that the chain of a decoder can be tested without a GPU.
 
 `KERNELS` is what a decoder takes; each function stands in for the one of its name. Those that it leaves as they are run
-under `launches`: a launch of `kernels/prefill.cu`, `kernels/collect.cu` or
-`kernels/zigzag_batch.cu` is computed from the macros and arguments that the kernel would get, in the order in which it
-would get them.
+under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu` or
+`kernels/products/zigzag_batch.cu` is computed from the macros and arguments that the kernel would get, in the order in
+which it would get them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,27 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_double import attend_double, attend_offloaded, double_parameters, label_append, rotated
+from simulated_double_sparsity import (
+    attend_double_sparsity,
+    attend_offloaded,
+    double_sparsity_parameters,
+    label_append,
+    rotated,
+)
 from torch import Tensor
 
-from sparsepack.codecs.matrices import PackedMatrix, decode_matrix
-from sparsepack.runtime import reference
-from sparsepack.runtime.cuda import dense, elementwise, kernel_set, shared_memory, tile_config, zigzag
-from sparsepack.runtime.cuda.attention import AttentionParameters
-from sparsepack.runtime.cuda.handoff import SENTINEL, WORKSPACE_WORDS
-from sparsepack.runtime.cuda.handoff import handoff_buffers as real_handoff_buffers
-from sparsepack.runtime.cuda.tile_config import BAND_ROWS, CHUNK, TileConfig
-from sparsepack.runtime.cuda.zigzag import Input
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters
+from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
+from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, WORKSPACE_WORDS
+from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
+from sparsepack.runtime.cuda.products import gate as gate_alone
+from sparsepack.runtime.cuda.products import gemm_fp16 as dense
+from sparsepack.runtime.cuda.products import tile_config, zigzag
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CHUNK, TileConfig
+from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 ONE_SPLIT = TileConfig(2, 8, 8, 1)
@@ -80,7 +90,7 @@ def gemv(
     active: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> None:
-    if input.early_read:
+    if input.flag_in_data:
         _assert_written(input.x)
     if input.norm is not None and input.squares is not None:
         _assert_written(input.squares)
@@ -106,11 +116,11 @@ def gemv(
 
 
 BUFFERS: dict[int, Tensor] = {}
-"""The words of `handoff_buffers` by where they lie; kept, so that nothing else lies there."""
+"""The words of `flag_in_data_buffers` by where they lie; kept, so that nothing else lies there."""
 
 
-def handoff_buffers(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    words, parts = real_handoff_buffers(sizes, device)
+def flag_in_data_buffers(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    words, parts = real_flag_in_data_buffers(sizes, device)
     BUFFERS[words.untyped_storage().data_ptr()] = words
     return words, parts
 
@@ -133,9 +143,9 @@ def dequantise(matrix: Matrix, out: Tensor, first: int, bands: int) -> None:
 
 
 def attend(
-    parameters: AttentionParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, early_read: bool = False
+    parameters: AttentionParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, flag_in_data: bool = False
 ) -> None:
-    if early_read:
+    if flag_in_data:
         _assert_written(qkv)
     shape, layer, keys, values = parameters.shape, parameters.layer, parameters.keys, parameters.values
     attn_output = torch.empty_like(out)
@@ -147,7 +157,7 @@ def attend(
         oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
-        attn_output[n] = reference.attention(q.transpose(0, 1), *cached, seen)[0]
+        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen)[0]
     _write(out, attn_output)
 
 
@@ -185,7 +195,7 @@ def pick_likeliest(candidates: Tensor, ids: Tensor, best: Tensor, positions: Ten
         positions += 1
 
 
-# kernels/prefill.cu, kernels/collect.cu and kernels/zigzag_batch.cu
+# kernels/decoder/prefill.cu, kernels/products/gate.cu and kernels/products/zigzag_batch.cu
 
 
 def _finished(product: Tensor, factor: Tensor, inverse: float, bias: Tensor | None) -> Tensor:
@@ -314,14 +324,14 @@ class SimulatedKernels(kernel_set.Kernels):
     replay = staticmethod(lambda graph: graph.replay())
     load_zigzag = staticmethod(load_zigzag)
     load_rows = staticmethod(load_rows)
-    handoff_buffers = staticmethod(handoff_buffers)
+    flag_in_data_buffers = staticmethod(flag_in_data_buffers)
     new_candidates = staticmethod(new_candidates)
     embed = staticmethod(embed)
     gemv = staticmethod(gemv)
     attend = staticmethod(attend)
-    double_parameters = staticmethod(double_parameters)
+    double_sparsity_parameters = staticmethod(double_sparsity_parameters)
     label_append = staticmethod(label_append)
-    attend_double = staticmethod(attend_double)
+    attend_double_sparsity = staticmethod(attend_double_sparsity)
     attend_offloaded = staticmethod(attend_offloaded)
     host_tensors = staticmethod(lambda count, shape, *of: [torch.zeros(shape, dtype=of[0]) for _ in range(count)])
     product = staticmethod(product)
@@ -330,7 +340,7 @@ class SimulatedKernels(kernel_set.Kernels):
 
 
 KERNELS = SimulatedKernels()
-WORKSPACE = real_handoff_buffers([MULTIPROCESSORS * WORKSPACE_WORDS], CPU)[0]
+WORKSPACE = real_flag_in_data_buffers([MULTIPROCESSORS * WORKSPACE_WORDS], CPU)[0]
 
 
 @contextmanager
@@ -338,7 +348,7 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, elementwise, zigzag):
+        for module in (dense, gate_alone, zigzag):
             patch.setattr(module, "kernel", _kernel)
             patch.setattr(module, "launch", _launch)
         for module in (shared_memory, tile_config, zigzag):

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.runtime import reference
-from sparsepack.runtime.cuda import attention, shared_memory
-from sparsepack.runtime.cuda.attention import (
+from sparsepack.runtime.cuda.attention import attention
+from sparsepack.runtime.cuda.attention.attention import (
     KV_MACROS,
     SPLITS,
     STAGES,
@@ -20,7 +19,10 @@ from sparsepack.runtime.cuda.attention import (
     attend,
     splits_for,
 )
+from sparsepack.runtime.cuda.driver import shared_memory
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
 
 pytestmark = pytest.mark.usefixtures("workspace_is_reset")
 EPS = 1e-6
@@ -110,7 +112,7 @@ class Step:
             k = reference.rms_norm(k, self.k_norm.double(), EPS)
         here = slice(self.last[b], self.last[b] + 1)
         cos, sin = self.cos[here].double(), self.sin[here].double()
-        return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v
+        return reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v
 
     def expected(self) -> Tensor:
         """The result by the reference, from what is cached after `run`: float64 [B, heads * head_dim]."""
@@ -118,8 +120,8 @@ class Step:
         for b, last in enumerate(self.last):
             oldest = max(0, last + 1 - self.window) if self.window else 0
             keys, values = (cached[b, :, oldest : last + 1].double() for cached in (self.keys, self.values))
-            seen = reference.visible(last, 1, oldest, self.window, self.qkv.device)
-            rows.append(reference.attention(self.rotated(b)[0], keys, values, seen))
+            seen = reference_attention.visible(last, 1, oldest, self.window, self.qkv.device)
+            rows.append(reference_attention.attention(self.rotated(b)[0], keys, values, seen))
         return torch.cat(rows)
 
 
@@ -143,7 +145,7 @@ def step(shape: Shape, last: Sequence[int], device: torch.device, window: int = 
             cached[b, :, :oldest] = torch.nan
             cached[b, :, p:] = torch.nan
     inv_freq = 1e4 ** (-torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim)
-    cos, sin = reference.rotary_table(inv_freq, 1.0, context)
+    cos, sin = reference_attention.rotary_table(inv_freq, 1.0, context)
     q_norm, k_norm = 0.5 + torch.rand(2, shape.head_dim, generator=bits, device=device)
     norms = (q_norm, k_norm) if shape.norms else (None, None)
     return Step(shape, list(last), window, qkv, keys, values, cos, sin, *norms)

@@ -20,16 +20,13 @@ from sparsepack.bench import decode, traffic
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime.batch import BatchEngine
-from sparsepack.runtime.cuda import batch as cuda_batch
-from sparsepack.runtime.cuda import decoder as cuda_decoder
-from sparsepack.runtime.cuda.batch import CudaBatch
-from sparsepack.runtime.cuda.decoder import CudaDecoder
-from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import generate, generate_together
-from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.options import EngineOptions, GenerateOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 TEXTS = torch.randint(300, (8, 13), generator=torch.Generator().manual_seed(3))
@@ -52,6 +49,7 @@ every_variant = pytest.mark.parametrize(
         LARGE,
     ],
 )
+ON_GPU = EngineOptions("cuda")
 
 
 @pytest.fixture(
@@ -79,7 +77,6 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 def use(patch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     """Let engines run on these kernels."""
-    patch.setattr(cuda_batch, "CudaBatch", partial(CudaBatch, kernels=kernels))
     patch.setattr(cuda_decoder, "CudaDecoder", partial(CudaDecoder, kernels=kernels))
 
 
@@ -94,18 +91,18 @@ def oracle(variant: str, sequences: int) -> tuple[Tensor, Tensor, Union]:
     return union_logits(model(variant), sequences, 6)
 
 
-def batch_of(packed: PackedModel, sequences: int, **options: Any) -> BatchEngine:
+def batch_of(packed: PackedModel, sequences: int, **options: Any) -> Engine:
     """Float32 keys and values: random models are sharp."""
-    return BatchEngine(packed, "cuda", sequences=sequences, **{"cache_type": "f32", **options})
+    return Engine(packed, device="cuda", sequences=sequences, **{"cache_type": "f32", **options})
 
 
 def alone(packed: PackedModel, **options: Any) -> Engine:
-    return Engine(packed, "cuda", backend="cuda", cache_type="f32", **options)
+    return Engine(packed, device="cuda", backend="cuda", cache_type="f32", **options)
 
 
-def steps(engine: BatchEngine, ids: Tensor) -> Tensor:
+def steps(engine: Engine, ids: Tensor) -> Tensor:
     """Logits of steps over columns of ids [B, S]: [B, S, V], on the CPU."""
-    return torch.stack([engine.step(column) for column in ids.t().tolist()], dim=1).cpu()
+    return torch.stack([engine.step_all(column) for column in ids.t().tolist()], dim=1).cpu()
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -116,7 +113,7 @@ def largest(a: Tensor, b: Tensor) -> float:
 @every_variant
 def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant: str) -> None:
     engine = batch_of(model(variant), 3, dense=True)
-    found = [engine.prefill(n, TEXTS[n, :length].tolist()) for n, length in enumerate(LENGTHS)]
+    found = [engine.prefill(TEXTS[n, :length].tolist(), n) for n, length in enumerate(LENGTHS)]
     assert engine.positions == LENGTHS
     ids = torch.stack([TEXTS[n, length : length + 5] for n, length in enumerate(LENGTHS)])
     together = steps(engine, ids)
@@ -147,7 +144,7 @@ def test_steps_keep_what_is_active_in_any_sequence(variant: str, sequences: int)
 def test_the_same_text_everywhere_is_the_text_alone(variant: str, prompt: int) -> None:
     engine, single = batch_of(model(variant), 3), alone(model(variant))
     for n in range(3 if prompt else 0):
-        engine.prefill(n, TEXTS[0, :prompt].tolist())
+        engine.prefill(TEXTS[0, :prompt].tolist(), n)
     if prompt:
         single.prefill(TEXTS[0, :prompt].tolist())
     found = steps(engine, TEXTS[:1, prompt:].expand(3, -1))
@@ -177,11 +174,11 @@ def test_every_run_gives_the_same_bits() -> None:
     runs = []
     for _ in range(3):
         engine.reset()
-        engine.prefill(1, TEXTS[1, :4].tolist())
+        engine.prefill(TEXTS[1, :4].tolist(), 1)
         runs.append((steps(engine, TEXTS[:5]), engine.activity()))
     assert all(torch.equal(run[0], runs[0][0]) and run[1] == runs[0][1] for run in runs)
     other = batch_of(model(LARGE), 5)
-    other.prefill(1, TEXTS[1, :4].tolist())
+    other.prefill(TEXTS[1, :4].tolist(), 1)
     assert torch.equal(steps(other, TEXTS[:5]), runs[0][0])
 
 
@@ -193,7 +190,7 @@ def test_making_a_graph_changes_nothing() -> None:
         found = []
         for n, column in enumerate(TEXTS[:2].t().tolist()):
             engine.dense = n % 2 == 0
-            found.append(engine.step(column))
+            found.append(engine.step_all(column))
         runs.append((torch.stack(found), engine.activity()))
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
@@ -209,9 +206,9 @@ def test_choose_is_step_and_samplers() -> None:
             if n == 10:
                 ids = [8, 9, 10]  # not what was chosen last
             if chosen:
-                ids = engine.decode_next(ids, samplers)
+                ids = engine.decode_all(ids, samplers)
             else:
-                ids = [sampler.choose(row) for sampler, row in zip(samplers, engine.step(ids), strict=True)]
+                ids = [sampler.choose(row) for sampler, row in zip(samplers, engine.step_all(ids), strict=True)]
             rows.append(ids)
         runs.append((rows, engine.activity()))
     assert runs[0] == runs[1]
@@ -220,18 +217,18 @@ def test_choose_is_step_and_samplers() -> None:
 def test_a_truncated_sequence_goes_on_from_there() -> None:
     engine = batch_of(model("llama"), 2, dense=True)
     expected = steps(engine, TEXTS[:2, :6])
-    engine.truncate(1, 2)
+    engine.truncate(2, 1)
     assert engine.positions == (6, 2)
     found = steps(engine, torch.stack([TEXTS[0, 6:9], TEXTS[1, 2:5]]))
     assert largest(found[1], expected[1, 2:5]) < TOLERANCE["cuda"]
     with pytest.raises(UserError, match="length 6 of sequence 1: expected 0 to 5"):
-        engine.truncate(1, 6)
+        engine.truncate(6, 1)
 
 
 def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "read_bandwidth", lambda device: 1e9)
     packed, ids = model("llama"), TEXTS[0].repeat(3).tolist()
-    found = bench_decode(packed, BenchSettings(generate=13, repetitions=2, device="cuda", batch=3), ids=ids)
+    found = bench_decode(packed, BenchSettings(generate=13, repetitions=2, engine=ON_GPU, batch=3), ids=ids)
     dense, sparse = found["tests"]
     assert [(row["test"], row["mode"], row["n_batch"]) for row in found["tests"]] == [
         ("tg13 x 3", "dense", 3),
@@ -241,8 +238,8 @@ def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: 
     assert dense["bytes_per_token"] == traffic.bytes_per_token(packed, {}) / 3
     assert dense["realised_sparsity"] == 0 < sparse["realised_sparsity"] < 0.7
     with pytest.raises(UserError, match="text of 39 tokens: the tests take 42"):
-        bench_decode(packed, BenchSettings(generate=14, device="cuda", batch=3), ids=ids)
-    for wrong in ({"batch": 9, "device": "cuda"}, {"batch": 2}, {"batch": 2, "device": "cuda", "generate": 0}):
+        bench_decode(packed, BenchSettings(generate=14, engine=ON_GPU, batch=3), ids=ids)
+    for wrong in ({"batch": 9, "engine": ON_GPU}, {"batch": 2}, {"batch": 2, "engine": ON_GPU, "generate": 0}):
         with pytest.raises(UserError, match="batch"):
             BenchSettings(**wrong)
 
@@ -270,7 +267,7 @@ def test_damaged_weights_are_an_error_of_the_artifact() -> None:
     packed = random_model("llama")
     packed.output_norm.fill_(float("nan"))
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        batch_of(packed, 2).decode_next([3, 4], [Sampler(Sampling())] * 2)
+        batch_of(packed, 2).decode_all([3, 4], [Sampler(Sampling())] * 2)
 
 
 def test_too_many_for_a_small_gpu_is_an_error(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,30 +281,30 @@ def test_too_many_for_a_small_gpu_is_an_error(kernels: Kernels, monkeypatch: pyt
 
 def test_mistakes_are_errors_that_say_what_to_do() -> None:
     packed = model("llama")
-    for sequences in (1, 9):
-        with pytest.raises(UserError, match=f"{sequences} sequences: expected 2 to 8"):
+    for sequences in (0, 9):
+        with pytest.raises(UserError, match=f"{sequences} sequences: expected 1 to 8"):
             batch_of(packed, sequences)
     with pytest.raises(UserError, match="device cpu: several sequences run together on NVIDIA GPUs alone"):
-        BatchEngine(packed, "cpu", sequences=2)
+        Engine(packed, device="cpu", sequences=2)
     with pytest.raises(UserError, match="context 65: the model was made for 64 positions"):
         batch_of(packed, 2, context=65)
     with pytest.raises(UserError, match="cache type 'f8'"):
         batch_of(packed, 2, cache_type="f8")
     engine = batch_of(packed, 2, context=4)
     with pytest.raises(UserError, match="sequence 2: expected 0 to 1"):
-        engine.prefill(2, [3])
+        engine.prefill([3], 2)
     with pytest.raises(UserError, match="prefill of 0 tokens"):
-        engine.prefill(0, [])
+        engine.prefill([])
     with pytest.raises(UserError, match="token id 300: expected 0 to 299"):
-        engine.prefill(0, [300])
+        engine.prefill([300])
     with pytest.raises(UserError, match="token id -1"):
-        engine.step([0, -1])
+        engine.step_all([0, -1])
     with pytest.raises(UserError, match="1 tokens for 2 sequences"):
-        engine.step([0])
+        engine.step(0)
     with pytest.raises(UserError, match="0 are in it and 5 more do not fit"):
-        engine.prefill(1, [3] * 5)
-    engine.prefill(1, [3] * 4)
+        engine.prefill([3] * 5, 1)
+    engine.prefill([3] * 4, 1)
     with pytest.raises(UserError, match="4 are in it and 1 more do not fit"):
-        engine.step([3, 3])
+        engine.step_all([3, 3])
     assert engine.positions == (0, 4)
     assert engine.activity() == {}

@@ -11,10 +11,11 @@ from packed_models import VARIANTS, random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime.cuda import decoder as cuda_decoder
-from sparsepack.runtime.cuda import sequences, zigzag
-from sparsepack.runtime.cuda.decoder import CudaDecoder
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder import run_ahead
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -40,11 +41,15 @@ def model(variant: str) -> PackedModel:
 
 
 def decoder(packed: PackedModel, cache_type: str = "f32", context: int = 64) -> CudaDecoder:
-    return CudaDecoder(packed, torch.device("cuda"), context, cache_type, simulated.KERNELS)
+    return CudaDecoder(packed, torch.device("cuda"), context, 1, cache_type, simulated.KERNELS)
 
 
 def steps(engine: CudaDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
-    return torch.stack([engine.step(id, sparse) for id in ids.tolist()])
+    return torch.cat([engine.step([id], sparse) for id in ids.tolist()])
+
+
+def decode_next(engine: CudaDecoder, id: int, sampler: Sampler) -> int:
+    return engine.decode_next([id], True, [sampler])[0]
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -77,14 +82,14 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
 def test_prefill_computes_what_the_reference_computes(
     variant: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequences, "CHUNK", chunk)
+    monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
     packed = model(variant)
     engine = decoder(packed, context=len(IDS))
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
     assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
-    assert (engine.position, engine.stepped) == (13, 7)
+    assert (engine.positions[0], engine.stepped) == (13, 7)
     engine.reset()
-    assert largest(engine.prefill(IDS[:6]), expected[5]) < ROUNDED
+    assert largest(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
     assert engine.stepped == 0
     assert largest(steps(engine, IDS[6:]), expected[6:]) < ROUNDED
 
@@ -95,32 +100,36 @@ def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, mo
     """In half precision, too: a prefill in chunks, where windows hide positions, and in one."""
     engine = decoder(model(variant), cache_type)
     assert engine.cache_type == cache_type
-    whole = engine.prefill(IDS)
+    whole = engine.prefill(0, IDS)
     stepped = decoder(model(variant), cache_type)
     bound = 0.5 if cache_type == "bf16" else 0.1
     assert largest(steps(stepped, IDS, sparse=False)[-1], whole) < bound
-    monkeypatch.setattr(sequences, "CHUNK", 4)
+    monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", 4)
     engine.reset()
-    assert largest(engine.prefill(IDS), whole) < bound
+    assert largest(engine.prefill(0, IDS), whole) < bound
 
 
 def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model("llama, several bands, tied Q6_K")
-    whole = decoder(packed).prefill(IDS)
+    whole = decoder(packed).prefill(0, IDS)
     monkeypatch.setattr(zigzag, "SCRATCH_BYTES", 2 * 256 * 300 + 5)
-    assert torch.equal(decoder(packed).prefill(IDS), whole)
+    assert torch.equal(decoder(packed).prefill(0, IDS), whole)
 
 
 def test_steps_before_after_and_between_prefills() -> None:
     packed = model("mistral, sliding window")
     engine = decoder(packed)
     expected = Engine(packed, dense=True, backend="reference").teacher_forced(IDS.tolist(), 13)
-    found = [*steps(engine, IDS[:3], sparse=False), engine.prefill(IDS[3:7])]
-    found += [*steps(engine, IDS[7:9], sparse=False), engine.prefill(IDS[9:12]), *steps(engine, IDS[12:], sparse=False)]
+    found = [*steps(engine, IDS[:3], sparse=False), engine.prefill(0, IDS[3:7])]
+    found += [
+        *steps(engine, IDS[7:9], sparse=False),
+        engine.prefill(0, IDS[9:12]),
+        *steps(engine, IDS[12:], sparse=False),
+    ]
     assert largest(torch.stack(found), expected[[0, 1, 2, 6, 7, 8, 11, 12]]) < ROUNDED
-    assert (engine.position, engine.stepped) == (13, 6)
+    assert (engine.positions[0], engine.stepped) == (13, 6)
     engine.reset()
-    assert (engine.position, engine.stepped, set(engine.active().values())) == (0, 0, {0})
+    assert (engine.positions[0], engine.stepped, set(engine.active().values())) == (0, 0, {0})
     assert largest(steps(engine, IDS, sparse=False), expected) < 1e-3
 
 
@@ -130,13 +139,13 @@ def test_decode_next_is_step_and_sampler(sampling: Sampling) -> None:
     runs = []
     for chosen in (True, False):
         engine, sampler, id, ids = decoder(packed), Sampler(sampling), 5, []
-        engine.prefill(IDS[:3])
+        engine.prefill(0, IDS[:3])
         for n in range(20):
             if n == 10:
                 id = 7  # not what was chosen last
-            id = engine.decode_next(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+            id = decode_next(engine, id, sampler) if chosen else sampler.choose(engine.step([id], True)[0])
             ids.append(id)
-        assert (engine.position, engine.stepped) == (23, 20)
+        assert (engine.positions[0], engine.stepped) == (23, 20)
         runs.append((ids, engine.active()))
     assert runs[0] == runs[1]
 
@@ -145,26 +154,26 @@ def test_an_id_and_a_position_that_are_there_already_are_not_written_again(monke
     engine, sampler, written = decoder(model("llama")), Sampler(Sampling()), []
     fill = Tensor.fill_
     monkeypatch.setattr(Tensor, "fill_", lambda x, value: [written.append(value), fill(x, value)][1])
-    id = engine.decode_next(3, True, sampler)
+    id = decode_next(engine, 3, sampler)
     written.clear()
-    following = engine.decode_next(id, True, sampler)
+    following = decode_next(engine, id, sampler)
     assert written == []
-    engine.decode_next((following + 1) % 300, True, sampler)
+    decode_next(engine, (following + 1) % 300, sampler)
     assert written == [(following + 1) % 300, 2]
     engine.reset()
-    engine.step(5, True)
+    engine.step([5], True)
     assert written[2:] == [5, 0]
 
 
 AFTER = {
-    "prefill": lambda engine, id: engine.prefill(IDS[:3]),
-    "the token chosen": lambda engine, id: engine.step(id, True),
-    "another token": lambda engine, id: engine.step((id + 1) % 300, True),
-    "dense": lambda engine, id: engine.step(id, False),
+    "prefill": lambda engine, id: engine.prefill(0, IDS[:3]),
+    "the token chosen": lambda engine, id: engine.step([id], True)[0],
+    "another token": lambda engine, id: engine.step([(id + 1) % 300], True)[0],
+    "dense": lambda engine, id: engine.step([id], False)[0],
     "teacher-forced": lambda engine, id: engine.teacher_forced(IDS, 4, True),
-    "a shorter text": lambda engine, id: engine.truncate(2),
+    "a shorter text": lambda engine, id: engine.truncate(0, 2),
     "reset": lambda engine, id: engine.reset(),
-    "a choice without its token": lambda engine, id: torch.tensor(engine.decode_next(9, True, Sampler(Sampling()))),
+    "a choice without its token": lambda engine, id: torch.tensor(decode_next(engine, 9, Sampler(Sampling()))),
 }
 
 
@@ -175,10 +184,10 @@ def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[Cuda
     for chosen in (True, False):
         engine, sampler, id = decoder(packed), Sampler(Sampling()), 3
         for _ in range(4):
-            id = engine.decode_next(id, True, sampler) if chosen else sampler.choose(engine.step(id, True))
+            id = decode_next(engine, id, sampler) if chosen else sampler.choose(engine.step([id], True)[0])
         counts = [engine.active()]
         result = after(engine, id)
-        following = engine.step(5, True)
+        following = engine.step([5], True)[0]
         seen.append(([] if result is None else result.tolist(), following.tolist(), counts, engine.active()))
         assert engine.active() == engine.active()
     assert seen[0] == seen[1]
@@ -186,28 +195,28 @@ def test_nothing_sees_the_step_that_runs_ahead_of_a_choice(after: Callable[[Cuda
 
 def test_the_last_position_of_the_context_can_be_chosen_from() -> None:
     engine, sampler = decoder(model("llama"), context=5), Sampler(Sampling())
-    engine.prefill(IDS[:3])
-    id = engine.decode_next(engine.decode_next(3, True, sampler), True, sampler)
-    assert (engine.position, engine.stepped) == (5, 2)
+    engine.prefill(0, IDS[:3])
+    id = decode_next(engine, decode_next(engine, 3, sampler), sampler)
+    assert (engine.positions[0], engine.stepped) == (5, 2)
     other = decoder(model("llama"), context=6)
-    other.prefill(IDS[:3])
-    assert other.decode_next(other.decode_next(3, True, sampler), True, sampler) == id
+    other.prefill(0, IDS[:3])
+    assert decode_next(other, decode_next(other, 3, sampler), sampler) == id
     assert engine.active() == other.active()
 
 
 def test_graphs_of_many_settings_make_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_decoder, "MOST_SAMPLERS", 2)
+    monkeypatch.setattr(run_ahead, "MOST_SAMPLERS", 2)
     engine = decoder(model("llama"))
     for temperature in (0.5, 0.6, 0.7, 0.5):
-        engine.decode_next(3, True, Sampler(Sampling(temperature)))
-    assert [key[0] for key in engine._samplers] == [0.7, 0.5]
+        decode_next(engine, 3, Sampler(Sampling(temperature)))
+    assert [key[0] for key in engine._ahead._samplers] == [0.7, 0.5]
 
 
 def test_logits_that_later_steps_do_not_overwrite() -> None:
     engine = decoder(model("llama"))
-    first = engine.step(3, True)
+    first = engine.step([3], True)[0]
     kept = first.clone()
-    engine.step(4, True)
+    engine.step([4], True)
     assert torch.equal(first, kept)
 
 
@@ -216,7 +225,7 @@ def test_damaged_weights_are_an_error_of_the_artifact(temperature: float) -> Non
     packed = random_model("llama")
     packed.output_norm.fill_(math.nan)
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        decoder(packed).decode_next(3, True, Sampler(Sampling(temperature)))
+        decode_next(decoder(packed), 3, Sampler(Sampling(temperature)))
 
 
 def test_what_the_kernels_do_not_know_is_an_error() -> None:

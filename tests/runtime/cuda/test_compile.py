@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda import compiler, zigzag
-from sparsepack.runtime.cuda.compiler import cubin, nvrtc_version
+from sparsepack.runtime.cuda.driver import compiler
+from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_version
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.tile_config import TileConfig
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
 from sparsepack.runtime.cuda.slide.hopper import CLUSTER, TILES
-from sparsepack.runtime.cuda.tile_config import TileConfig
-from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix
 
 
 @cache
@@ -24,7 +25,6 @@ def _no_compiler() -> str:
 
 pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 
-FILES = sorted(entry.name.removesuffix(".cu") for entry in compiler.FOLDER.iterdir() if entry.name.endswith(".cu"))
 VARIANTS = {
     "prefill": [
         (),
@@ -32,8 +32,8 @@ VARIANTS = {
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
     ],
     "attention": [
-        (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"EARLY_READ={early_read}")
-        for width, ratio, type, warps, early_read in (
+        (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"FLAG_IN_DATA={flag_in_data}")
+        for width, ratio, type, warps, flag_in_data in (
             (128, 4, 1, 8, 1),
             (64, 16, 3, 8, 0),
             (80, 3, 2, 8, 1),
@@ -41,7 +41,7 @@ VARIANTS = {
         )
     ]
     + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)],
-    "double_attention": [
+    "double_sparsity": [
         (
             *(f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", "STAGES=3"),
             *(f"LABEL_WORDS={words}", f"CLUSTER={cluster}", f"SELECTS={selects}", f"ATTENDS={attends}"),
@@ -54,7 +54,7 @@ VARIANTS = {
         )
         for selects, attends in ((1, 1), (1, 0), (0, 1))
     ],
-    "token_places": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
+    "token_slots": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4",)],
     "quantise_slide": [
@@ -80,10 +80,10 @@ ARCHITECTURES = {"slide_matmul": [90]}
 """Where not all."""
 CASES = [
     (name, defines, arch)
-    for name in FILES
+    for name in kernel_files()
     for defines in VARIANTS.get(name, [()])
     for arch in ARCHITECTURES.get(name, [80, 90])
-    if arch >= 90 or name != "double_attention" or "CLUSTER=1" in defines  # clusters came with Hopper
+    if arch >= 90 or name != "double_sparsity" or "CLUSTER=1" in defines  # clusters came with Hopper
 ]
 
 
@@ -93,7 +93,7 @@ def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "listed", "early read", "gate"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "flag in data", "gate"])
 def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
@@ -101,8 +101,7 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "dense": Input(x, norm=x),
         "sparse": Input(x, threshold=one),
         "per channel": Input(x, threshold=x, offset=x),
-        "listed": Input(x, indices=x, count=one),
-        "early read": Input(x, norm=x, squares=one, threshold=one, early_read=True),
+        "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
     }[what]
     for config in (TileConfig(1, 8, 24, 1), TileConfig(2, 8, 16, 16), TileConfig(8, 8, 4, 20), TileConfig(2, 8, 0, 11)):
@@ -145,17 +144,17 @@ def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest
 
 
 def test_compiled_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = cubin("collect", 80)
+    code = cubin("gate", 80)
     monkeypatch.setattr(compiler, "_compiled", lambda *_: pytest.fail("compiled again"))
-    assert cubin("collect", 80) == code
+    assert cubin("gate", 80) == code
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cubin("collect", 80)[:4] == b"\x7fELF"
+    assert cubin("gate", 80)[:4] == b"\x7fELF"
 
 
 def test_an_older_gpu_is_an_error() -> None:
     with pytest.raises(UserError, match=r"compute capability 7\.5: the cuda backend needs 8\.0"):
-        cubin("collect", 75)
+        cubin("gate", 75)

@@ -12,12 +12,13 @@ from artifacts_for_tests import write_zigzag
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
-from sparsepack.artifacts.open import read_packed
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime.cuda import decoder as cuda_decoder
-from sparsepack.runtime.cuda import sequences, zigzag
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder import run_ahead
+from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -57,7 +58,7 @@ def run(engine: Engine, prompt: int = 5) -> Tensor:
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_step_never_waits_for_the_device(dense: bool) -> None:
-    engine = Engine(model(), "cuda", dense=dense)
+    engine = Engine(model(), device="cuda", dense=dense)
     engine.prefill(IDS[:5])
     engine.step(3)  # makes the graph
     with nothing_waits():
@@ -67,15 +68,15 @@ def test_a_step_never_waits_for_the_device(dense: bool) -> None:
 
 
 def test_every_run_gives_the_same_bits() -> None:
-    engine = Engine(model(), "cuda")
+    engine = Engine(model(), device="cuda")
     first = run(engine)
     assert all(torch.equal(run(engine), first) for _ in range(3))
-    assert torch.equal(run(Engine(model(), "cuda")), first)
+    assert torch.equal(run(Engine(model(), device="cuda")), first)
 
 
 def test_engines_on_streams_of_their_own_take_turns() -> None:
     """Products of two graphs at one time would write the same words, and might wait for each other for ever."""
-    engines = [Engine(model(), "cuda") for _ in range(2)]
+    engines = [Engine(model(), device="cuda") for _ in range(2)]
     expected = [run(engine) for engine in engines]
     found: dict[int, list[Tensor]] = {}
     torch.cuda.synchronize()
@@ -95,7 +96,7 @@ def test_engines_on_streams_of_their_own_take_turns() -> None:
 
 
 def test_steps_are_what_teacher_forcing_does() -> None:
-    engine = Engine(model(), "cuda")
+    engine = Engine(model(), device="cuda")
     expected = engine.teacher_forced(IDS, 5)
     activity = engine.activity()
     found = run(engine)
@@ -107,7 +108,7 @@ def test_steps_are_what_teacher_forcing_does() -> None:
 
 def test_making_a_graph_changes_nothing() -> None:
     """Sparse and dense steps in turns, each kind for the first time amid a text, and activity counted throughout."""
-    engine = Engine(model(), "cuda", dense=True)
+    engine = Engine(model(), device="cuda", dense=True)
     found = []
     for n, id in enumerate(IDS[:10]):
         engine.dense = n % 2 == 0
@@ -124,17 +125,19 @@ def test_making_a_graph_changes_nothing() -> None:
 @pytest.mark.parametrize("chunk", [7, 16])
 def test_prefill_in_chunks_is_prefill(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model()
-    whole = {type: Engine(packed, "cuda", cache_type=type).teacher_forced(IDS, 40) for type in ("f32", "f16", "bf16")}
-    monkeypatch.setattr(sequences, "CHUNK", chunk)
+    whole = {
+        type: Engine(packed, device="cuda", cache_type=type).teacher_forced(IDS, 40) for type in ("f32", "f16", "bf16")
+    }
+    monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
     for type, expected in whole.items():
-        found = Engine(packed, "cuda", cache_type=type).teacher_forced(IDS, 40)
+        found = Engine(packed, device="cuda", cache_type=type).teacher_forced(IDS, 40)
         assert (found - expected).norm() < {"f32": 2e-3, "f16": 5e-3, "bf16": 3e-2}[type] * expected.norm()
 
 
 def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Engine(model(), "cuda", cache_type="f32").prefill(IDS)
+    whole = Engine(model(), device="cuda", cache_type="f32").prefill(IDS)
     monkeypatch.setattr(zigzag, "SCRATCH_BYTES", 3 * 512 * 512)
-    parts = Engine(model(), "cuda", cache_type="f32").prefill(IDS)
+    parts = Engine(model(), device="cuda", cache_type="f32").prefill(IDS)
     assert (parts - whole).norm() < 2e-3 * whole.norm()
 
 
@@ -142,7 +145,7 @@ def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: p
 def test_caches_of_every_type_come_close_to_the_reference(cache_type: str, bound: float, books: PackedModel) -> None:
     """Of logits up to 15; 0.009, 0.008 and 0.03 calculated with kernels in plain torch."""
     expected = Engine(books, context=64, backend="reference").teacher_forced(IDS, 20)
-    engine = Engine(books, "cuda", 64, cache_type=cache_type)
+    engine = Engine(books, device="cuda", context=64, cache_type=cache_type)
     assert engine.cache_type == cache_type
     assert (engine.teacher_forced(IDS, 20).cpu() - expected).abs().max() < bound
     engine.reset()
@@ -154,7 +157,7 @@ def test_caches_of_every_type_come_close_to_the_reference(cache_type: str, bound
     "sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4), Sampling(2.0, top_k=50), Sampling(0.7)], ids=str
 )
 def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
-    engine = Engine(model(), "cuda")
+    engine = Engine(model(), device="cuda")
     runs = []
     for chosen in (True, False):
         engine.reset()
@@ -170,8 +173,8 @@ def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
 
 
 def test_many_ways_of_sampling_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_decoder, "MOST_SAMPLERS", 2)
-    engine = Engine(model(), "cuda")
+    monkeypatch.setattr(run_ahead, "MOST_SAMPLERS", 2)
+    engine = Engine(model(), device="cuda")
     for n, temperature in enumerate((0.5, 1.0, 2.0, 0.5, 1.0, 2.0)):
         samplers = [Sampler(Sampling(temperature, seed=n)) for _ in range(2)]
         engine.reset()
@@ -183,7 +186,7 @@ def test_many_ways_of_sampling_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_damaged_weights_are_an_error_of_the_artifact() -> None:
     packed = random_model("llama")
     packed.output_norm.fill_(float("nan"))
-    engine = Engine(packed, "cuda")
+    engine = Engine(packed, device="cuda")
     for sampling in (Sampling(), Sampling(1.0)):
         with pytest.raises(ArtifactError, match="largest logit is nan"):
             engine.decode_next(3, Sampler(sampling))
@@ -193,7 +196,7 @@ def test_a_model_takes_its_stored_size_and_the_cache() -> None:
     packed = random_model("llama", hidden_size=1024, intermediate_size=4096, vocab_size=4100, num_hidden_layers=4)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    engine = Engine(packed, "cuda", 64)
+    engine = Engine(packed, device="cuda", context=64)
     matrices = [site.matrix.blocks for layer in packed.layers for site in layer.sites.values()]
     stored = sum(x.nbytes for x in [*matrices, packed.embedding.blocks, packed.output.blocks])
     kept = 4 * 2 * 2 * 128 * 64 * 2
@@ -203,14 +206,14 @@ def test_a_model_takes_its_stored_size_and_the_cache() -> None:
 
 
 def test_the_cuda_decoder_is_the_default_on_gpus_and_says_what_runs() -> None:
-    engine = Engine(random_model("llama"), "cuda")
+    engine = Engine(random_model("llama"), device="cuda")
     assert engine.backend == "cuda"
     assert engine.description == f"cuda, {torch.cuda.get_device_name()}"
     assert engine.cache_type == "bf16"
     assert engine.notes == ()
-    assert Engine(random_model("llama"), "cuda:0").step(3).device == torch.device("cuda:0")
+    assert Engine(random_model("llama"), device="cuda:0").step(3).device == torch.device("cuda:0")
 
 
 def test_a_device_that_is_not_there_is_an_error() -> None:
     with pytest.raises(UserError, match="expected at most cuda:"):
-        Engine(random_model("llama"), "cuda:99", backend="cuda")
+        Engine(random_model("llama"), device="cuda:99", backend="cuda")

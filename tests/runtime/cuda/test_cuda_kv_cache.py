@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import simulated
 import torch
+from kv_cache_backends import appended, stepped
 from packed_models import random_model
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.runtime import reference
-from sparsepack.runtime.cuda.batch import CudaBatch
-from sparsepack.runtime.cuda.decoder import CudaDecoder
-from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.cuda.kv_cache import DenseKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import DenseKvCache
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
 
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT, EPS = 4, 2, 8, 32, 1e-5
 ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -41,7 +42,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 
 def shape(device: torch.device, sequences: int = 1) -> AttentionShape:
     """A layer that sees everything, and one with a window and norms."""
-    cos, sin = (x.to(device) for x in reference.rotary_table(torch.rand(HEAD_DIM // 2), 1.0, CONTEXT))
+    cos, sin = (x.to(device) for x in reference_attention.rotary_table(torch.rand(HEAD_DIM // 2), 1.0, CONTEXT))
     norms = (torch.rand(HEAD_DIM, device=device) + 0.5 for _ in range(2))
     return AttentionShape(
         HEADS, KV_HEADS, HEAD_DIM, EPS, cos, sin, (LayerAttention(), LayerAttention(5, *norms)), sequences
@@ -53,17 +54,19 @@ def attention(of: AttentionShape, layer: int, qkv: Tensor) -> Tensor:
     here = of.layers[layer]
     heads = qkv.view(len(qkv), -1, HEAD_DIM).transpose(0, 1).split([HEADS, KV_HEADS, KV_HEADS])
     q, k = (
-        reference.rotate(
+        reference_attention.rotate(
             x if norm is None else reference.rms_norm(x, norm, EPS), of.cos[: len(qkv)], of.sin[: len(qkv)]
         )
         for x, norm in zip(heads[:2], (here.q_norm, here.k_norm), strict=True)
     )
-    return reference.attention(q, k, heads[2], reference.visible(0, len(qkv), 0, here.window, qkv.device))
+    return reference_attention.attention(
+        q, k, heads[2], reference_attention.visible(0, len(qkv), 0, here.window, qkv.device)
+    )
 
 
-def appended(cache: DenseKvCache, qkv: Tensor, sequence: int) -> Tensor:
+def of_layers(cache: DenseKvCache, qkv: Tensor, sequence: int) -> Tensor:
     """Attention of positions at once: [layers, S, rows] -> [layers, S, heads * head_dim]."""
-    found = [cache.attend(n, cache.append(n, x, sequence), sequence) for n, x in enumerate(qkv)]
+    found = [appended(cache, n, x, sequence) for n, x in enumerate(qkv)]
     cache.advance(qkv.shape[1], sequence)
     return torch.stack(found)
 
@@ -78,12 +81,12 @@ def test_positions_at_once_and_steps_see_the_same_text(type: str, kernels: Kerne
     texts = torch.randn(2, 2, 20, ROWS, device=device)  # [sequence, layer, position, rows]
     expected = torch.stack([torch.stack([attention(of, n, text[n]) for n in range(2)]) for text in texts])
     for _ in range(2):
-        pieces = [[appended(cache, texts[0, :, :7], 0), appended(cache, texts[0, :, 7:11], 0)]]
-        pieces.append([appended(cache, texts[1, :, :6], 1)])
+        pieces = [[of_layers(cache, texts[0, :, :7], 0), of_layers(cache, texts[0, :, 7:11], 0)]]
+        pieces.append([of_layers(cache, texts[1, :, :6], 1)])
         assert list(cache.lengths) == [11, 6]
         for _ in range(9):
             new = torch.stack([text[:, at] for text, at in zip(texts, cache.lengths, strict=True)], dim=1)
-            found = torch.stack([cache.step(n, x) for n, x in enumerate(new)])  # [layer, sequence, width]
+            found = torch.stack([stepped(cache, n, x) for n, x in enumerate(new)])  # [layer, sequence, width]
             for sequence in range(2):
                 cache.advance(1, sequence)
                 pieces[sequence].append(found[:, sequence, None])
@@ -100,10 +103,10 @@ def test_what_is_forgotten_is_not_seen(kernels: Kernels) -> None:
     of = shape(device)
     cache = DenseKvCache(of, "f32", device, kernels)
     text = torch.randn(2, 9, ROWS, device=device)
-    appended(cache, torch.cat([text[:, :4], torch.randn(2, 8, ROWS, device=device)], dim=1), 0)
+    of_layers(cache, torch.cat([text[:, :4], torch.randn(2, 8, ROWS, device=device)], dim=1), 0)
     cache.truncate(4)
     assert list(cache.lengths) == [4]
-    found = appended(cache, text[:, 4:], 0)
+    found = of_layers(cache, text[:, 4:], 0)
     expected = torch.stack([attention(of, n, text[n])[4:] for n in range(2)])
     assert (found - expected).abs().max() < NEAR["f32"]
 
@@ -119,16 +122,16 @@ def test_what_the_kernels_do_not_know_is_an_error() -> None:
 class WaitingCache(DenseKvCache):
     """Takes no words, and notes what it is asked for."""
 
-    early = False
+    flag_in_data = False
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         self.asked = []
 
-    def step(self, layer: int, qkv: Tensor, sparse: bool = False, out=None, early_read: bool = False) -> Tensor:
-        assert not early_read
+    def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
+        assert not flag_in_data
         self.asked.append(layer)
-        return super().step(layer, qkv, sparse, out)
+        super().step(layer, qkv, sparse, out)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -141,13 +144,9 @@ def test_another_cache_takes_its_place(kernels: Kernels, sequences: int) -> None
 
     for new_cache in (DenseKvCache, waiting):
         options = {"cache_type": "f32", "kernels": kernels, "new_cache": new_cache}
-        if sequences == 1:
-            decoder = CudaDecoder(packed, torch.device("cuda"), 32, **options)
-            rows = [decoder.prefill(torch.arange(3, 9)), *(decoder.step(id, True) for id in range(5))]
-        else:
-            decoder = CudaBatch(packed, torch.device("cuda"), 32, sequences, **options)
-            rows = [decoder.prefill(1, torch.arange(3, 9))]
-            rows += [row for id in range(5) for row in decoder.step([id, id + 1, id + 2], True)]
+        decoder = CudaDecoder(packed, torch.device("cuda"), 32, sequences, **options)
+        rows = [decoder.prefill(sequences // 2, torch.arange(3, 9))]
+        rows += [row for id in range(5) for row in decoder.step([id, id + 1, id + 2][:sequences], True)]
         logits.append(torch.stack(rows))
     assert (logits[0] - logits[1]).abs().max() < 1e-3
     layers = list(range(packed.architecture.layers))

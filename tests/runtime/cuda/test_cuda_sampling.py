@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
-from sparsepack.runtime.cuda.rows import RowsMatrix, embed, load_rows, new_candidates, product
-from sparsepack.runtime.cuda.sampling import pick_likeliest, sample
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
+from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest, sample
+from sparsepack.runtime.cuda.products.rows import RowsMatrix, embed, load_rows, new_candidates, product
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -11,10 +11,10 @@ import torch
 from click.testing import CliRunner
 
 from sparsepack.cli import main
-from sparsepack.codecs import zigzag as codec
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime.cuda import tune
-from sparsepack.runtime.cuda.tile_config import (
+from sparsepack.formats.codecs import zigzag as codec
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.runtime.cuda.products import tune, zigzag
+from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
     TileConfig,
     measured_tile_config,
@@ -172,8 +172,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("_", [pytest.param(None, marks=gpu)])
 @pytest.mark.usefixtures("_quick")
 def test_a_tuning_is_kept_and_used(_: None, cache: Path) -> None:
-    from sparsepack.runtime.cuda import operations
-
     name = torch.cuda.get_device_name()
     result = tune.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
     assert result.pop("path") == str(tuned_path(name))
@@ -181,10 +179,11 @@ def test_a_tuning_is_kept_and_used(_: None, cache: Path) -> None:
     assert [(row["rows"], row["columns"]) for row in result["shapes"]] == [SHAPE, OTHER]
     assert result["shapes"][1]["tile_bands"] == 2
     matrix = PackedMatrix(codec.pack(torch.randn(*SHAPE)), ZIGZAG, *SHAPE)
-    loaded = operations.load_zigzag(matrix, "cuda")
+    loaded = zigzag.load_zigzag(matrix, "cuda")
+    torch.cuda.synchronize()
     assert loaded.config == tile_config_of(result["shapes"][0])
-    x = torch.randn(SHAPE[1])
-    y = operations.zigzag_gemv(loaded, x.cuda(), *operations.collect(x.cuda(), torch.tensor(0.5, device="cuda")))
+    x, y = torch.randn(SHAPE[1]), torch.empty(SHAPE[0], device="cuda")
+    zigzag.gemv(loaded, zigzag.Input(x.cuda(), threshold=torch.tensor([0.5], device="cuda")), y)
     expected = decode_matrix(matrix).double() @ torch.where(x.abs() > 0.5, x, 0).double()
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 

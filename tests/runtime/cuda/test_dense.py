@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import zigzag as codec
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime import reference
-from sparsepack.runtime.cuda import zigzag
-from sparsepack.runtime.cuda.attention import AttentionParameters
-from sparsepack.runtime.cuda.dense import (
+from sparsepack.formats.codecs import zigzag as codec
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters
+from sparsepack.runtime.cuda.attention.prefill_attention import attention
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.gemm_fp16 import (
     Product,
     ScaledFp16,
     add,
@@ -19,9 +19,10 @@ from sparsepack.runtime.cuda.dense import (
     split_heads,
     to_scaled_fp16,
 )
-from sparsepack.runtime.cuda.prefill_attention import attention
-from sparsepack.runtime.cuda.tile_config import TileConfig
+from sparsepack.runtime.cuda.products.tile_config import TileConfig
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
@@ -129,7 +130,8 @@ def test_products_come_within_the_rounding_of_float16(
         monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
         scratch = new_scratch([matrix], matrix.blocks.device)
         assert scratch.nbytes <= room
-        y = multiply(matrix, to_scaled_fp16(x.to(device)), scratch, bias.to(device)).rows()
+        y = torch.zeros(len(x), shape[0], device=device)
+        add(y, multiply(matrix, to_scaled_fp16(x.to(device)), scratch, bias.to(device)))
         assert (y.cpu() - expected).norm() < 4e-4 * expected.norm()
 
 
@@ -143,7 +145,7 @@ def test_heads_are_rotated_and_appended(
     first, context, rows = 4, 19, 9
     qkv = product_of(rows, (heads + 2 * kv_heads) * head_dim, normed, device)
     keys, values = (torch.full((2, kv_heads, context, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
-    cos, sin = reference.rotary_table(normal(head_dim // 2, seed=3), 1.3, context)
+    cos, sin = reference_attention.rotary_table(normal(head_dim // 2, seed=3), 1.3, context)
     norms = [1 + 0.1 * normal(head_dim, seed=n) for n in (4, 5)] if normed else [None, None]
     layer = LayerAttention(0, *(None if norm is None else norm.to(device) for norm in norms))
     shape = AttentionShape(heads, kv_heads, head_dim, EPS, cos.to(device), sin.to(device), (layer,), 2)
@@ -153,7 +155,7 @@ def test_heads_are_rotated_and_appended(
     rotated = []
     for part, norm in zip(parts, norms, strict=False):
         x = part if norm is None else reference.rms_norm(part, norm, EPS)
-        rotated.append(reference.rotate(x, cos[here], sin[here]))
+        rotated.append(reference_attention.rotate(x, cos[here], sin[here]))
     expected = [rotated[0].transpose(0, 1), rotated[1], parts[2]]
     for found, wanted in zip((q, keys[1, :, here], values[1, :, here]), expected, strict=True):
         bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
@@ -178,10 +180,10 @@ def test_attention_sees_what_its_positions_may_see(
     for cached in (keys, values):
         cached[:, first + length :] = 1e4
     oldest = max(0, first + 1 - window) if window else 0
-    expected = reference.attention(
+    expected = reference_attention.attention(
         q.float().transpose(0, 1),
         *(cached[:, oldest : first + length].float() for cached in (keys, values)),
-        reference.visible(first, length, oldest, window),
+        reference_attention.visible(first, length, oldest, window),
     )
     found = attention(q.to(device), keys.to(device), values.to(device), first, window)
     assert found.dtype == torch.float32

@@ -9,10 +9,11 @@ from packed_models import random_model
 
 from sparsepack.errors import UserError
 from sparsepack.runtime import engine
-from sparsepack.runtime.cuda import device
-from sparsepack.runtime.cuda.compiler import nvrtc_version
-from sparsepack.runtime.cuda.device import usable
+from sparsepack.runtime.cuda.driver import device
+from sparsepack.runtime.cuda.driver.compiler import nvrtc_version
+from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.options import EngineOptions
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
 
 
 def chosen() -> tuple[str, tuple[str, ...]]:
-    return engine._chosen(None, torch.device("cuda"), random_model("llama"))
+    return engine._chosen(EngineOptions("cuda"), random_model("llama"))
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -52,7 +53,7 @@ def test_without_cuda_core_the_reference_runs_and_the_reason_is_told(monkeypatch
     assert note.startswith("note: the reference backend runs: the cuda backend needs cuda.core")
     assert "pip install 'sparsepack[cuda]'" in note
     with pytest.raises(UserError, match=r"needs cuda\.core"):
-        Engine(random_model("llama"), "cuda", backend="cuda")
+        Engine(random_model("llama"), device="cuda", backend="cuda")
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -80,7 +81,7 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 def test_the_cuda_backend_runs_on_gpus_only() -> None:
     with pytest.raises(UserError, match=r"device cpu: the cuda backend runs on NVIDIA GPUs; use device cuda"):
         Engine(random_model("llama"), backend="cuda")
-    assert engine._chosen("cuda", torch.device("cpu"), random_model("llama")) == ("cuda", ())
+    assert engine._chosen(EngineOptions(backend="cuda"), random_model("llama")) == ("cuda", ())
 
 
 def test_other_backends_have_one_type_of_cache() -> None:

@@ -18,22 +18,20 @@ from torch import Tensor
 
 from sparsepack.cli.app import main
 from sparsepack.errors import UserError
-from sparsepack.load import load
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.sparse_attention import SparseAttention, TokenPolicy
-from sparsepack.runtime import reference_operations
+from sparsepack.formats.packed import PackedModel
+from sparsepack.loading import load
+from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.backends import check_selects
-from sparsepack.runtime.batch import BatchEngine
-from sparsepack.runtime.cuda.attention import Variant
-from sparsepack.runtime.cuda.batch import CudaBatch
-from sparsepack.runtime.cuda.decoder import CudaDecoder
-from sparsepack.runtime.cuda.double import attention as double_attention
-from sparsepack.runtime.cuda.double.offloaded_kv_cache import OffloadedKvCache
-from sparsepack.runtime.cuda.host_memory import host_tensors
-from sparsepack.runtime.cuda.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.attention import double_sparsity
+from sparsepack.runtime.cuda.attention.attention import Variant
+from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.driver.host_memory import host_tensors
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.operations_decoder import OperationsDecoder
+from sparsepack.runtime.reference.backend import operations as reference_operations
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 CONTEXT = 64
@@ -67,9 +65,9 @@ def packed(request: pytest.FixtureRequest) -> PackedModel:
     return replace(packed, attention=SparseAttention(POLICY, channels))
 
 
-def decoder(packed: PackedModel, kernels: Kernels, places: float = 1.0) -> CudaDecoder:
-    cache = partial(OffloadedKvCache, places=places)
-    return CudaDecoder(packed, device_of(kernels), CONTEXT, "f32", kernels, cache)
+def decoder(packed: PackedModel, kernels: Kernels, slots: float = 1.0) -> CudaDecoder:
+    cache = partial(OffloadedKvCache, slots=slots)
+    return CudaDecoder(packed, device_of(kernels), CONTEXT, 1, "f32", kernels, cache)
 
 
 def oracle(packed: PackedModel) -> OperationsDecoder:
@@ -84,11 +82,11 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert (found.cpu() - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("places", [1.0, 2.0, 100.0])
-def test_a_text_is_read_as_from_the_card(packed: PackedModel, kernels: Kernels, places: float) -> None:
-    ours, theirs = decoder(packed, kernels, places), oracle(packed)
+@pytest.mark.parametrize("slots", [1.0, 2.0, 100.0])
+def test_a_text_is_read_as_from_the_card(packed: PackedModel, kernels: Kernels, slots: float) -> None:
+    ours, theirs = decoder(packed, kernels, slots), oracle(packed)
     for id in IDS[:40].tolist():
-        assert_near(ours.step(id, True), theirs.step(id, True))
+        assert_near(ours.step([id], True)[0], theirs.step([id], True)[0])
 
 
 def test_what_is_written_anew_is_not_taken_from_its_old_place(packed: PackedModel, kernels: Kernels) -> None:
@@ -96,11 +94,11 @@ def test_what_is_written_anew_is_not_taken_from_its_old_place(packed: PackedMode
     ours, theirs = decoder(packed, kernels, 100.0), oracle(packed)
     for turn, (length, dense) in enumerate(((30, False), (12, True), (20, False), (0, False))):
         for one in (ours, theirs):
-            one.truncate(length if turn else 0)
+            one.truncate(0, length if turn else 0)
             for id in IDS[turn : turn + 8].tolist() if dense else ():
-                one.step(id, False)
+                one.step([id], False)
         for id in IDS[3 * turn : 3 * turn + 14].tolist() if turn else IDS[:40].tolist():
-            assert_near(ours.step(id, True), theirs.step(id, True))
+            assert_near(ours.step([id], True)[0], theirs.step([id], True)[0])
 
 
 def test_prefill_forgets_the_places_of_what_it_writes(packed: PackedModel, kernels: Kernels) -> None:
@@ -108,26 +106,28 @@ def test_prefill_forgets_the_places_of_what_it_writes(packed: PackedModel, kerne
     ours, theirs = decoder(packed, kernels, 100.0), oracle(packed)
     for one in (ours, theirs):
         for id in IDS[:40].tolist():
-            one.step(id, True)
-        one.truncate(5)
-        one.prefill(IDS[5:38].flip(0))
-    found, expected = (torch.stack([one.step(id, True) for id in IDS[38:60].tolist()]).cpu() for one in (ours, theirs))
+            one.step([id], True)
+        one.truncate(0, 5)
+        one.prefill(0, IDS[5:38].flip(0))
+    found, expected = (
+        torch.stack([one.step([id], True)[0] for id in IDS[38:60].tolist()]).cpu() for one in (ours, theirs)
+    )
     difference = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert difference.median() <= 0.03
 
 
 def test_prefill_of_one_text_beside_another_and_in_two_parts(packed: PackedModel, kernels: Kernels) -> None:
     """The second part reads what lies with the host. Prefill's inputs are rounded: see above."""
-    ours = CudaBatch(packed, device_of(kernels), CONTEXT, 2, "f32", kernels, OffloadedKvCache)
+    ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 2, "f32", kernels, OffloadedKvCache)
     theirs = [oracle(packed) for _ in range(2)]
     for sequence, ids in ((0, IDS[:21]), (1, IDS[20:37]), (1, IDS[37:44]), (0, IDS[30:48])):
-        found, expected = ours.prefill(sequence, ids), theirs[sequence].prefill(ids)
+        found, expected = ours.prefill(sequence, ids), theirs[sequence].prefill(0, ids)
         assert (found.cpu() - expected).norm() <= 0.02 * expected.norm()
     differences = []
     for step in range(15):
         ids = IDS[step : step + 2].tolist()
         for row, one, id in zip(ours.step(ids, True).cpu(), theirs, ids, strict=True):
-            expected = one.step(id, True)
+            expected = one.step([id], True)[0]
             differences.append(float((row - expected).norm() / expected.norm()))
     assert sorted(differences)[15] <= 0.03
 
@@ -137,29 +137,29 @@ def test_steps_run_ahead(packed: PackedModel, kernels: Kernels) -> None:
     ours, theirs = decoder(packed, kernels), oracle(packed)
     for one in (ours, theirs):
         for id in IDS[:15].tolist():
-            one.step(id, True)
+            one.step([id], True)
     id = other = 7
     for n in range(30):
-        id, other = ours.decode_next(id, True, greedy), theirs.decode_next(other, True, greedy)
+        (id,), (other,) = (one.decode_next([x], True, [greedy]) for one, x in ((ours, id), (theirs, other)))
         assert id == other
         if n % 7 == 6:
             id = other = int(IDS[n])  # not what was begun ahead
 
 
 def test_texts_of_different_length(packed: PackedModel, kernels: Kernels) -> None:
-    ours = CudaBatch(packed, device_of(kernels), CONTEXT, 3, "f32", kernels, OffloadedKvCache)
+    ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 3, "f32", kernels, OffloadedKvCache)
     theirs = [oracle(packed) for _ in range(3)]
     for step in range(20):
         ids = IDS[step : step + 3].tolist()
         for row, one, id in zip(ours.step(ids, step % 3 > 0), theirs, ids, strict=True):
-            assert_near(row, one.step(id, step % 3 > 0))
+            assert_near(row, one.step([id], step % 3 > 0)[0])
     for n, length in ((0, 5), (1, 13)):
         ours.truncate(n, length)
-        theirs[n].truncate(length)
+        theirs[n].truncate(0, length)
     for step in range(16):
         ids = IDS[step : step + 3].tolist()
         for row, one, id in zip(ours.step(ids, True), theirs, ids, strict=True):
-            assert_near(row, one.step(id, True))
+            assert_near(row, one.step([id], True)[0])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -167,13 +167,13 @@ def test_an_engine_says_where_keys_and_values_are_or_refuses(packed: PackedModel
     if device == "cpu":
         for backend in ("cpu", "reference"):
             with pytest.raises(UserError, match=f"offload: the {backend} backend keeps keys and values where it comp"):
-                Engine(packed, device, CONTEXT, backend=backend, offload=True)
+                Engine(packed, device=device, context=CONTEXT, backend=backend, offload=True)
         return
     with pytest.raises(UserError, match="pack it with --attention double"):
-        Engine(replace(packed, attention=None), device, CONTEXT, offload=True)
-    engine = Engine(packed, device, CONTEXT, offload=True)
+        Engine(replace(packed, attention=None), device=device, context=CONTEXT, offload=True)
+    engine = Engine(packed, device=device, context=CONTEXT, offload=True)
     assert engine.description.endswith(", keys and values in the host's memory, sparse attention from 4 tokens on")
-    several = BatchEngine(packed, device, CONTEXT, sequences=2, offload=True)
+    several = Engine(packed, device=device, context=CONTEXT, sequences=2, offload=True)
     assert several.description.endswith("in the host's memory, sparse attention from 4 tokens on")
 
 
@@ -210,8 +210,8 @@ def test_memory_that_the_host_does_not_have_is_refused(monkeypatch: pytest.Monke
 def test_where_selecting_finds_room_attending_does(
     processor: str, room: int, tokens: Fraction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(double_attention, "shared_limit", lambda device: room)
-    monkeypatch.setattr(double_attention, "multiprocessors", lambda device: 108)
+    monkeypatch.setattr(double_sparsity, "shared_limit", lambda device: room)
+    monkeypatch.setattr(double_sparsity, "multiprocessors", lambda device: 108)
     for context in range(2_000, 60_000, 3_700):
         policy = TokenPolicy(tokens)
         keys = torch.empty(1, 8, context, 128, dtype=torch.bfloat16, device="meta")
@@ -220,9 +220,9 @@ def test_where_selecting_finds_room_attending_does(
         shape = AttentionShape(32, 8, 128, 1e-5, cos, cos, (layer,), 1, policy)
         dense = SimpleNamespace(shape=shape, layer=layer, keys=keys, variant=Variant(128, 4, torch.bfloat16, 3))
         of: Any = SimpleNamespace(dense=dense, policy=policy, largest_whole=policy.min_context - 1)
-        of.most_read = partial(double_attention.DoubleParameters.most_read, of)
-        for cluster in (1,) if processor != "sm_90" else double_attention.CLUSTERS:
-            variant = double_attention.variant_for(of, cluster)
-            selecting = double_attention.room_for(of, cluster, variant)
-            attending = double_attention.room_for(of, cluster, variant, selects=False)
+        of.most_read = partial(double_sparsity.DoubleSparsityParameters.most_read, of)
+        for cluster in (1,) if processor != "sm_90" else double_sparsity.CLUSTERS:
+            variant = double_sparsity.variant_for(of, cluster)
+            selecting = double_sparsity.room_for(of, cluster, variant)
+            attending = double_sparsity.room_for(of, cluster, variant, selects=False)
             assert attending.total <= selecting.total

@@ -4,15 +4,15 @@ from fractions import Fraction
 
 import pytest
 import torch
-from kv_cache_backends import moved
-from simulated_places import give_places
+from kv_cache_backends import appended, as_product, moved, stepped
+from simulated_slots import assign_slots
 from torch import Tensor
 
-from sparsepack.models.sparse_attention import TokenPolicy
-from sparsepack.runtime.cuda.double.kv_cache import DoubleKvCache
-from sparsepack.runtime.cuda.double.offload import TokenPlaces
-from sparsepack.runtime.cuda.double.offloaded_kv_cache import OffloadedKvCache
-from sparsepack.runtime.cuda.host_memory import host_tensors
+from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.offload import TokenSlots
+from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
+from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 
@@ -38,20 +38,20 @@ def shape_of(
 class Pair:
     """A cache in the host's memory, and the same on the card."""
 
-    def __init__(self, shape: AttentionShape, type: str, places: float) -> None:
+    def __init__(self, shape: AttentionShape, type: str, slots: float) -> None:
         self.shape, self.random = shape, torch.Generator(device="cuda")
         print("seed", self.random.seed())  # other inputs every run
         device, there = torch.device("cuda"), moved(shape, "cuda")
-        self.ours = OffloadedKvCache(there, type, device, places=places)
-        self.theirs = DoubleKvCache(there, type, device)
+        self.ours = OffloadedKvCache(there, type, device, slots=slots)
+        self.theirs = DoubleSparsityKvCache(there, type, device)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.drift = torch.zeros(shape.sequences, width, device="cuda")
 
     @property
-    def places(self) -> TokenPlaces:
-        (places,) = self.ours._places
-        assert places is not None
-        return places
+    def slots(self) -> TokenSlots:
+        (slots,) = self.ours._slots
+        assert slots is not None
+        return slots
 
     def rows(self, count: int) -> Tensor:
         """Queries like those of the row before, as in texts."""
@@ -65,7 +65,7 @@ class Pair:
     def prefill(self, count: int, sequence: int = 0) -> None:
         rows = self.rows(count)
         for cache in (self.ours, self.theirs):
-            cache.append(0, rows, sequence)
+            cache.append(0, as_product(rows), sequence)
             cache.advance(count, sequence)
 
     def truncate(self, length: int, sequence: int = 0) -> None:
@@ -74,9 +74,9 @@ class Pair:
 
     def step(self) -> None:
         rows = self.rows(self.shape.sequences)
-        before = TokenPlaces(*(getattr(self.places, name).clone() for name in TokenPlaces.__dataclass_fields__))
-        found, expected = (cache.step(0, rows, True) for cache in (self.ours, self.theirs))
-        if self.theirs.selects(True):
+        before = TokenSlots(*(getattr(self.slots, name).clone() for name in TokenSlots.__dataclass_fields__))
+        found, expected = (stepped(cache, 0, rows, True) for cache in (self.ours, self.theirs))
+        if self.theirs.selecting(True) is not None:
             assert torch.equal(found, expected)
         else:  # another kernel, which adds in another order
             assert (found - expected).abs().max() <= 1e-5
@@ -85,20 +85,20 @@ class Pair:
             for sequence in range(self.shape.sequences):
                 cache.advance(1, sequence)
 
-    def check(self, before: TokenPlaces) -> None:
-        """That places hold what they say, and were given as the simulated kernel gives them."""
-        before = TokenPlaces(*(getattr(before, name).cpu() for name in TokenPlaces.__dataclass_fields__))
-        after = TokenPlaces(*(getattr(self.places, name).cpu() for name in TokenPlaces.__dataclass_fields__))
+    def check(self, before: TokenSlots) -> None:
+        """That slots hold what they say, and were given as the simulated kernel gives them."""
+        before = TokenSlots(*(getattr(before, name).cpu() for name in TokenSlots.__dataclass_fields__))
+        after = TokenSlots(*(getattr(self.slots, name).cpu() for name in TokenSlots.__dataclass_fields__))
         keys, values = (x.cpu() for x in (self.ours._layers[0].keys, self.ours._layers[0].values))
         for n, position in enumerate(self.ours.lengths):
             for head in range(self.shape.kv_heads):
-                places = after.listed[n, head, : after.counts[n, head]].long()
-                tokens = after.token_of[n, head, places].long()
+                slots = after.listed[n, head, : after.counts[n, head]].long()
+                tokens = after.token_of[n, head, slots].long()
                 assert tokens.unique().numel() == len(tokens)
-                assert torch.equal(after.keys[n, head, places], keys[n, head, tokens])
-                assert torch.equal(after.values[n, head, places], values[n, head, tokens])
-                give_places(before, (n, head), tokens.tolist(), position)
-        for name in ("place_of", "token_of", "last_read", "missed_counts"):
+                assert torch.equal(after.keys[n, head, slots], keys[n, head, tokens])
+                assert torch.equal(after.values[n, head, slots], values[n, head, tokens])
+                assign_slots(before, (n, head), tokens.tolist(), position)
+        for name in ("slot_of", "token_of", "last_read", "missed_counts"):
             assert torch.equal(getattr(before, name), getattr(after, name)), name
 
 
@@ -108,15 +108,15 @@ EIGHTH = TokenPolicy(Fraction(1, 8), sinks=2, recent=5, min_context=0)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnTheGpu:
-    @pytest.mark.parametrize("places", [1.0, 1.5, 2.0, 100.0])
+    @pytest.mark.parametrize("slots", [1.0, 1.5, 2.0, 100.0])
     @pytest.mark.parametrize("type", ["bf16", "f16", "f32"])
     @pytest.mark.parametrize(
         ("heads", "kv_heads", "head_dim"), [(4, 4, 128), (8, 2, 64), (6, 2, 80), (7, 1, 18), (16, 1, 256)]
     )
     def test_steps_have_the_bits_of_a_cache_on_the_card(
-        self, heads: int, kv_heads: int, head_dim: int, type: str, places: float
+        self, heads: int, kv_heads: int, head_dim: int, type: str, slots: float
     ) -> None:
-        pair = Pair(shape_of(heads, kv_heads, head_dim, 3000, EIGHTH), type, places)
+        pair = Pair(shape_of(heads, kv_heads, head_dim, 3000, EIGHTH), type, slots)
         for length in (1, 6, 300, 1100, 1200):
             pair.prefill(length)
             for _ in range(6):
@@ -134,7 +134,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("window", [0, 333])
     def test_budgets_and_windows(self, policy: TokenPolicy, window: int) -> None:
         pair = Pair(shape_of(4, 2, 64, 1500, policy, window=window), "bf16", 1.0)
-        if pair.ours._places[0] is None:  # a window that is always read whole
+        if pair.ours._slots[0] is None:  # a window that is always read whole
             assert 0 < window < policy.min_context
             return
         for length in (1, 100, 397, 2, 800):
@@ -169,7 +169,7 @@ class TestOnTheGpu:
         for first in (0, 50):
             rows = random[first : first + 50]
             caches = (pair.ours, pair.theirs)
-            found, expected = (cache.attend(0, cache.append(0, rows, sequence), sequence) for cache in caches)
+            found, expected = (appended(cache, 0, rows, sequence) for cache in caches)
             assert torch.equal(found, expected)
             for cache in caches:
                 cache.advance(len(rows), sequence)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
-from sparsepack.codecs.types import BLOCKS
-from sparsepack.runtime.cuda import rows
-from sparsepack.runtime.cuda.rows import blocks, embed, load_rows, matmul, new_candidates, product
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, encode_rows
+from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.runtime.cuda.products import rows
+from sparsepack.runtime.cuda.products.rows import blocks, embed, load_rows, matmul, new_candidates, product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

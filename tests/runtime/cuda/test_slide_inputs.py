@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.pattern import Pattern
-from sparsepack.codecs.slide import Slide
 from sparsepack.errors import UserError
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide.inputs import ALIGNMENT, quantise_slide, row_bytes
-from sparsepack.runtime.slide import reference
+from sparsepack.runtime.reference import slide as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

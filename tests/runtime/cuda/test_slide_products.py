@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.pattern import Pattern, kept
-from sparsepack.codecs.slid_matrix import encode
-from sparsepack.codecs.slide import Slide
 from sparsepack.errors import PackingError, UserError
+from sparsepack.formats.codecs.slid_matrix import encode
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.integration.transformers.slid_linear import SlidLinear
+from sparsepack.models.records.groups import kept
+from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
-from sparsepack.runtime.slide import reference
-from sparsepack.runtime.slide.linear import SlidLinear
-from sparsepack.runtime.slide.reference import SlidMatrix
+from sparsepack.runtime.reference import slide as reference
+from sparsepack.runtime.reference.slide import SlidMatrix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

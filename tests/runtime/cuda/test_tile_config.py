@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from sparsepack.runtime.cuda import handoff, shared_memory, tile_config, zigzag
-from sparsepack.runtime.cuda.tile_config import TileConfig, default_tile_config, shared_bytes
-from sparsepack.runtime.cuda.zigzag import (
-    Input,
-    ZigzagMatrix,
-    batch,
-    gemv,
-    most_inputs,
-)
+from sparsepack.runtime.cuda.driver import flag_in_data, shared_memory
+from sparsepack.runtime.cuda.products import tile_config, zigzag
+from sparsepack.runtime.cuda.products.tile_config import TileConfig, default_tile_config, shared_bytes
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, batch, gemv, most_inputs
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
 """Multiprocessors, and KiB of shared memory that a block may have."""
@@ -95,7 +90,7 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(zigzag, "kernel", lambda file, name, defines, device: defines)
     monkeypatch.setattr(zigzag, "launch", launch)
-    monkeypatch.setattr(zigzag, "workspace", lambda device: torch.empty(handoff.WORKSPACE_WORDS * 132))
+    monkeypatch.setattr(zigzag, "workspace", lambda device: torch.empty(flag_in_data.WORKSPACE_WORDS * 132))
     none = ZigzagMatrix(torch.empty(4, 0), 1024, 4096, TileConfig(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
     x, y, threshold = torch.zeros(4096), torch.empty(1024), torch.zeros(1)
     for input in (Input(x, threshold=threshold), Input(x)):
@@ -129,8 +124,8 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
 
 def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 6)
-    monkeypatch.setattr(zigzag, "workspace", handoff.workspace.__wrapped__)
-    monkeypatch.setattr(handoff, "multiprocessors", lambda device: 6)
+    monkeypatch.setattr(zigzag, "workspace", flag_in_data.workspace.__wrapped__)
+    monkeypatch.setattr(flag_in_data, "multiprocessors", lambda device: 6)
     x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
 
     def matrix(tiles: int, config: TileConfig) -> ZigzagMatrix:

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.codecs.matrices import PackedMatrix
-from sparsepack.runtime.cuda.tile_config import TileConfig
-from sparsepack.runtime.cuda.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, most_inputs
-from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.runtime.cuda.products.tile_config import TileConfig
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, most_inputs
+from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from zigzag_cases import CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
 
-from sparsepack.runtime.cuda.handoff import SENTINEL, handoff_buffers
-from sparsepack.runtime.cuda.tile_config import TileConfig, with_ring
-from sparsepack.runtime.cuda.zigzag import Input, batch, blocks, gemv, load_zigzag
-from sparsepack.runtime.reference import ACTIVATION_FUNCTIONS
+from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
+from sparsepack.runtime.cuda.products.tile_config import TileConfig, with_ring
+from sparsepack.runtime.cuda.products.zigzag import Input, batch, blocks, gemv, load_zigzag
+from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,11 +89,11 @@ def test_a_chain_of_products_hands_its_results_on(config: TileConfig) -> None:
     stored = random_matrix(1100, 1100)
     matrix, w = loaded(stored, config), weights(stored) / 1000
     x, norm, limit = normal(1100), normal(1100, seed=1), torch.tensor([0.3], device="cuda")
-    words, (between, squares) = handoff_buffers([1100, blocks(matrix)], x.device)
+    words, (between, squares) = flag_in_data_buffers([1100, blocks(matrix)], x.device)
     y = torch.empty(1100, device="cuda")
     for _ in range(20):
         gemv(matrix, Input(x), between, squares=squares)
-        second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, early_read=True)
+        second = Input(between, norm=norm, eps=1e-5, squares=squares, threshold=limit, flag_in_data=True)
         gemv(matrix, second, y)
         gemv(matrix, Input(x), y.clone(), reset=words)
         z = w @ x.double()
@@ -138,15 +138,12 @@ def test_what_a_product_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
         batch(few, Input(x[None]), y[None])
     one = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 1))
-    with pytest.raises(ValueError, match="the input is taken as it is"):
-        gemv(one, Input(x, norm=x, indices=x.int(), count=x[0].int()), y)
     with pytest.raises(ValueError, match="with a residual"):
         gemv(one, Input(x), y, residual=y, activation=0)
     with pytest.raises(ValueError, match="without squares"):
-        gemv(one, Input(x, norm=x, early_read=True), y)
-    for wrong in (Input(x[None], early_read=True), Input(x[None], indices=x.int(), count=x[0].int())):
-        with pytest.raises(ValueError, match="several inputs, read early or with a list"):
-            batch(one, wrong, y[None])
+        gemv(one, Input(x, norm=x, flag_in_data=True), y)
+    with pytest.raises(ValueError, match="several inputs with their flag"):
+        batch(one, Input(x[None], flag_in_data=True), y[None])
     with pytest.raises(ValueError, match="with a residual"):
         batch(one, Input(x[None]), y[None], residual=y[None], activation=0)
     gated = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 1), gate=True)

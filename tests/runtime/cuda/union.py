@@ -4,10 +4,10 @@ import torch
 from packed_models import stock_model
 from torch import Tensor
 
+from sparsepack.formats.packed import PackedModel
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.hooks import site_hooks
-from sparsepack.models.packed import PackedModel
-from sparsepack.models.rule import active_channels
+from sparsepack.models.records.rule import active_channels
+from sparsepack.models.stock.hooks import site_hooks
 
 CLEAR = 1e-4
 """Relative, of an input and its threshold: several times what rounding makes of it."""

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.codecs import q4_k, zigzag
-from sparsepack.codecs.matrices import ZIGZAG, PackedMatrix
-from sparsepack.runtime.cuda.kernel import multiprocessors
-from sparsepack.runtime.cuda.tile_config import TileConfig
-from sparsepack.runtime.cuda.zigzag import ZigzagMatrix, blocks, load_zigzag
+from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.runtime.cuda.driver.kernel import multiprocessors
+from sparsepack.runtime.cuda.products.tile_config import TileConfig
+from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, blocks, load_zigzag
 
 CONFIGS = [
     TileConfig(1, 8, 24, 1),

@@ -38,7 +38,7 @@ def test_work_that_fails_is_an_error_now_and_from_then_on(error: BaseException) 
     worker = Worker()
     number = worker.post(raises(error))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the worker of the cold neurons failed"):
+        with pytest.raises(RuntimeError, match="the worker of the offloaded neurons failed"):
             worker.take(number)
     with pytest.raises(RuntimeError, match="failed"):
         worker.post(lambda: 1)
@@ -63,7 +63,7 @@ def test_a_thread_that_is_gone_is_an_error() -> None:
 
 def test_a_forgotten_worker_ends_its_thread() -> None:
     def threads() -> int:
-        return sum(thread.name == "cold neurons" for thread in threading.enumerate())
+        return sum(thread.name == "offloaded neurons" for thread in threading.enumerate())
 
     gc.collect()
     before, worker = threads(), Worker()

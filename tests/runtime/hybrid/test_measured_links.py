@@ -13,21 +13,20 @@ from click.testing import CliRunner
 from models_for_tests import make_model
 from native_build import instruction_set_params
 
-from sparsepack.artifacts.open import read_packed
 from sparsepack.cli import main
 from sparsepack.errors import OutputError
-from sparsepack.models.checkpoint import open_checkpoint
-from sparsepack.models.packed import PackedModel
-from sparsepack.runtime import reference_operations
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.placement.links import HALVES, Links, over_the_bus
 from sparsepack.runtime.cpu import links as cpu_links
 from sparsepack.runtime.cpu import tune as tuning
 from sparsepack.runtime.cpu.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import measure as measuring
-from sparsepack.runtime.hybrid.decoder import Places
 from sparsepack.runtime.hybrid.kept_links import SCHEMA, keep_links, kept_links, links_path
 from sparsepack.runtime.hybrid.measure import MeasuredLinks, divided, measure_links
-from sparsepack.runtime.hybrid.split import HALVES, Links, over_the_bus
+from sparsepack.runtime.reference.backend import operations as reference_operations
 from sparsepack.runtime.tuning import check_room
 
 OF = {"cpu_info": "a processor", "instruction_set": "scalar", "threads": 2, "hidden": 256}
@@ -95,14 +94,17 @@ KEPT = {"schema": SCHEMA, **OF, "together": asdict(FAST)}
     [
         "",
         "\0\0",
-        '{"schema": 1, "together": {"hot": 1',
+        '{"schema": 1, "together": {"resident": 1',
         [],
         {**KEPT, "schema": SCHEMA + 1},
         {**KEPT, "cpu_info": "another processor"},
         {**KEPT, "threads": 3},
         {**KEPT, "together": None},
-        {**KEPT, "together": {"hot": 1.0, "bus": 1.0, "worker": 1.0}},
-        *({**KEPT, "together": {**asdict(FAST), "hot": value}} for value in (0, -1, None, "fast", math.inf, math.nan)),
+        {**KEPT, "together": {"resident": 1.0, "bus": 1.0, "worker": 1.0}},
+        *(
+            {**KEPT, "together": {**asdict(FAST), "resident": value}}
+            for value in (0, -1, None, "fast", math.inf, math.nan)
+        ),
     ],
     ids=str,
 )
@@ -118,7 +120,7 @@ def test_what_is_damaged_or_of_another_machine_is_ignored_and_replaced(content: 
 
 
 def run(packed: PackedModel, threads: int = 2) -> tuple[str, torch.Tensor]:
-    engine = Engine(packed, backend="cpu", threads=threads, places=Places(0.3))
+    engine = Engine(packed, backend="cpu", threads=threads, cached=0.3)
     return engine.description, torch.stack([engine.step(id) for id in IDS])
 
 
@@ -132,9 +134,9 @@ def test_engines_divide_by_one_kept_profile_and_give_the_same_bits(
     keep(of, SLOW)
     asked: list[Links] = []
 
-    def watched(hot: int, cold: int, links: Links) -> int:
+    def watched(resident: int, offloaded: int, links: Links) -> int:
         asked.append(links)
-        return over_the_bus(hot, cold, links)
+        return over_the_bus(resident, offloaded, links)
 
     monkeypatch.setattr("sparsepack.runtime.hybrid.mlps.over_the_bus", watched)
     first, second = run(packed), run(packed)

@@ -33,28 +33,28 @@ class Slots:
         assert np.array_equal(self.content[slots], where)
 
 
-def chosen(seed: int, places: int) -> np.ndarray:
+def chosen(seed: int, most: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     resident = np.zeros(SHAPE, np.bool_)
-    resident.ravel()[generator.permutation(resident.size)[: generator.integers(places + 1)]] = True
+    resident.ravel()[generator.permutation(resident.size)[: generator.integers(most + 1)]] = True
     return resident
 
 
-@given(places=st.integers(0, 120), spare=st.sampled_from([1, 5, 64]), history=st.lists(seeds, max_size=6))
-def test_those_have_slots_who_shall(places: int, spare: int, history: list[int]) -> None:
+@given(most=st.integers(0, 120), spare=st.sampled_from([1, 5, 64]), history=st.lists(seeds, max_size=6))
+def test_those_have_slots_who_shall(most: int, spare: int, history: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SPARE", spare)
-        residency = Residency(SHAPE, places)
+        residency = Residency(SHAPE, most)
         slots = Slots(residency)
         for seed in history:
-            wanted = chosen(seed, places)
+            wanted = chosen(seed, most)
             residency.change(wanted, slots.copy)
             assert np.array_equal(residency.resident, wanted)
             slots.check()
-        start = chosen(0, places)
+        start = chosen(0, most)
         residency.restart(start, slots.copy)
         slots.check()
-        fresh = Residency(SHAPE, places)
+        fresh = Residency(SHAPE, most)
         fresh.restart(start, Slots(fresh).copy)
         assert np.array_equal(residency.table, fresh.table)
 
@@ -85,9 +85,9 @@ def test_nothing_is_copied_where_nothing_changed() -> None:
     residency.change(chosen(1, 60), slots.copy)
 
 
-def test_more_neurons_than_places_are_refused() -> None:
+def test_more_neurons_than_slots_are_refused() -> None:
     residency = Residency(SHAPE, 3)
-    with pytest.raises(ValueError, match="4 neurons for 3 places"):
+    with pytest.raises(ValueError, match="4 neurons for 3 slots"):
         residency.change(
             np.eye(*SHAPE, dtype=np.bool_) | (np.arange(40) == 39) & (np.arange(3)[:, None] == 0), Slots(residency).copy
         )

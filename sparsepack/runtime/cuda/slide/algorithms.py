@@ -10,11 +10,11 @@ import torch
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import write_json
 from sparsepack.runtime import tuning
-from sparsepack.runtime.cuda.slide.cusparselt import Algorithm, Plan, ProductShape, version
+from sparsepack.runtime.cuda.slide.cusparselt import Algorithm, MatmulPlan, ProductShape, version
 
 SCHEMA = 1
 LARGEST = 16384
-"""Tokens for which algorithms are tried; more have the algorithm of so many."""
+"""Algorithms are tried for up to this many tokens; more tokens have the algorithm of so many."""
 
 _known: dict[Path, dict[str, Algorithm]] = {}
 
@@ -42,7 +42,7 @@ def _search(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
     size = (shape.tokens, shape.lifted * shape.dtype.itemsize)
     x = torch.randint(0, 64, size, dtype=torch.uint8, device=compressed.device).view(shape.dtype)
     y = torch.empty(shape.tokens, shape.rows, dtype=shape.out, device=compressed.device)
-    return Plan(shape, compressed.device).search(compressed, x, y)
+    return MatmulPlan(shape, compressed.device).search(compressed, x, y)
 
 
 def _read(path: Path) -> dict[str, Algorithm]:

@@ -18,14 +18,14 @@ from sparsepack.errors import UserError
 
 LIBRARY = "libcusparseLt.so.0"
 TOKENS = 16
-"""Products are of a multiple of so many tokens,"""
+"""The number of tokens of a product is a multiple of this."""
 LIFTED = 32
-"""inputs"""
+"""The number of lifted inputs of a product is a multiple of this."""
 ROWS = 32
-"""and outputs."""
+"""The number of outputs of a product is a multiple of this."""
 
 _OPAQUE = 16 << 10
-"""Bytes for a structure of the library, whatever its version: 0.6 has 11,024, 0.8 has 512."""
+"""A structure of the library gets this many bytes, whatever the version: 0.6 has 11,024, 0.8 has 512."""
 _ALIGNMENT = 16
 _ROW, _COLUMN = 2, 1
 _NOT_TRANSPOSED = 0
@@ -43,14 +43,16 @@ OUTPUTS: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float8_e4m3fn: (torch.bfloat16, torch.float32),
     torch.bfloat16: (torch.bfloat16,),
 }
-"""The types in which products of a type can come."""
+"""Products of a type can come in these types."""
 _SEARCH_BYTES = 64 << 20
-"""For algorithms that share out the inputs, whose sums are added up afterwards: more than any has asked for."""
+"""A search gives this many bytes to algorithms that share out the inputs, whose sums are added up afterwards: more than
+any has asked for."""
 _UNSUPPORTED = (4, 10)
-"""CUSPARSE_STATUS_ARCH_MISMATCH, CUSPARSE_STATUS_NOT_SUPPORTED"""
+"""The library answers with CUSPARSE_STATUS_ARCH_MISMATCH or CUSPARSE_STATUS_NOT_SUPPORTED where it cannot do what was
+asked."""
 _READ_BEYOND = 4096
-"""Bytes behind compressed weights: kernels of bfloat16 read the last tile whole, past the size that the library names
-(compute-sanitizer, library 0.8.0 on an H100: 256 bytes)."""
+"""This many bytes lie behind compressed weights: kernels of bfloat16 read the last tile whole, past the size that the
+library names (compute-sanitizer, library 0.8.0 on an H100: 256 bytes)."""
 _CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS = 0, 3, 4, 5
 
 
@@ -99,7 +101,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def version() -> str:
-    """Of the library: "0.8.0"."""
+    """The version of the library: "0.8.0"."""
     numbers = []
     for which in range(3):
         number = ctypes.c_int()
@@ -127,7 +129,7 @@ def compress(weight: Tensor) -> Tensor:
     return compressed
 
 
-class Plan:
+class MatmulPlan:
     """How the library makes the products of a shape on a device.
 
     Making one takes the host half a millisecond, and no work of the GPU.

@@ -1,4 +1,4 @@
-"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide_matmul.cu`)."""
+"""Products with slid weights on Hopper's 2:4 tensor cores, by one kernel of ours (`kernels/slide/slide_matmul.cu`)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,34 +8,35 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.runtime.cuda.kernel import checked, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.kernel import checked, kernel, launch, multiprocessors
 
 ARCHITECTURE = 90
-"""Compute capability times ten, of the only GPUs that have these instructions."""
+"""Only GPUs of this compute capability, times ten, have these instructions."""
 OUTPUTS = {torch.bfloat16: 0, torch.float16: 1}
-"""The types in which products come, and what the kernel calls them."""
+"""Products come in these types, under the numbers that the kernel gives them."""
 ROWS = 8
-"""A matrix has a multiple of so many rows,"""
+"""A matrix has a multiple of this many rows."""
 STORED = 16
-"""and of so many stored values in a row."""
+"""A row has a multiple of this many stored values."""
 ALIGNMENT = 16
-"""Bytes, of where it begins."""
+"""A matrix begins at a multiple of this many bytes."""
 LIFTED = 32
-"""Of inputs, of which a token has a multiple (`inputs.ALIGNMENT`)."""
+"""A token has a multiple of this many inputs (`inputs.ALIGNMENT`)."""
 
 K_TILE = 64
-"""Stored values of a row that are multiplied together."""
+"""This many stored values of a row are multiplied together."""
 BLOCK_ROWS = 64
 CLUSTER = 2
-"""Blocks that share their inputs."""
+"""This many blocks share their inputs."""
 _OUT_TOKENS = 32
 _OUT_BYTES = _OUT_TOKENS * 128
 _BAND_BYTES = 24 << 20
-"""Of lifted inputs that are multiplied with all rows before the next are: they stay in the L2 cache."""
+"""This many bytes of lifted inputs are multiplied with all rows before the next are: these inputs stay in the L2
+cache."""
 _SHARED_BYTES = 227 << 10
-"""Of a block."""
+"""A block has this many bytes of shared memory."""
 _STATIC_BYTES = 4096
-"""Of those, what the kernel declares itself, and what aligning the rest takes."""
+"""The kernel declares up to this many bytes of shared memory, those for aligning the rest included."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,19 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        """Of shared memory, for a k_tile of weights, inputs and positions."""
+        """The bytes of shared memory for a k_tile of weights, inputs and positions."""
         return self.rows * 64 + self.tokens * 128 + self.groups * 1024
 
     @property
     def stages(self) -> int:
-        """Of the pipeline: as many as leave room for all outputs of a tile, but enough to hide what fetching takes."""
+        """The stages of the pipeline: as many as leave room for all outputs of a tile, but enough to hide what fetching
+        takes."""
         outputs = self.rows * self.tokens * 2
         return max(4, min(12, (_SHARED_BYTES - _STATIC_BYTES - outputs) // self.stage_bytes))
 
     @property
     def out_buffers(self) -> int:
-        """Of outputs, that each warpgroup has: the next tile does not wait for those in them to be stored."""
+        """The buffers of outputs of each warpgroup: the next tile does not wait until they are stored."""
         left = _SHARED_BYTES - _STATIC_BYTES - self.stages * self.stage_bytes
         return min(self.tokens // _OUT_TOKENS, left // (self.groups * _OUT_BYTES))
 
@@ -73,7 +75,8 @@ class Tile:
 
     @property
     def microseconds(self) -> float:
-        """Of a k_tile, on an H100: what goes in and out of its shared memory at 128 bytes a cycle, and a little."""
+        """The time of a k_tile on an H100: what goes in and out of its shared memory at 128 bytes a cycle, and a
+        little."""
         read = self.groups * 2 * (self.tokens * 64 + 2048) + self.groups * 1024
         return 0.1 + 0.00045 * (read + self.stage_bytes) / 128
 

@@ -3,22 +3,23 @@
 import torch
 from torch import Tensor
 
-from sparsepack.codecs.slide import Slide
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.kernel import architecture, kernel, launch
+from sparsepack.formats.codecs.slide import Slide
+from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch
 
 CHUNKS = {8: 4, 16: 5, 32: 16}
-"""Warps of a block, which has a token -> of eight inputs, that a thread holds in registers at most."""
+"""A block, which has a token, has this many warps, and a thread holds at most this many chunks of eight inputs in
+registers."""
 LIGHT_CHUNKS = 5
-"""Of 16-bit inputs: so many leave room for as many threads as a multiprocessor can have."""
+"""With this many chunks of 16-bit inputs there is room for as many threads as a multiprocessor can have."""
 THREADS = 2048
-"""Of a multiprocessor."""
+"""A multiprocessor has at most this many threads."""
 ALIGNMENT = 32
-"""Bytes: what a row of lifted values is padded to with zeros, as the 2:4 products want it."""
+"""A row of lifted values is padded with zeros to a multiple of this many bytes, as the 2:4 products want."""
 
 _INPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_FROM = 89
-"""Compute capability times ten."""
+"""FP8 needs at least this compute capability, times ten."""
 
 
 def row_bytes(how: Slide, columns: int) -> int:

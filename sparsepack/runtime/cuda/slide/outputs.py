@@ -1,14 +1,14 @@
-"""The scales and the bias of a product that a library made, in one kernel (`kernels/scale_outputs.cu`)."""
+"""The scales and the bias of a product that a library made, in one kernel (`kernels/slide/scale_outputs.cu`)."""
 
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.kernel import kernel, launch
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 
 _SUMS = {torch.int32: 0, torch.float32: 1, torch.bfloat16: 2}
 _OUTPUTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ROWS = 1024
-"""Of a block."""
+"""A block has this many rows."""
 
 
 def scale_outputs(

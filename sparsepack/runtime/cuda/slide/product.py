@@ -15,26 +15,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsepack.codecs.slide import unpack_positions, unslide, windowed
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.compiler import check_architecture
-from sparsepack.runtime.cuda.kernel import architecture
+from sparsepack.formats.codecs.slide import unpack_positions, unslide, windowed
+from sparsepack.runtime.cuda.driver.compiler import check_architecture
+from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
 from sparsepack.runtime.cuda.slide.algorithms import best_algorithm
 from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.cuda.slide.outputs import scale_outputs
-from sparsepack.runtime.slide import reference
-from sparsepack.runtime.slide.reference import SlidMatrix
+from sparsepack.runtime.reference import slide as reference
+from sparsepack.runtime.reference.slide import SlidMatrix
 
 Product = Callable[[Tensor], Tensor]
-"""x, contiguous [tokens, columns] -> y, of the same type [tokens, rows]."""
+"""A product takes x, contiguous [tokens, columns], and returns y of the same type, [tokens, rows]."""
 
 _PIECE = 1 << 24
-"""Weights that are unpacked at a time."""
+"""This many weights are unpacked at a time."""
 _PLANS = 256
-"""That are kept."""
+"""The cache keeps at most this many plans."""
 
-_plans: dict[tuple[cusparselt.ProductShape, torch.device], cusparselt.Plan] = {}
+_plans: dict[tuple[cusparselt.ProductShape, torch.device], cusparselt.MatmulPlan] = {}
 
 
 def slid_product(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Product:
@@ -102,14 +102,14 @@ def _by_library(matrix: SlidMatrix, bias: Tensor | None, out: torch.dtype) -> Pr
     return product
 
 
-def _plan(shape: cusparselt.ProductShape, compressed: Tensor) -> cusparselt.Plan:
+def _plan(shape: cusparselt.ProductShape, compressed: Tensor) -> cusparselt.MatmulPlan:
     """The plan for a shape, which all layers share. The last ones used are kept."""
     key = (shape, compressed.device)
     plan = _plans.pop(key, None)
     if plan is None:
         if torch.cuda.is_current_stream_capturing():
             raise UserError(f"a product of {shape.tokens} tokens: run it once before it is captured in a CUDA graph")
-        plan = cusparselt.Plan(shape, compressed.device, best_algorithm(shape, compressed))
+        plan = cusparselt.MatmulPlan(shape, compressed.device, best_algorithm(shape, compressed))
         if len(_plans) >= _PLANS:
             _plans.pop(next(iter(_plans)))
     _plans[key] = plan

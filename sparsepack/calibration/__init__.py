@@ -1,0 +1,1 @@
+"""One pass over text that collects every statistic a packer needs."""

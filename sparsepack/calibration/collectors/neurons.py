@@ -1,0 +1,23 @@
+"""How many tokens each neuron of the MLP is active for: what says which neurons are worth a slot near the processor.
+
+A neuron is active for a token where the activation and the gate leave something to multiply its down column with: what
+enters the last matrix of the MLP is not zero there. For ReLU and its kin that is a part of the neurons; SiLU and GELU
+leave nearly nothing exactly zero, and their counts say so.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsepack.calibration.collectors.collector import Collector
+
+
+def _count(x: Tensor) -> tuple[Tensor, ...]:
+    active = (x != 0).flatten(0, -2)  # [tokens, intermediate]
+    each = active.sum(1)
+    tokens = torch.tensor([len(active)])
+    return active.sum(0).cpu(), tokens, each.square().sum().cpu()[None]
+
+
+NEURONS = Collector("neurons", ("active", "tokens", "squares"), torch.int64, (0,), _count, added_later=True)
+"""The counts are int64: [intermediate], the tokens for which each neuron was active; [1], the tokens counted; [1], the
+sum over tokens of the square of how many neurons were active."""

@@ -1,0 +1,75 @@
+"""Which heads and channels the attention statistics are of: the section `attention` of a calibration's manifest.
+
+    heads, kv_heads, head_dim   as the model's configuration has them
+    groups                      how the query heads of a KV head are combined: `collectors.products.GROUPS`
+    rotary.convention, .dims    which channels turn together, and how many of the first ones turn: `families.Rotary`
+
+Whoever stores some of the channels must find the same in the model. Calibrations made before products of q and k were
+counted have neither this section nor the products.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from sparsepack.calibration.collectors import Statistics
+from sparsepack.calibration.collectors.products import GROUPS
+from sparsepack.errors import CalibrationError
+from sparsepack.files.stored import Count, Size, Stored
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.families import Rotary
+from sparsepack.models.heads import heads_of_config
+from sparsepack.progress import say
+
+
+class _Rotary(Stored):
+    convention: Rotary
+    dims: Count
+
+
+class CalibratedHeads(Stored):
+    """The section as it is read from a file."""
+
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    groups: Literal["mean"]
+    rotary: _Rotary
+
+
+def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The section for a model, JSON-able."""
+    return {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
+
+
+def check_heads(section: Mapping[str, Any] | None, layers: Sequence[Statistics]) -> None:
+    """Raise ValueError unless the attention statistics of every layer are of the heads in the section.
+
+    Where there is no section, there must be no products.
+    """
+    if section is None:
+        if any("attention.product_abs" in layer for layer in layers):
+            raise ValueError("attention: the heads that the products of q and k are of are not named")
+        return
+    heads, kv_heads, channels = (section[name] for name in ("heads", "kv_heads", "head_dim"))
+    if heads % kv_heads:
+        raise ValueError(f"attention: {heads} query heads for {kv_heads} KV heads; expected whole groups")
+    for name, rows in (("query_abs", heads), ("key_abs", kv_heads), ("product_abs", kv_heads)):
+        for layer in layers:
+            shape = list(layer[f"attention.{name}"].shape)
+            if shape != [rows, channels]:
+                raise ValueError(f"attention.{name} is {shape}, expected {[rows, channels]}")
+
+
+def merged_heads(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """What a merged manifest has of the section of these two; nothing, with a note, where only one of them has it.
+
+    Raises `CalibrationError` where they differ.
+    """
+    ours, theirs = first.get("attention"), second.get("attention")
+    if (ours is None) != (theirs is None):
+        say("note: one of the two was made before products of q and k were counted; the merged calibration has none")
+    if ours is None or theirs is None:
+        return {}
+    if ours != theirs:
+        raise CalibrationError(f"cannot merge: attention is {ours} in the first and {theirs} in the second")
+    return {"attention": ours}

@@ -1,0 +1,43 @@
+"""The options of a calibration. Nothing heavy is imported here: the command line and recipes read the defaults."""
+
+from dataclasses import dataclass
+
+from sparsepack.errors import CalibrationError
+from sparsepack.option import LARGEST_SEED, check_options, option
+
+CRITERIA = ("magnitude", "column-norm")
+"""The scores of these criteria are counted; see `calibration.criteria`."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""`dtype` may be one of these; "auto" is float32 on a CPU and the model's own type on a GPU."""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """How much text, and how it is run."""
+
+    context: int | None = option(
+        "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
+    )
+    samples: int = option(
+        "Windows drawn at random (of a text beyond 8 million characters, from stretches of it that are drawn first); 0 "
+        "for all, in order.",
+        default=128,
+        least=0,
+    )
+    seed: int = option("Which windows are drawn.", default=0, least=0, most=LARGEST_SEED)
+    sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
+    batch: int = option("Windows at a time.", default=2, least=1)
+    device: str = option("Where models run: cpu, cuda, cuda:1, mps.", default="cpu")
+    dtype: str = option(
+        "What blocks are computed in; auto: float32 on a CPU, the model's own type on a GPU. Weights are read as they "
+        "are stored, a block at a time.",
+        default="auto",
+        choices=DTYPES,
+    )
+
+    def check(self) -> None:
+        """Raise `CalibrationError` for values that make no sense."""
+        check_options(self, CalibrationError)
+        if self.context is not None and self.context <= self.sinks:
+            raise CalibrationError(f"context {self.context}, sinks {self.sinks}: expected context > sinks")

@@ -1,0 +1,151 @@
+"""`calibrate`: one streaming pass over text, block by block, that collects every statistic any packer needs.
+
+After each block its statistics and the hidden states that enter the next one are saved beside the output, in
+`.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.calibration import collectors, folder
+from sparsepack.calibration.collectors import Statistics
+from sparsepack.calibration.criteria import column_norms
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.heads import heads_of
+from sparsepack.calibration.made_from import made_from
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.errors import CalibrationError, TextError
+from sparsepack.files.hashing import fingerprint
+from sparsepack.files.resume import ResumeState, state_beside
+from sparsepack.files.text import Text, read_text
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.families import MLP_MID
+from sparsepack.models.precision import arithmetic
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.tokenizer.windows import drawn_windows, window_length
+from sparsepack.progress import progress
+from sparsepack.version import __version__
+
+
+def calibrate(
+    model: Checkpoint | str | Path,
+    text: Text | str | Sequence[str],
+    output: Path,
+    options: CalibrateOptions | None = None,
+    overwrite: bool = False,
+) -> Calibration:
+    """Collect the statistics of a model over text into the folder `output` (section "Calibration folder").
+
+    model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
+
+    Raises `CheckpointError`, `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    text = text if isinstance(text, Text) else read_text(text)
+    output = Path(output)
+    options = options or CalibrateOptions()
+    options = replace(options, context=window_length(options.context, checkpoint.config.max_position_embeddings))
+    options.check()
+    folder.check_output(output, overwrite)
+    windows = _chosen_windows(checkpoint, text, options)
+    manifest = _manifest(checkpoint, text, windows, options)
+    with state_beside(output) as state:
+        with torch.inference_mode():
+            layers = _run(checkpoint, windows, options, _Resume(state, fingerprint(manifest)))
+        return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
+
+
+def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOptions) -> torch.Tensor:
+    limit = checkpoint.config.max_position_embeddings
+    context = window_length(options.context, limit)
+    if context > limit:
+        raise CalibrationError(f"context {context}: {checkpoint.name} was made for at most {limit}")
+    windows = drawn_windows(checkpoint.tokenizer, text, context, options.samples, options.seed)
+    if windows.shape[1] <= options.sinks:
+        raise CalibrationError(
+            f"context {context}, sinks {options.sinks}: without a BOS token a window has "
+            f"{windows.shape[1]} positions, none is left to count; give a larger context"
+        )
+    if windows.max() >= checkpoint.config.vocab_size:
+        raise TextError(
+            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
+            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
+        )
+    return windows
+
+
+def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options: CalibrateOptions) -> dict[str, Any]:
+    count, context = windows.shape
+    return {
+        "schema": folder.SCHEMA,
+        "kind": "calibration",
+        "sparsepack": __version__,
+        **made_from(checkpoint, text, options.device, _dtype(checkpoint, options), options.batch),
+        "attention": heads_of(checkpoint),
+        "tokens": {
+            "windows": count,
+            "context": options.context,
+            "run": count * context,
+            "counted": count * (context - options.sinks),
+            "sinks": options.sinks,
+            "sinks_left_out": count * options.sinks,
+            "padding_left_out": 0,  # windows are always full
+            "samples_asked": options.samples,
+            "seed": options.seed,
+        },
+    }
+
+
+def _dtype(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtype:
+    return arithmetic(options.dtype, checkpoint.dtype, options.device)
+
+
+def _run(
+    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: "_Resume"
+) -> list[Statistics]:
+    stream = BlockStream(checkpoint, options.device, _dtype(checkpoint, options))
+    layers, hidden = resume.finished()
+    if hidden is None:
+        hidden = stream.embed(windows)
+    batches = -(-len(windows) // options.batch)
+    with progress("calibrating", checkpoint.layers * batches, len(layers) * batches) as advance:
+        for layer in range(len(layers), checkpoint.layers):
+            stream.load(layer)
+            statistics: Statistics = {}
+            norms = {site: column_norms(stream.block, names) for site, names in checkpoint.family.projections.items()}
+
+            def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
+                x = x[:, options.sinks :]
+                collectors.count(into, "site", site, x, norms[site])
+                if site == MLP_MID:
+                    collectors.count(into, "neurons", "neurons", x)
+
+            def watch(query: torch.Tensor, key: torch.Tensor, window: int, into: Any = statistics) -> None:
+                without = query[:, :, options.sinks :], key[:, :, options.sinks :]
+                collectors.count(into, "attention", "attention", *without, window)
+                collectors.count(into, "window", "attention", query, key, window)
+
+            with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
+                for batch in torch.split(hidden, options.batch):
+                    batch.copy_(stream(batch))  # in place: the states of all windows are there once
+                    advance()
+            layers.append(statistics)
+            resume.save(layer, statistics, hidden)
+    return layers
+
+
+class _Resume(ResumeState):
+    """The state of a calibration: the statistics of each finished block, and the last hidden states."""
+
+    def finished(self) -> tuple[list[Statistics], torch.Tensor | None]:
+        """The blocks that are done and the hidden states after them."""
+        return [collectors.of_block(*block) for block in enumerate(self.blocks())], self.hidden()
+
+    def save(self, layer: int, statistics: Statistics, hidden: torch.Tensor) -> None:
+        """Keep a finished block and the hidden states after it."""
+        self.save_block(layer, collectors.named(layer, statistics), hidden)

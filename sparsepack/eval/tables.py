@@ -1,0 +1,112 @@
+"""What evaluations found, as tables: the command line, a run, a card and a page show the same ones."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsepack.eval.standard_error import with_error
+from sparsepack.models.records.skipped import shown
+from sparsepack.placement.counts import hits_in_words
+from sparsepack.tables import Table
+
+
+def accuracy_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """A table of all texts and protocols, and one of all tasks; none of what was not measured.
+
+    evaluations -- as `evaluate` returns them
+    """
+    if rows := [row for evaluation in evaluations for row in evaluation["perplexity"]]:
+        yield _perplexity(rows)
+    if tasks := [evaluation["tasks"] for evaluation in evaluations if evaluation["tasks"]]:
+        yield _tasks(tasks)
+
+
+def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
+    compared = any("kl_divergence" in row for row in rows)
+    reads = any(row["tokens_read"] for row in rows)
+    columns = ["text", "protocol", "windows", "perplexity", "bits/byte"]
+    columns += ["/ source", "KL, nats", "same top token"] if compared else []
+    columns += ["skipped", "of sparse sites (target)", *(["tokens read (target)"] if reads else [])]
+    scored = ", ".join(sorted({row["scored"] for row in rows}))
+    return Table(
+        columns,
+        [_perplexity_row(row, compared, reads) for row in rows],
+        notes=[
+            f"scored: {scored} of each window; skipped: share of all block weights that a decoded token skips",
+            *(
+                f"{Path(row['text']).name}, {row['protocol']}: {hits_in_words(row['served'])}"
+                for row in rows
+                if row["served"]
+            ),
+        ],
+    )
+
+
+def _perplexity_row(row: Mapping[str, Any], compared: bool, reads: bool) -> list[str]:
+    cells = [
+        Path(row["text"]).name,
+        row["protocol"],
+        f"{row['windows']} x {row['context']}",
+        with_error(row["perplexity"], 3),
+        f"{row['bits_per_byte']:.4f}",
+    ]
+    if compared:
+        names = ("perplexity_ratio", "kl_divergence", "top_token_agreement")
+        cells += [with_error(row[name], 4) if name in row else "-" for name in names]
+    realised = row["realised_sparsity"]
+    overall = "-" if realised["neurons_counted"] is False else f"{100 * realised['overall']:.1f} %"
+    cells += [overall, _of_sparse_sites(realised)]
+    return [*cells, share_read(row["tokens_read"])] if reads else cells
+
+
+def skipped(realised: Mapping[str, Any]) -> str:
+    """The share of the block weights that decoded tokens skipped; `-` where it was not counted."""
+    return "-" if realised["neurons_counted"] is False else shown(realised["overall"], realised["of_sparse_sites"])
+
+
+def _of_sparse_sites(realised: Mapping[str, Any]) -> str:
+    """The share of the sites that may be sparse, and the one asked for; neurons are skipped where they are zero."""
+    if realised["neurons_counted"] is False:
+        return "-"
+    target = f" ({100 * realised['target']:.1f} %)" if realised["target"] else ""
+    return f"{100 * realised['of_sparse_sites']:.1f} %{target}"
+
+
+def share_read(read: Mapping[str, Any] | None) -> str:
+    """The share of the cached tokens that sparse layers read, and the share that was asked for."""
+    return f"{100 * read['of_sparse_layers']:.1f} % ({100 * read['target']:.1f} %)" if read else "all"
+
+
+def _tasks(found: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [
+        [name, metric, with_error(value, 4), task["samples"], of_protocol["protocol"]]
+        for of_protocol in found
+        for name, task in of_protocol["tasks"].items()
+        for metric, value in task["metrics"].items()
+    ]
+    chat = any(of_protocol["apply_chat_template"] for of_protocol in found)
+    notes = ["documents of the tasks are in the model's chat template"] if chat else []
+    return Table(["task", "metric", "value", "samples", "protocol"], rows, notes=notes)
+
+
+def pruning_table(evaluations: Sequence[Mapping[str, Any]], pruned: Mapping[str, Any]) -> Table:
+    """What pruning costs on each text, and what packing and skipping add to it.
+
+    evaluations -- of the result; pruned -- that of the pruned model alone, on the same texts
+    """
+    before = {row["text"]: row for row in pruned["perplexity"]}
+    rows = [
+        [
+            Path(row["text"]).name,
+            row["protocol"],
+            with_error(alone["perplexity"], 3),
+            with_error(alone["perplexity_ratio"], 4),
+            f"{row['perplexity']['value'] / alone['perplexity']['value']:.4f}",
+            with_error(row["perplexity_ratio"], 4),
+        ]
+        for evaluation in evaluations
+        for row in evaluation["perplexity"]
+        for alone in [before[row["text"]]]
+    ]
+    columns = ["text", "protocol", "pruned, perplexity", "pruned / source", "result / pruned", "result / source"]
+    return Table(columns, rows, "what pruning costs, and what packing and skipping add")

@@ -1,0 +1,1 @@
+"""What a packed model is on disk: the table of formats, a folder for each, the containers that they share, codecs."""

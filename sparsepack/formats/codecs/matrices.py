@@ -1,0 +1,104 @@
+"""One stored matrix of any type: which type fits it, its bytes, and its weights back from them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.codecs import q4_k, q5_0, q6_k, q8_0, zigzag
+from sparsepack.formats.codecs.superblock import largest
+from sparsepack.formats.codecs.types import BLOCKS, TYPES
+
+ZIGZAG = "zigzag-q4_k"
+"""A matrix in zigzag order has this type."""
+
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_K": q4_k.encode,
+    "Q5_0": q5_0.encode,
+    "Q6_K": q6_k.encode,
+    "Q8_0": q8_0.encode,
+}
+_DECODERS: dict[str, Callable[..., Tensor]] = {
+    "Q4_K": q4_k.decode,
+    "Q5_0": q5_0.decode,
+    "Q6_K": q6_k.decode,
+    "Q8_0": q8_0.decode,
+}
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Any stored matrix.
+
+    blocks -- the stored bytes: uint8 [bands, columns, 144] for zigzag Q4_K; [rows, bytes per row] otherwise
+    type   -- "zigzag-q4_k", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "F16", "BF16" or "F32"
+    rows, columns -- the logical shape (padding rows not counted)
+    """
+
+    blocks: torch.Tensor
+    type: str
+    rows: int
+    columns: int
+
+
+def fitting_type(asked: str, columns: int, name: str) -> str:
+    """ggml's name of a type that the user asked for.
+
+    Raises `PackingError` for an unknown type, or one of blocks that do not divide the width.
+    """
+    if asked not in TYPES:
+        raise PackingError(f"{name}: unknown type {asked!r}; expected auto, {', '.join(TYPES)}")
+    if columns % (block := BLOCKS[asked.upper()][0]):
+        raise PackingError(
+            f"{name}: {columns} columns, {asked.upper()} needs a multiple of {block}; choose auto, f16, bf16 or f32"
+        )
+    return asked.upper()
+
+
+def relative_error(weights: Tensor, type: str) -> float:
+    """What storing weights in ggml's `type` does to them: the root mean square of the error over that of the weights.
+
+    Raises `PackingError` as `encode_rows`.
+    """
+    exact = weights.float()
+    error = decode_rows(encode_rows(exact, type), type) - exact
+    return float(error.norm() / exact.norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def encode_rows(weight: Tensor, type: str) -> Tensor:
+    """A matrix's or vector's bytes in ggml's `type`: [..., columns] -> uint8 [..., bytes per row].
+
+    Raises `PackingError` for weights that are not finite, or that F16 cannot hold.
+    """
+    if type in _ENCODERS:
+        return _ENCODERS[type](weight)
+    beyond = largest(weight)
+    stored = weight.detach().to(_FLOATS[type]).contiguous()
+    if not torch.isfinite(stored).all():
+        raise PackingError(f"the weight {beyond:g} is beyond what {type} holds; choose bf16 or f32")
+    return stored.view(torch.uint8)
+
+
+def decode_rows(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse of `encode_rows`: uint8 [..., bytes per row] -> `dtype` [..., columns]."""
+    if type in _DECODERS:
+        return _DECODERS[type](blocks, dtype)
+    return blocks.contiguous().view(_FLOATS[type]).to(dtype)
+
+
+def decode_matrix(matrix: PackedMatrix) -> Tensor:
+    """The logical weights of a stored matrix of any type: float32 [rows, columns]."""
+    if matrix.type == ZIGZAG:
+        return zigzag.unpack(matrix.blocks, matrix.rows)
+    return decode_rows(matrix.blocks, matrix.type)
+
+
+def zigzag_rows(matrix: PackedMatrix, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of a zigzag matrix, only their bands decoded: float32 [stop - start, columns]."""
+    first, last = start // zigzag.BAND_ROWS, zigzag.bands(stop)
+    top = first * zigzag.BAND_ROWS
+    held = min(last * zigzag.BAND_ROWS, matrix.rows) - top
+    return zigzag.unpack(matrix.blocks[first:last], held)[start - top : stop - top]

@@ -1,0 +1,41 @@
+"""Symmetric quantisation of rows: one scale each, zero stays zero (SlideSparse, 4.2).
+
+scale = largest |x| of the row / STEPS          q = x / scale, rounded to the type          x ~ scale * q
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.codecs.value_types import VALUE_TYPES
+
+STEPS: Mapping[torch.dtype, float] = {row.dtype: row.steps for row in VALUE_TYPES.values() if row.steps is not None}
+"""The largest value of a row becomes this number, by the type that the row is quantised to."""
+
+SMALLEST = 1e-30
+"""A row of smaller values counts as zeros: its scale's reciprocal would leave float32."""
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float32, float16 or bfloat16 [..., K] -> q, `dtype` [..., K], and scale, float32 [...].
+
+    Computed in float32; nearest, ties to even. A row of zeros has scale 0. Raises `PackingError` for values that are
+    not finite.
+    """
+    values = x.float()
+    largest = values.abs().amax(-1)
+    if not torch.isfinite(largest).all():
+        raise PackingError("a value is not finite; it cannot be quantised")
+    # A tensor: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice.
+    steps = largest.new_tensor(STEPS[dtype])
+    inverse = torch.where(largest > SMALLEST, steps / largest, 0)
+    q = values * inverse[..., None]  # beyond the steps by a rounding of float32 at most, which that of the type undoes
+    scale = torch.where(largest > SMALLEST, largest / steps, 0)
+    return (q if dtype.is_floating_point else q.round_()).to(dtype), scale
+
+
+def dequantised(q: Tensor, scale: Tensor) -> Tensor:
+    """What q [..., K] and scale [...] stand for: float32 [..., K]."""
+    return q.float() * scale[..., None]

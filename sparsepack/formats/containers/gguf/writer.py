@@ -1,0 +1,78 @@
+"""Write a GGUF of ours: tensor by tensor, sealed with hashes, there as a whole or not at all."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.gguf_writer import WriterState
+
+from sparsepack.files.atomic import atomic_file
+from sparsepack.files.gguf import DEFAULT_ALIGNMENT
+from sparsepack.files.hashing import NO_HASH
+from sparsepack.formats.containers.gguf.integrity import HEADER_BYTES, HEADER_HASH, TENSOR_HASHES, seal
+from sparsepack.formats.containers.gguf.values import KeyValue
+from sparsepack.formats.containers.write_tensors import TensorFile, offsets, write_files
+from sparsepack.formats.plan import Plan
+from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.progress import progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufPlan(Plan):
+    """A GGUF to write.
+
+    source       -- of the model's weights, whose hash is in the manifest
+    architecture -- `general.architecture`
+    values       -- the other key/value pairs, the manifest among them
+    """
+
+    source: SourceHash
+    architecture: str
+    values: Mapping[str, KeyValue] = field(default_factory=dict)
+    alignment: int = DEFAULT_ALIGNMENT
+
+    @property
+    def total_bytes(self) -> int:
+        return offsets(len(self._header), self.tensors, self.alignment)[-1]
+
+    def write(self, path: Path, overwrite: bool = False) -> None:
+        with (
+            atomic_file(path, overwrite) as temporary,
+            self.source.meanwhile() as source_sha256,
+            progress("packing", len(self.groups)) as advance,
+        ):
+            file = TensorFile(temporary, self._header, self.groups, self.alignment)
+            hashes = write_files([file], self.at_once, advance)
+            seal(temporary, file.offsets[0], [hashes[tensor.name] for tensor in self.tensors])
+            source_sha256()  # the manifest has it: the weights may not be others by now
+
+    @cached_property
+    def _header(self) -> bytes:
+        """The header, with `NO_HASH` where hashes will be."""
+        writer = GGUFWriter(None, self.architecture)
+        # gguf-py writes pairs in the order of this dict; the seal needs its own first.
+        of_architecture = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()
+        writer.add_string(HEADER_HASH, NO_HASH)
+        writer.add_uint64(HEADER_BYTES, 0)
+        no_hashes = [NO_HASH] * len(self.tensors)
+        writer.add_key_value(TENSOR_HASHES, no_hashes, GGUFValueType.ARRAY, GGUFValueType.STRING)
+        writer.kv_data[0].update(of_architecture)
+        if self.alignment != DEFAULT_ALIGNMENT:
+            writer.add_custom_alignment(self.alignment)
+        for key, (value, kind, element) in self.values.items():
+            writer.add_key_value(key, value, kind, element)
+        for tensor in self.tensors:
+            # With a dtype other than uint8, gguf-py takes the shape as weights.
+            stored = GGMLQuantizationType[tensor.type]
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=stored)
+        header = io.BytesIO()
+        writer.fout, writer.state = [header], WriterState.EMPTY  # as if it had opened a file
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        return header.getvalue()

@@ -1,0 +1,202 @@
+"""The folder as a container: opened, its bytes checked; what they mean is the format's business."""
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsepack.errors import ArtifactError
+from sparsepack.files.gguf import TensorInfo
+from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.shards import INDEX, WEIGHTS, check_index
+from sparsepack.files.stored import shown
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.attention import ATTENTION, sparse_attention_of
+from sparsepack.formats.codecs.matrices import decode_rows
+from sparsepack.formats.codecs.types import stored_bytes
+from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, unsealed
+from sparsepack.formats.manifest import read_manifest
+from sparsepack.formats.stock import StockModel
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer_of
+
+
+@dataclass(frozen=True)
+class ArtifactFolder:
+    """An opened folder: its texts and the header of its tensors are checked, the tensors not yet.
+
+    raw     -- name -> a file of tensors, uint8, memory-mapped
+    file_of -- which of them has a tensor; its `start` is there
+    texts   -- name -> content of the other files
+    hashes  -- SHA-256 of each tensor
+    """
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    raw: Mapping[str, np.ndarray]
+    file_of: Mapping[str, str]
+    texts: Mapping[str, str]
+    hashes: Mapping[str, str]
+    total_bytes: int
+
+    def bytes(self, name: str) -> np.ndarray:
+        """The raw bytes of one tensor: uint8 [nbytes], mapped, not copied."""
+        info = self.tensors[name]
+        return self.raw[self.file_of[name]][info.start : info.start + info.nbytes]
+
+
+def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
+    """A folder of ours and its manifest; raises `ArtifactError` where it is none, not whole, or damaged."""
+    inside = unsealed(path / MANIFEST)
+    manifest = read_manifest(inside.get("manifest"), f"{path / MANIFEST}: the manifest")
+    try:
+        if not isinstance(inside["tensors"], dict):
+            raise ValueError("it lists no tensors")
+        if any(Path(name).name != name for name in inside["files"]):
+            raise ValueError("it lists files outside of itself")
+        texts, raw = dict[str, str](), dict[str, np.ndarray]()
+        for name, listed in inside["files"].items():
+            if name.endswith(".safetensors"):
+                raw[name] = _weights(path / name, listed["bytes"])
+            else:
+                texts[name] = _text(path / name, listed)
+        found = [
+            (file, info) for file in raw for info in _tensors(file, raw[file], inside["files"][file]["header_sha256"])
+        ]
+        if [info.name for _, info in found] != list(inside["tensors"]):
+            raise ValueError("it lists other tensors than its files hold")
+        file_of = {info.name: file for file, info in found}
+        _check_names(path, inside["files"], texts, file_of)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{path}: damaged ({shown(error)}); copy or pack it again") from error
+    sizes = (path / MANIFEST).stat().st_size, *map(len, raw.values()), *(len(text.encode()) for text in texts.values())
+    tensors = {info.name: info for _, info in found}
+    return ArtifactFolder(path, tensors, raw, file_of, texts, inside["tensors"], sum(sizes)), manifest
+
+
+def _check_names(path: Path, files: Collection[str], texts: Mapping[str, str], file_of: Mapping[str, str]) -> None:
+    """Raise ValueError where transformers would look for tensors elsewhere than we."""
+    for name in (WEIGHTS, INDEX):
+        if name not in files and (path / name).exists():
+            raise ValueError(f"{name} is none of its files")
+    if WEIGHTS not in files:
+        if INDEX not in texts:
+            raise ValueError(f"it lists neither {WEIGHTS} nor {INDEX}")
+        check_index(texts[INDEX], file_of)
+
+
+def _text(path: Path, listed: Mapping[str, Any]) -> str:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    data = path.read_bytes()
+    if sha256_bytes(data) != listed["sha256"]:
+        raise ValueError(f"{path.name} does not match its SHA-256")
+    return data.decode()
+
+
+def _weights(path: Path, size: int) -> np.ndarray:
+    if not path.is_file() or path.stat().st_size != size:
+        raise ValueError(f"{path.name} is missing or has not the {size:,} bytes that it was written with")
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _tensors(file: str, raw: np.ndarray, header_sha256: str) -> Iterator[TensorInfo]:
+    """The places of a file's tensors, from a header whose hash is right: one after the other, to the file's end."""
+    data_start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    header = raw[:data_start].tobytes()
+    if sha256_bytes(header) != header_sha256:
+        raise ValueError(f"the header of {file} does not match its SHA-256")
+    end = data_start
+    for name, entry in json.loads(header[8:]).items():
+        if name == "__metadata__":
+            continue
+        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
+            raise ValueError(f"{name[:60]!r} has a shape or a place that is none")
+        nbytes = last - first
+        if data_start + first != end or nbytes != stored_bytes(entry["dtype"], math.prod(shape)):
+            raise ValueError(f"{name} has not the bytes of its shape, or not its place")
+        yield TensorInfo(name, shape, entry["dtype"], end, nbytes)
+        end += nbytes
+    if end != len(raw):
+        raise ValueError(f"{file} has {len(raw):,} bytes, expected {end:,}")
+
+
+@dataclass(frozen=True)
+class FolderArtifact(Artifact):
+    """An artifact that is a folder. As it stands, of tensors that are the model's own, by Hugging Face's names."""
+
+    folder: ArtifactFolder
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.folder.tensors
+
+    @property
+    def total_bytes(self) -> int:
+        return self.folder.total_bytes
+
+    def check_bytes(self) -> None:
+        def intact(name: str) -> bool:
+            return sha256_bytes(self.folder.bytes(name).data) == self.folder.hashes[name]
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            good = dict(zip(self.tensors, pool.map(intact, self.tensors), strict=True))
+        for name, fine in good.items():
+            if not fine:
+                raise ArtifactError(f"{self.path}: damaged: {name} does not match the SHA-256; copy or pack it again")
+
+    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        info = self.tensors[name]
+        data = self.folder.bytes(name)
+        if len(info.shape) == 1:
+            return decode_rows(torch.from_numpy(data.copy()), info.type)
+        rows = data.reshape(info.shape[0], -1)[first:last]
+        return decode_rows(torch.from_numpy(rows.copy()), info.type).reshape(-1, *info.shape[1:])
+
+    def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        return checkpoint.tensor(name) if name in checkpoint.source.shapes else None
+
+    def stock(self) -> StockModel:
+        from transformers import AutoTokenizer
+
+        try:
+            config = self._config()
+            check_tokenizer_of(self.path)
+            tokenizer = AutoTokenizer.from_pretrained(str(self.path))
+        except Exception as error:  # the library raises many kinds for one mistake
+            raise ArtifactError(f"{self.path}: its texts are not understood ({shown(error)}); pack it again") from error
+        return StockModel(config, self.decoded, tokenizer, attention=self._attention_of(config))
+
+    def attention(self) -> SparseAttention | None:
+        if ATTENTION not in self.manifest:
+            return None
+        try:
+            config = self._config()
+        except Exception as error:  # as above
+            raise ArtifactError(f"{self.path / CONFIG}: not understood ({shown(error)}); pack it again") from error
+        return self._attention_of(config)
+
+    def _config(self) -> Any:
+        """The stock configuration, as of a model whose weights come decoded."""
+        from transformers import AutoConfig
+
+        values = json.loads(self.folder.texts[CONFIG])
+        values.pop("quantization_config", None)
+        return AutoConfig.for_model(**values)
+
+    def _attention_of(self, config: Any) -> SparseAttention | None:
+        return sparse_attention_of(self.manifest, config, self.path)

@@ -1,0 +1,98 @@
+"""Write an artifact that is a folder: tensor by tensor, sealed with hashes, there as a whole or not at all."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sparsepack.files.atomic import atomic_folder, check_output
+from sparsepack.files.hashing import NO_HASH, sha256_bytes
+from sparsepack.files.shards import SHARD_BYTES, WEIGHTS
+from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, METHOD, sealed
+from sparsepack.formats.containers.safetensors.shards import Shard, index_of, shards_of
+from sparsepack.formats.containers.write_tensors import TensorFile, write_files
+from sparsepack.formats.manifest import SCHEMA
+from sparsepack.formats.plan import Plan
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.source_files import texts_of
+from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.progress import progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderPlan(Plan):
+    """A folder to write. Tensors are F32, F16, BF16, U8 or I8.
+
+    source      -- of the model's weights, hashed while they are packed
+    manifest    -- (hash of the source) -> the manifest
+    texts       -- name -> content of the files beside the tensors: see `model_texts`
+    shard_bytes -- of tensors in one file; more are in several
+    beside      -- (finished folder, before it gets its name) -> files that are not sealed: people may change them
+    """
+
+    source: SourceHash
+    manifest: Callable[[str], Mapping[str, Any]]
+    texts: Mapping[str, str]
+    shard_bytes: int = SHARD_BYTES
+    beside: Callable[[Path], Mapping[str, str]] = lambda folder: {}
+
+    @property
+    def total_bytes(self) -> int:
+        no_hashes = dict.fromkeys((tensor.name for tensor in self.tensors), NO_HASH)
+        weights = sum(shard.nbytes for shard in self._shards)
+        return weights + sum(map(len, self._files.values())) + len(self._sealed(no_hashes, NO_HASH))
+
+    def write(self, path: Path, overwrite: bool = False) -> None:
+        check_output(path, overwrite, folder=True, marker=MANIFEST)
+        with (
+            atomic_folder(path, overwrite) as folder,
+            self.source.meanwhile() as source_sha256,
+            progress("packing", len(self.groups)) as advance,
+        ):
+            for name, data in self._files.items():
+                (folder / name).write_bytes(data)
+            files = [TensorFile(folder / shard.name, shard.header, shard.groups) for shard in self._shards]
+            hashes = write_files(files, self.at_once, advance)
+            (folder / MANIFEST).write_bytes(self._sealed(hashes, source_sha256()))
+            for name, text in self.beside(folder).items():
+                (folder / name).write_bytes(text.encode())
+
+    def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "FolderPlan":
+        return replace(self, beside=beside)
+
+    @cached_property
+    def _shards(self) -> tuple[Shard, ...]:
+        return shards_of(self.groups, self.shard_bytes)
+
+    @cached_property
+    def _files(self) -> Mapping[str, bytes]:
+        """Those without tensors, by their names."""
+        return {name: text.encode() for name, text in (*self.texts.items(), *index_of(self._shards).items())}
+
+    def _sealed(self, hashes: Mapping[str, str], source_sha256: str) -> bytes:
+        texts = {name: {"bytes": len(data), "sha256": sha256_bytes(data)} for name, data in self._files.items()}
+        weights = {
+            shard.name: {"bytes": shard.nbytes, "header_sha256": sha256_bytes(shard.header)} for shard in self._shards
+        }
+        manifest = self.manifest(source_sha256)
+        if len(weights) == 1:
+            old_place = {"header_sha256": weights[WEIGHTS]["header_sha256"]}
+        else:
+            manifest, old_place = {**manifest, "schema": SCHEMA}, {}
+        inside = {
+            "manifest": manifest,
+            "files": {**texts, **weights},
+            **old_place,
+            "tensors": {tensor.name: hashes[tensor.name] for tensor in self.tensors},
+        }
+        return sealed(inside)
+
+
+def model_texts(checkpoint: Checkpoint, format: str, **quantization: Any) -> dict[str, str]:
+    """config.json, which says how the weights are stored, the tokenizer and what else describes a model."""
+    texts = texts_of(checkpoint)
+    said = {"quantization_config": {"quant_method": METHOD, "format": format, **quantization}}
+    config = json.dumps(json.loads(texts[CONFIG]) | said, indent=2, ensure_ascii=False)
+    return texts | {CONFIG: f"{config}\n"}

@@ -1,0 +1,74 @@
+"""Tensors into files, each at its place: several groups side by side, hashed on the way."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, zip_longest
+from pathlib import Path
+
+from sparsepack.files.parallel import parallel_map
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
+from sparsepack.formats.transfer import host_pieces
+
+
+def offsets(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> list[int]:
+    """The offsets at which tensors begin behind `start` bytes, and the file's end; each begins at a multiple."""
+    return list(accumulate(size + -size % alignment for size in (start, *(tensor.nbytes for tensor in tensors))))
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file to write: a header, then the tensors of groups at their `offsets`, zeros between them."""
+
+    path: Path
+    header: bytes
+    groups: Sequence[PlannedGroup]
+    alignment: int = 1
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """The offsets at which tensors begin, and the file's end, in bytes."""
+        return offsets(len(self.header), tensors_of(self.groups), self.alignment)
+
+
+_Job = tuple[Path, PlannedGroup, list[int]]
+"""A job is the file, the group that goes into the file, and where the group's tensors begin there, in bytes."""
+
+
+def write_files(files: Sequence[TensorFile], at_once: int, done: Callable[[], object]) -> dict[str, str]:
+    """Write files; returns the SHA-256 of each tensor by its name.
+
+    `at_once` groups are made, hashed and written at a time; `done` is called after each. Their order is the first of
+    each file, then the second, and so on: a system lets one thread write to a file at a time. Raises the first error
+    in this order.
+    """
+    for file in files:
+        file.path.write_bytes(file.header)
+        os.truncate(file.path, file.offsets[-1])  # what is not written, the padding, is zeros
+    in_turn = zip_longest(*(_jobs(file) for file in files))
+    jobs = [job for of_each in in_turn for job in of_each if job is not None]
+    hashes = parallel_map(lambda job: _write(*job), jobs, at_once, done)
+    return {name: digest for of_group in hashes for name, digest in of_group.items()}
+
+
+def _jobs(file: TensorFile) -> Iterator[_Job]:
+    begins = iter(file.offsets)
+    for group in file.groups:
+        yield file.path, group, [next(begins) for _ in group.tensors]
+
+
+def _write(path: Path, group: PlannedGroup, starts: Sequence[int]) -> dict[str, str]:
+    """Make the tensors of a group and write each where it begins; returns their SHA-256."""
+    hashes = {}
+    made = group.data()
+    with path.open("r+b") as file:
+        for tensor, data, start in zip(group.tensors, made, starts, strict=True):
+            digest = hashlib.sha256()
+            file.seek(start)
+            for piece in host_pieces(data):
+                digest.update(piece)
+                file.write(piece)
+            hashes[tensor.name] = digest.hexdigest()
+    return hashes

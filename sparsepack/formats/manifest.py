@@ -1,0 +1,157 @@
+"""The manifest inside an artifact: what it was made from, how, and what shapes it really holds, as one JSON string."""
+
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sparsepack.errors import ArtifactError
+from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
+from sparsepack.formats.attention import ATTENTION, AttentionSection
+from sparsepack.formats.table import FORMATS
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.version import __version__
+
+SCHEMA = 3
+"""The schema of what has `ATTENTION`, and of folders of several files of tensors (`containers.safetensors.layout`)."""
+
+_WITHOUT_ATTENTION = 2
+"""The schema of everything else, and the oldest that is read."""
+
+NEURONS = "neurons"
+"""The key of what formats that store MLPs by neurons say of them: `formats.neuron.section`. No other format has it."""
+
+PRUNING = "pruning"
+"""The manifest says under this key what was pruned before: `models.records.pruned.PruningRecord.summary`."""
+
+_OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
+
+
+class _Source(Stored):
+    name: Name
+    sha256: Name
+    model_type: Name
+
+
+class _Shape(Stored):
+    shape: Annotated[list[Size], Field(min_length=1)] | None = None
+    padding_rows: Count = 0
+
+
+class _Row(Stored):
+    layer: Count
+    site: Name
+    sparsity: float
+    threshold: float
+    expected: float | None = None
+
+
+class _Outlook(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    overall: float
+    of_sparse_sites: float
+
+
+class _Thresholds(Stored):
+    allocation: Name
+    criterion: Name
+    sparsity: float
+    upstream: Name
+    rows: list[_Row]
+    expected: _Outlook | None = None
+
+
+class _Pruning(Stored):
+    method: Name
+    permute: bool
+    model: Name
+    model_sha256: Name
+
+
+class _Manifest(Stored):
+    """What is read of a manifest, by whomever."""
+
+    sparsepack: Name
+    model: _Source
+    tensors: dict[Name, _Shape]
+    notes: list[Name]
+    calibration: dict[str, Any] | None = None
+    thresholds: _Thresholds | None = None
+    pruning: _Pruning | None = None
+    attention: AttentionSection | None = None
+
+
+_LIBRARIES = ("torch", "transformers", "gguf", "numpy")
+
+
+def make_manifest(
+    kind: str,
+    checkpoint: Checkpoint,
+    provenance: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Any]],
+    notes: Iterable[str],
+    sha256: str,
+    attention: Mapping[str, Any] | None = None,
+    neurons: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The manifest of an artifact of `kind` made from `checkpoint`.
+
+    provenance -- named parts that the caller knows, each JSON-able: calibration, recipe, thresholds, ...
+    tensors    -- logical shape and padding of each matrix: {"shape": [rows, columns], "padding_rows": n}
+    notes      -- where the artifact differs from what was asked, a sentence each
+    sha256     -- the checkpoint's, which a container may come to know only once it is written
+    attention  -- the section of sparse attention: `formats.attention`
+    neurons    -- the section of an MLP's neurons: `formats.neuron.section`
+    """
+    if taken := set(provenance) & set(_OWN):
+        raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
+    return {
+        "schema": SCHEMA if attention else _WITHOUT_ATTENTION,
+        "kind": kind,
+        "sparsepack": __version__,
+        "model": {
+            "name": checkpoint.name,
+            "sha256": sha256,
+            "model_type": checkpoint.family.model_type,
+        },
+        **provenance,
+        **({ATTENTION: dict(attention)} if attention else {}),
+        **({NEURONS: dict(neurons)} if neurons else {}),
+        "tensors": {name: dict(shape) for name, shape in tensors.items()},
+        "notes": list(notes),
+        "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+    }
+
+
+def pruned_from(manifest: Mapping[str, Any]) -> str | None:
+    """The hash of the checkpoint that an artifact's source was pruned from; None where it was not, or elsewhere."""
+    return (manifest.get(PRUNING) or {}).get("model_sha256")
+
+
+def read_manifest(stored: Any, where: str) -> dict[str, Any]:
+    """The manifest from its JSON text or value (None: there is none), which stands at `where`.
+
+    Raises `ArtifactError` where there is none, it does not hold together, or a newer sparsepack wrote it.
+    """
+    try:
+        manifest = stored if isinstance(stored, dict) else json.loads(stored)
+        schema, kind = manifest["schema"], manifest["kind"]
+        if type(schema) is not int or schema < _WITHOUT_ATTENTION:
+            raise TypeError(f"schema {str(schema)[:60]!r}")
+        if schema > SCHEMA:
+            raise ArtifactError(
+                f"{where} has schema {schema} (sparsepack {str(manifest.get('sparsepack'))[:60]}), "
+                f"this sparsepack {__version__} knows {SCHEMA}; update sparsepack"
+            )
+        if not isinstance(kind, str) or kind not in FORMATS:
+            raise ArtifactError(f"{where}: unknown kind {str(kind)[:60]!r}; expected one of {', '.join(FORMATS)}")
+        checked(_Manifest, manifest)
+        if manifest.get(ATTENTION) is not None and not FORMATS[kind].attention:
+            raise ValueError(f"{kind} has no place for {ATTENTION}")
+        if manifest.get(NEURONS) is not None and not FORMATS[kind].mlp.by_count:
+            raise ValueError(f"{kind} has no place for {NEURONS}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{where} is missing or not understood ({shown(error)}); pack it again") from error
+    return dict(manifest)

@@ -1,0 +1,28 @@
+"""The kinds of MLPs that formats store and backends run, a row each. The values themselves are in `formats.packed`."""
+
+from dataclasses import dataclass
+
+from sparsepack.models.families import MLP_SITES
+
+MLP_GATE, MLP_RECORDS = "mlp_gate", "mlp_records"
+"""What stands in place of the sites mlp_in and mlp_mid where an MLP is stored by neurons."""
+
+
+@dataclass(frozen=True)
+class MlpKind:
+    """How an MLP is stored, and what of it a decoded token leaves out.
+
+    name     -- for messages: a model "by neurons"
+    counted  -- the names of its matrices, under which what a token reads is counted, in the order of native/decoder.h
+    exact    -- those of `counted` whose inactive units are left out exactly, whatever the rules of the sites
+    by_count -- the units are stored in the order of how often a calibration or a trace saw each active
+    """
+
+    name: str
+    counted: tuple[str, ...]
+    exact: tuple[str, ...] = ()
+    by_count: bool = False
+
+
+DENSE = MlpKind("sites", MLP_SITES)
+NEURONS = MlpKind("neurons", (MLP_GATE, MLP_RECORDS), (MLP_RECORDS,), by_count=True)

@@ -1,0 +1,1 @@
+"""The neuron GGUF: its layout, its plan, its reader."""

@@ -1,0 +1,53 @@
+"""An opened neuron GGUF: what its tensors are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.artifact import Program
+from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS
+from sparsepack.formats.neuron.reader import read_neuron_model
+from sparsepack.formats.neuron.section import neuron_summary
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.zigzag.artifact import ZigzagArtifact
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class NeuronArtifact(ZigzagArtifact):
+    """A neuron GGUF."""
+
+    def packed(self) -> PackedModel:
+        return read_neuron_model(self.file, self.manifest)
+
+    def neurons(self) -> dict[str, Any]:
+        return neuron_summary(self.manifest, self.path)
+
+    def holds_weights(self, name: str) -> bool:
+        return super().holds_weights(name) and not name.endswith((FREQUENCY, ORDER))
+
+    def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        block, _, part = name.rpartition(".mlp_")
+        if not block:
+            return super().source(name, checkpoint)
+        layer = block.removeprefix("blk.")
+        if f"mlp_{part}" not in (GATE, RECORDS) or not layer.isdecimal() or int(layer) >= checkpoint.layers:
+            return super().source(name, checkpoint)
+        (gate, up), (down,) = (checkpoint.projections(int(layer), site) for site in ("mlp_in", "mlp_mid"))
+        order = self._order(f"{block}.{ORDER}")
+        if len(order) != len(gate):
+            return None  # another model's
+        return gate[order] if f"mlp_{part}" == GATE else torch.cat([up[order], down.t()[order]], dim=1)
+
+    def _order(self, name: str) -> Tensor:
+        return torch.from_numpy(self.file.bytes(name).copy()).view(torch.int32).long()
+
+    def programs(self) -> Iterator[Program]:
+        for program in super().programs():
+            if program.program == "sparsepack":
+                what = "runs it on CPUs, reading the records of active neurons alone while decoding"
+                program = Program(program.program, program.loads, what)
+            yield program

@@ -1,0 +1,117 @@
+"""The neuron GGUF: as the zigzag GGUF, but each MLP stored by neurons, so that only active ones need be read.
+
+    blk.I.mlp_gate.weight          [bands, hidden, 256]    Q4_K in zigzag order: the gate alone; it says who is active
+    blk.I.mlp_records.weight       [neurons, 2 hidden]     Q4_K by rows: the neuron's row of up, then its column of down
+    blk.I.mlp_frequency            [neurons]               F32: share of the calibration's tokens that need it
+    blk.I.mlp_order                [neurons]               I32: the model's number of the neuron that is stored here
+
+take the place of the sites mlp_in and mlp_mid. All four have the neurons of a block in one order, by falling frequency,
+of equal ones the lower number first: those which should be near at hand are a prefix. What the activation makes exactly
+zero is left out, so only models with ReLU are packed so, and there are no thresholds in the MLP. The manifest's section
+is `formats.neuron.section`.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.codecs import neurons, zigzag
+from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.neuron.artifact import NeuronArtifact
+from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
+from sparsepack.formats.neuron.section import neuron_section
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone
+from sparsepack.formats.table import Format
+from sparsepack.formats.transfer import stacked_on
+from sparsepack.formats.zigzag.plan import engine_plan, planned_site
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
+from sparsepack.models.records.neurons import NeuronCounts, check_counts
+
+
+def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
+    """A neuron GGUF that has been opened."""
+    return NeuronArtifact(manifest, file)
+
+
+def check_model(format: Format, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` for a model that no engine can run, `PackingError` for one without neurons that are
+    exactly inactive, of a width that 256 does not divide, or with biases in the MLP."""
+    try:
+        check_neurons(checkpoint.architecture)
+    except PackingError as error:
+        raise PackingError(f"{checkpoint.name}: {error}") from error
+    for site in MLP_SITES:
+        if checkpoint.stacked_bias(0, site) is not None:
+            raise PackingError(
+                f"{checkpoint.name}: biases at {site}, for which {format.name} has no place; use zigzag-q4_k"
+            )
+
+
+def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPlan:
+    """A model as a neuron GGUF.
+
+    Raises `PackingError` for thresholds in the MLP, counts that are missing or of another model, and as `zigzag.plan`.
+    """
+    counts = request.neurons
+    if counts is None:
+        raise PackingError(f"format {format.name}: it stores neurons by how often they are active; give --calibration")
+    try:
+        check_counts(counts, checkpoint.architecture)
+    except PackingError as error:
+        raise PackingError(f"{checkpoint.name}: {error}") from error
+    _check_rules(format, request)
+
+    def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
+        for site in ATTENTION_SITES:
+            yield from planned_site(checkpoint, architecture, layer, site, request)
+        yield from _planned_neurons(checkpoint, architecture, layer, counts, request.device)
+
+    return engine_plan(format, checkpoint, request, block, neuron_section(counts))
+
+
+def _check_rules(format: Format, request: PlanRequest) -> None:
+    for (layer, site), rule in request.rules.items():
+        if site not in ATTENTION_SITES and not rule.dense:
+            raise PackingError(
+                f"blk.{layer}.{site}: {format.name} skips neurons exactly and has no place for thresholds there; "
+                "leave the site dense: --include 'blk.*.attn_*'"
+            )
+
+
+def _planned_neurons(
+    checkpoint: Checkpoint, architecture: Architecture, layer: int, counts: NeuronCounts, device: str
+) -> Iterator[PlannedGroup]:
+    name, count, hidden = f"blk.{layer}", architecture.intermediate, architecture.hidden
+    expected = {"mlp_in": (2 * count, hidden), "mlp_mid": (hidden, count)}
+    for site, shape in expected.items():
+        if checkpoint.stacked_shape(site, layer) != shape:
+            found = checkpoint.stacked_shape(site, layer)
+            raise PackingError(
+                f"{name}.{site}: the weights are {found}, config.json means {shape}; is it this model's?"
+            )
+    order = neurons.by_frequency(counts.active[layer])
+
+    def gate() -> Tensor:
+        return zigzag.pack(stacked_on(device, [checkpoint.projections(layer, "mlp_in")[0][order]]))
+
+    def records() -> Tensor:
+        up, (down,) = checkpoint.projections(layer, "mlp_in")[1], checkpoint.projections(layer, "mlp_mid")
+        return neurons.pack(stacked_on(device, [up]), stacked_on(device, [down]), order)
+
+    bands = (zigzag.bands(count), hidden, zigzag.BAND_ROWS)
+    yield alone(PlannedTensor(f"{name}.{GATE}", bands, "Q4_K", logical=(count, hidden)), gate)
+    yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, 2 * hidden), "Q4_K"), records)
+    for vector, type, value in (
+        (FREQUENCY, "F32", counts.frequency[layer].float()[order]),
+        (ORDER, "I32", order.to(torch.int32)),
+    ):
+        data = value.contiguous()
+        yield alone(PlannedTensor(f"{name}.{vector}", (count,), type, weights=False), partial(data.view, torch.uint8))

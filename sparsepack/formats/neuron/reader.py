@@ -1,0 +1,59 @@
+"""Read a neuron GGUF: as `zigzag_reader`, its MLPs by neurons."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.formats.codecs.neurons import original_order
+from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
+from sparsepack.formats.neuron.section import read_neuron_section
+from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.zigzag.reader import ModelReader
+
+
+def read_neuron_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:
+    """What an engine runs, from an opened file. Matrices stay in it, mapped; all else is copied.
+
+    Raises `ArtifactError` where the file is inconsistent.
+    """
+    return _NeuronReader(file, manifest).model()
+
+
+class _NeuronReader(ModelReader):
+    def model(self) -> PackedModel:
+        density = read_neuron_section(self.manifest, self.file.path).density
+        if len(density) != self.architecture.layers:
+            raise self.wrong(f"density of {len(density)} layers, the model has {self.architecture.layers}")
+        try:
+            check_neurons(self.architecture)
+        except PackingError as error:
+            raise self.wrong(str(error)) from error
+        return super().model()
+
+    def mlp(self, layer: int) -> NeuronMlp:
+        name, count, hidden = f"blk.{layer}", self.architecture.intermediate, self.architecture.hidden
+        return NeuronMlp(
+            gate=self.zigzag_matrix(f"{name}.{GATE}", count, hidden),
+            records=self.rows_matrix(f"{name}.{RECORDS}", ("Q4_K",), (count, 2 * hidden)),
+            frequency=self.frequency(f"{name}.{FREQUENCY}", count),
+            order=self.order(f"{name}.{ORDER}", count),
+        )
+
+    def frequency(self, name: str, count: int) -> Tensor:
+        value = self.vector(name, count)
+        # NaN fails all of these.
+        if not bool((value >= 0).all() and (value <= 1).all() and (value[1:] <= value[:-1]).all()):
+            raise self.wrong(f"{name}: expected shares from 1 to 0, falling")
+        return value
+
+    def order(self, name: str, count: int) -> Tensor:
+        value = self.mapped(self.take(name, ("I32",), (count,))).clone().view(torch.int32).long()
+        try:
+            original_order(value)
+        except PackingError as error:
+            raise self.wrong(f"{name}: {error}") from error
+        return value

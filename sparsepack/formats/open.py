@@ -1,0 +1,48 @@
+"""Opening what `pack` wrote, a file or a folder: the one way to it for whoever inspects, verifies or runs it."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import ArtifactError
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.containers.gguf.container import is_ours, open_gguf
+from sparsepack.formats.containers.safetensors.container import open_folder
+from sparsepack.formats.containers.safetensors.layout import MANIFEST
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.table import FORMATS
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Open what `pack` wrote, a file or a folder; raises `ArtifactError` where it is not that, damaged or too new."""
+    path = Path(path)
+    container: Any
+    if path.is_dir():
+        container, manifest = open_folder(path)
+    else:
+        container, manifest = open_gguf(path)
+    format = FORMATS[manifest["kind"]]
+    if format.folder != path.is_dir():
+        raise ArtifactError(f"{path}: its manifest says {format.name}, which is a {format.container}; pack it again")
+    artifact: Artifact = import_module(format.module).opened(container, manifest)
+    return artifact
+
+
+def read_packed(path: Path, verify: bool = True) -> PackedModel:
+    """Open an artifact as what an engine runs. Matrices stay in the mapped file.
+
+    The header is always checked against its hash; the tensors too unless `verify` is False.
+    Raises `ArtifactError` where it is damaged, of a format that no engine runs, newer than this program, or
+    inconsistent.
+    """
+    artifact = open_artifact(path)
+    if artifact.format.runs and verify:
+        artifact.check_bytes()
+    return artifact.packed()
+
+
+def is_artifact(path: Path) -> bool:
+    """Whether `pack` wrote a file or a folder, by its names and keys alone."""
+    if path.is_dir():
+        return (path / MANIFEST).is_file()
+    return path.is_file() and path.suffix == ".gguf" and is_ours(path)

@@ -1,0 +1,187 @@
+"""A packed model in memory: what an engine runs, from an artifact of any format that one can run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from sparsepack.formats.codecs import neurons
+from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, zigzag_rows
+from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.families import Family
+from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
+from sparsepack.models.records.sparse_attention import SparseAttention
+
+Weights = Mapping[str, Callable[[], Tensor]]
+"""By the names of their modules' tensors, what decodes them to float32."""
+
+
+@dataclass(frozen=True)
+class PackedSite:
+    """One site: its stacked matrix, the bias of its rows (float32 [rows] or None), its rule (None: always dense).
+
+    parts -- output rows of each projection, in stacking order
+    """
+
+    matrix: PackedMatrix
+    bias: Tensor | None
+    rule: SiteRule | None
+    parts: tuple[int, ...]
+
+    def weights(self, projections: Sequence[str]) -> Weights:
+        """The weights and biases of the site's projections."""
+        found: dict[str, Callable[[], Tensor]] = {}
+        for projection, rows, stop in zip(projections, self.parts, accumulate(self.parts), strict=True):
+            found[f"{projection}.weight"] = partial(zigzag_rows, self.matrix, stop - rows, stop)
+            if self.bias is not None:
+                found[f"{projection}.bias"] = partial(_same, self.bias[stop - rows : stop])
+        return found
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """An MLP of the sites mlp_in (gate and up, stacked) and mlp_mid (down), whose rules say what a token skips."""
+
+    kind: ClassVar[MlpKind] = DENSE
+
+    sites: Mapping[str, PackedSite]
+
+    @property
+    def matrices(self) -> Mapping[str, PackedMatrix]:
+        """The MLP's part of `PackedLayer.matrices`."""
+        return {name: site.matrix for name, site in self.sites.items()}
+
+    @property
+    def units(self) -> Mapping[str, int]:
+        """The MLP's part of `PackedLayer.units`."""
+        return {name: matrix.columns for name, matrix in self.matrices.items()}
+
+    def weights(self, projections: Mapping[str, Sequence[str]]) -> Weights:
+        """The tensors of the projections at each site, decoded when asked for."""
+        return _weights_of(self.sites, projections)
+
+
+@dataclass(frozen=True)
+class NeuronMlp:
+    """An MLP by neurons, stored by falling frequency; only what its activation makes exactly zero is skipped.
+
+    gate      -- zigzag matrix [neurons, hidden]: who is active
+    records   -- Q4_K by rows [neurons, 2 * hidden]: of each neuron its row of up and its column of down
+    frequency -- float32 [neurons]: share of the calibration's tokens at which each was active
+    order     -- int64 [neurons]: the model's number of each
+    """
+
+    kind: ClassVar[MlpKind] = NEURONS
+    sites: ClassVar[Mapping[str, PackedSite]] = {}
+
+    gate: PackedMatrix
+    records: PackedMatrix
+    frequency: Tensor
+    order: Tensor
+
+    @property
+    def matrices(self) -> Mapping[str, PackedMatrix]:
+        """The MLP's part of `PackedLayer.matrices`."""
+        return {MLP_GATE: self.gate, MLP_RECORDS: self.records}
+
+    @property
+    def units(self) -> Mapping[str, int]:
+        """The MLP's part of `PackedLayer.units`."""
+        return {MLP_GATE: self.gate.columns, MLP_RECORDS: self.records.rows}
+
+    def weights(self, projections: Mapping[str, Sequence[str]]) -> Weights:
+        """The tensors of the projections at each site, the neurons in the model's order, decoded when asked for."""
+        stored_at = neurons.original_order(self.order)
+        (gate, up), (down,) = projections["mlp_in"], projections["mlp_mid"]
+        return {
+            f"{gate}.weight": lambda: decode_matrix(self.gate)[stored_at],
+            f"{up}.weight": lambda: neurons.unpack(self.records.blocks)[0][stored_at],
+            f"{down}.weight": lambda: neurons.unpack(self.records.blocks)[1][:, stored_at],
+        }
+
+
+Mlp = DenseMlp | NeuronMlp
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One decoder block: the sites of its attention, its norms (attn_norm, mlp_norm, q_norm, k_norm) as float32, and
+    its MLP."""
+
+    attention: Mapping[str, PackedSite]
+    norms: Mapping[str, Tensor]
+    mlp: Mlp
+
+    @property
+    def sites(self) -> dict[str, PackedSite]:
+        """All of the block."""
+        return {**self.attention, **self.mlp.sites}
+
+    @property
+    def matrices(self) -> dict[str, PackedMatrix]:
+        """All of the block, each under the name by which what of it was read is counted."""
+        return {**{name: site.matrix for name, site in self.attention.items()}, **self.mlp.matrices}
+
+    @property
+    def units(self) -> dict[str, int]:
+        """For each of `matrices`, the number of pieces that may be left out: columns, or records."""
+        return {**{name: site.matrix.columns for name, site in self.attention.items()}, **self.mlp.units}
+
+    def weights(self, family: Family) -> Weights:
+        """The tensors of the stock model's decoder block, decoded when asked for."""
+        norms = {f"{module}.weight": partial(_same, self.norms[name]) for name, module in family.norms.items()}
+        return {**norms, **_weights_of(self.attention, family.projections), **self.mlp.weights(family.projections)}
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _weights_of(sites: Mapping[str, PackedSite], projections: Mapping[str, Sequence[str]]) -> Weights:
+    return {key: made for name, site in sites.items() for key, made in site.weights(projections[name]).items()}
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Everything that running a model needs. `output` is the embedding itself where the two are tied.
+
+    attention     -- which tokens decoded positions read; None: all
+    chat_template -- how a conversation becomes text (`models.tokenizer.chat.render_chat`); None: the model brings none
+    """
+
+    architecture: Architecture
+    layers: tuple[PackedLayer, ...]
+    embedding: PackedMatrix
+    output_norm: Tensor
+    output: PackedMatrix
+    config_json: str
+    tokenizer_json: str
+    manifest: Mapping[str, Any]
+    chat_template: str | None = None
+    attention: SparseAttention | None = None
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the sites that have one."""
+        sites = {(n, name): site for n, layer in enumerate(self.layers) for name, site in layer.sites.items()}
+        return {key: site.rule for key, site in sites.items() if site.rule is not None}
+
+    @property
+    def mlp_kind(self) -> MlpKind:
+        """How the MLPs are stored, all of them alike."""
+        return self.layers[0].mlp.kind
+
+    @property
+    def skips(self) -> bool:
+        """Whether a decoded token leaves anything out: columns, tokens, or units of MLPs."""
+        return bool(self.rules or self.attention is not None or self.mlp_kind.exact)
+
+    @property
+    def parameters(self) -> dict[SiteKey, int]:
+        """Logical weights of each matrix of every block, by its name there."""
+        layers = enumerate(self.layers)
+        return {(n, name): m.rows * m.columns for n, layer in layers for name, m in layer.matrices.items()}

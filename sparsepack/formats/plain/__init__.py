@@ -1,0 +1,1 @@
+"""The plain GGUF, which stock llama.cpp loads."""

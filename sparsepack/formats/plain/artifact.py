@@ -1,0 +1,97 @@
+"""An opened plain GGUF of ours: what its tensors are, and the stock model of which they are the weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparsepack.errors import ArtifactError
+from sparsepack.formats.artifact import Program
+from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.formats.containers.gguf.container import GgufArtifact
+from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.stock import StockModel
+from sparsepack.formats.table import those_with
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
+from sparsepack.models.checkpoint.gguf_config import gguf_config
+from sparsepack.models.checkpoint.gguf_names import gguf_names, permute_rotary, unpermute_rotary
+from sparsepack.models.families import family_of
+from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
+
+ROTARY_FACTORS = "rope_freqs.weight"
+_QWEN3_HEAD = 128  # transformers' default, which it keeps whatever the file says
+
+
+@dataclass(frozen=True)
+class PlainArtifact(GgufArtifact):
+    """A plain GGUF of ours."""
+
+    def packed(self) -> PackedModel:
+        raise ArtifactError(
+            f"{self.path}: a plain {self.format.name.upper()} GGUF, expected a zigzag one: run it with llama.cpp, "
+            f"or pack the model again as {those_with('runs')}"
+        )
+
+    def stock(self) -> StockModel:
+        config = gguf_config(self.file, str(self.path))
+        family = family_of(config.model_type, str(self.path))
+        check_sizes(config, str(self.path))
+        names = {theirs: ours for ours, theirs in gguf_names(config.num_hidden_layers).items()}
+        heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
+
+        def tensor(name: str) -> Tensor:
+            """One tensor by its Hugging Face name, rotary rows back in Hugging Face's order."""
+            if name == HEAD and names[name] not in self.tensors:
+                name = EMBEDDING
+            if names.get(name) not in self.tensors:
+                raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
+            value = self.decoded(names[name])
+            if family.gguf_permuted:
+                for projection, count in heads.items():
+                    if f"{projection}." in name:
+                        return unpermute_rotary(value, count)
+            return value
+
+        return StockModel(config, tensor, gguf_tokenizer(self.file, str(self.path)))
+
+    def holds_weights(self, name: str) -> bool:
+        return name != ROTARY_FACTORS
+
+    def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        source = gguf_names(checkpoint.layers).get(name, "")
+        if source not in checkpoint.source.shapes:
+            return None
+        return llama_cpp_rows(checkpoint, source, checkpoint.tensor(source))
+
+    def programs(self) -> Iterator[Program]:
+        yield Program("llama.cpp", True, "runs it, dense")
+        yield Program("gguf-py, GGUF viewers", True, "show and dequantise each tensor")
+        lost = self._lost_in_transformers()
+        what = f"leaves out {lost}: the model would be another" if lost else "dequantises it on loading (gguf_file=)"
+        yield Program("transformers", not lost, what)
+        full = BLOCKS[self.format.matrices][0] == 1
+        why = (
+            "reads it as a source model" if full else "reads full-precision GGUFs only; inspects and verifies this one"
+        )
+        yield Program("sparsepack", full, why)
+
+    def _lost_in_transformers(self) -> str | None:
+        """Which of the model's numbers transformers (5.23) does not take from a GGUF."""
+        metadata = self.file.metadata
+        kind = metadata.get("general.architecture")
+        if f"{kind}.rope.scaling.type" in metadata or ROTARY_FACTORS in self.tensors:
+            return "the rotary scaling"
+        if any(name.endswith("attn_output.bias") for name in self.tensors):
+            return "the biases"
+        if kind == "qwen3" and metadata.get(f"{kind}.attention.key_length") != _QWEN3_HEAD:
+            return "the head size"
+        return None
+
+
+def llama_cpp_rows(checkpoint: Checkpoint, source: str, value: Tensor) -> Tensor:
+    """A Hugging Face tensor with its rows in llama.cpp's order: q and k of llama models have rotary pairs adjacent."""
+    config = checkpoint.config
+    for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+        if checkpoint.family.gguf_permuted and f".{projection}." in source:
+            return permute_rotary(value, heads)
+    return value

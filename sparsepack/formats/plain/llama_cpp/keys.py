@@ -1,0 +1,95 @@
+"""The keys that tell stock llama.cpp of a model: its `llama.*`, `qwen2.*`, `qwen3.*` keys and rotary factors."""
+
+import math
+from typing import Any
+
+import torch
+from gguf import GGUFValueType
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.containers.gguf.values import KeyValue, f32, string, u32
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.families import FAMILIES
+
+_INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str, KeyValue], list[str]]:
+    """The keys from which llama.cpp builds the model, and notes on what it does otherwise.
+
+    Raises `PackingError` where llama.cpp would compute something else in every text.
+    """
+    kind = FAMILIES[architecture.model_type].gguf
+    if architecture.activation != "silu":
+        raise PackingError(
+            f"activation {architecture.activation!r}: llama.cpp runs {kind} models with silu only; {_INSTEAD}"
+        )
+    notes = []
+    keys = {
+        "context_length": u32(architecture.context),
+        "embedding_length": u32(architecture.hidden),
+        "block_count": u32(architecture.layers),
+        "feed_forward_length": u32(architecture.intermediate),
+        "attention.head_count": u32(architecture.heads),
+        "attention.head_count_kv": u32(architecture.kv_heads),
+        "attention.key_length": u32(architecture.head_dim),
+        "attention.value_length": u32(architecture.head_dim),
+        "attention.layer_norm_rms_epsilon": f32(architecture.norm_eps),
+        "rope.dimension_count": u32(architecture.head_dim),
+        "vocab_size": u32(architecture.vocabulary),
+    }
+    window = max(architecture.sliding_windows, default=0)
+    if 0 < window < architecture.context:
+        keys["attention.sliding_window"] = u32(window)
+        notes.append(
+            f"llama.cpp ignores the sliding window of {window} tokens in {kind} models: longer texts attend to all"
+        )
+    keys |= _rotary_keys(architecture, config.rope_parameters, kind)
+    return {f"{kind}.{key}": value for key, value in keys.items()}, notes
+
+
+def rotary_factors(architecture: Architecture, config: Any) -> torch.Tensor | None:
+    """llama.cpp's `rope_freqs.weight`: what each rotary frequency is divided by, float32 [head_dim / 2], or None.
+
+    Only Llama 3's scaling needs it; the other kinds are keys.
+    """
+    if config.rope_parameters.get("rope_type", "default") != "llama3":
+        return None
+    steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.float64) / architecture.head_dim
+    unscaled = 1 / float(config.rope_parameters["rope_theta"]) ** steps
+    return (unscaled / torch.tensor(architecture.inv_freq, dtype=torch.float64)).float()
+
+
+def _rotary_keys(architecture: Architecture, rope: dict[str, Any], kind: str) -> dict[str, KeyValue]:
+    keys = {"rope.freq_base": f32(rope["rope_theta"])}
+    scaling = rope.get("rope_type", "default")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise PackingError(f"partial rotary embedding: llama.cpp turns whole heads in {kind} models; {_INSTEAD}")
+    if scaling == "llama3" and kind != "llama":
+        raise PackingError(f"rotary scaling 'llama3': llama.cpp has it for llama models only, not {kind}; {_INSTEAD}")
+    if scaling in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": string(scaling), "rope.scaling.factor": f32(_factor(architecture, rope))}
+    if scaling == "yarn":
+        keys |= _yarn_keys(architecture, rope)
+    return keys
+
+
+def _yarn_keys(architecture: Architecture, rope: dict[str, Any]) -> dict[str, KeyValue]:
+    if not rope.get("truncate", True):
+        raise PackingError(f"rotary scaling 'yarn' without truncation: llama.cpp always truncates; {_INSTEAD}")
+    keys = {
+        "rope.scaling.original_context_length": u32(rope["original_max_position_embeddings"]),
+        "rope.scaling.finetuned": (True, GGUFValueType.BOOL, None),
+    }
+    for name, usual in _YARN_BETAS.items():
+        if (value := rope.get(name) or usual) != usual:
+            raise PackingError(f"rotary scaling 'yarn' with {name} {value}: llama.cpp uses {usual}; {_INSTEAD}")
+    own = 0.1 * math.log(_factor(architecture, rope)) + 1  # what llama.cpp multiplies with by itself
+    if abs(architecture.rotary_scale / own - 1) > 1e-6:
+        keys["rope.scaling.attn_factor"] = f32(architecture.rotary_scale / own)
+    return keys
+
+
+def _factor(architecture: Architecture, rope: dict[str, Any]) -> float:
+    return float(rope.get("factor") or architecture.context / rope["original_max_position_embeddings"])

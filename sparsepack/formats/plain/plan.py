@@ -1,0 +1,134 @@
+"""The plain GGUF: what stock llama.cpp loads and runs, vocabulary included.
+
+Tensor names, their shapes and the order of q and k rows are llama.cpp's. Beside its keys stand `sparsepack.*` strings
+(hashes, manifest, the model's config.json and tokenizer.json), which it ignores.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.codecs.matrices import encode_rows
+from sparsepack.formats.codecs.types import BLOCKS
+from sparsepack.formats.containers.gguf.embeddings import embedding_types, fallen_back
+from sparsepack.formats.containers.gguf.values import KeyValue, manifest_values, string
+from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.manifest import make_manifest
+from sparsepack.formats.plain.artifact import ROTARY_FACTORS, PlainArtifact, llama_cpp_rows
+from sparsepack.formats.plain.llama_cpp.keys import architecture_keys, rotary_factors
+from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
+from sparsepack.formats.plain.llama_cpp.vocabulary import VALUE_TYPES, vocabulary
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
+from sparsepack.formats.table import Format
+from sparsepack.formats.transfer import stacked_on, tensors_at_once
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
+from sparsepack.models.checkpoint.gguf_names import gguf_names
+from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
+from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+
+_WITHOUT_BIAS = ("qwen3",)
+
+
+def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
+    """A plain GGUF of ours that has been opened."""
+    return PlainArtifact(manifest, file)
+
+
+def check_model(format: Format, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` for a model that no engine can run, `PackingError` naming what llama.cpp cannot express
+    of it or of its vocabulary."""
+    _architecture_values(checkpoint)
+    _vocabulary_values(checkpoint)
+    if checkpoint.family.gguf in _WITHOUT_BIAS:
+        for name, source in gguf_names(checkpoint.layers).items():
+            if name.endswith(".bias") and source in checkpoint.source.shapes:
+                raise PackingError(
+                    f"{name}: llama.cpp knows no biases in {checkpoint.family.gguf} models; "
+                    "pack as zigzag-q4_k, which sparsepack itself runs"
+                )
+
+
+def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPlan:
+    """A model as a GGUF for stock llama.cpp: matrices in `format.matrices`, norms and biases in F32.
+
+    An output or embedding of type "auto" is Q6_K in a file of superblocks, else as the matrices are. What a type's
+    blocks do not fit is stored as llama-quantize would, with a note. Writing it holds one matrix in memory; a CUDA
+    device holds four, and the host 32 MiB of each. Raises `PackingError` naming a tensor that the type asked for it
+    does not fit.
+    """
+    type = format.matrices
+    keys, notes = _architecture_values(checkpoint)
+    vocabulary_keys, more = _vocabulary_values(checkpoint)
+    values, notes = keys | vocabulary_keys, notes + more
+    auto = type if BLOCKS[type][0] == 1 else "Q6_K"
+    embedding, more = embedding_types(checkpoint, request.embedding_type, request.output_type, auto)
+    notes += more
+    types = embedding | _types(checkpoint, type, notes)
+    groups = tuple(_groups(checkpoint, types, request.device))
+    shapes = manifest_shapes(tensors_of(groups))
+    manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
+    own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
+    return GgufPlan(
+        format=format.name,
+        groups=groups,
+        notes=tuple(notes),
+        at_once=tensors_at_once(request.device),
+        source=checkpoint.source.hash,
+        architecture=checkpoint.family.gguf,
+        values=values | manifest_values(manifest) | own,
+    )
+
+
+def _architecture_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], list[str]]:
+    """The model's keys, and notes where llama.cpp computes something else."""
+    architecture = checkpoint.architecture
+    try:
+        return architecture_keys(architecture, checkpoint.config)
+    except PackingError as error:
+        raise PackingError(f"{checkpoint.name}: {error}") from error
+
+
+def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], list[str]]:
+    """The tokenizer's keys, and notes where llama.cpp's only resembles it."""
+    tokenizer = json.loads(checkpoint.tokenizer_json())
+    keys = vocabulary(tokenizer, tokenizer_config(checkpoint), checkpoint.config.to_dict())
+    name = keys["tokenizer.ggml.pre"]
+    notes = [f"pre-tokenizer {name}: {INEXACT[name]}"] if name in INEXACT else []
+    return {key: (value, *VALUE_TYPES[key]) for key, value in keys.items()}, notes
+
+
+def _groups(checkpoint: Checkpoint, types: Mapping[str, str], device: str) -> Iterator[PlannedGroup]:
+    shapes = checkpoint.source.shapes
+    factors = rotary_factors(checkpoint.architecture, checkpoint.config)
+    if factors is not None:
+        stored = partial(encode_rows, factors, "F32")
+        yield alone(PlannedTensor(ROTARY_FACTORS, tuple(factors.shape), "F32", weights=False), stored)
+    for name, source in gguf_names(checkpoint.layers).items():
+        if source not in shapes or (source == HEAD and checkpoint.tied):
+            continue
+        shape = shapes[source]
+        kind = types.get(name, "F32")
+        yield alone(PlannedTensor(name, shape, kind), partial(_encoded, checkpoint, source, kind, device))
+
+
+def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str]:
+    """The type of each matrix of the blocks; notes where it is not the one of the format."""
+    kinds, said = {}, {}
+    for name, source in gguf_names(checkpoint.layers).items():
+        shape = checkpoint.source.shapes.get(source, ())
+        if name.startswith("blk.") and len(shape) == 2:
+            part = name.split(".", 2)[2]
+            kinds[name], said[part] = fallen_back(type, shape[-1], f"blk.*.{part}")
+    notes += [note for note in said.values() if note]
+    return kinds
+
+
+def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:
+    return encode_rows(llama_cpp_rows(checkpoint, source, stacked_on(device, [checkpoint.tensor(source)])), kind)

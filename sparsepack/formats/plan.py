@@ -1,0 +1,157 @@
+"""What an artifact will be, before any tensor of it is made: the writer makes it, the dry run adds it up."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.codecs.types import stored_bytes
+from sparsepack.models.records.neurons import NeuronCounts
+from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.records.rule import Rules
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What goes into an artifact beside the model's weights.
+
+    rules          -- of the sites; one without stays dense
+    provenance     -- named parts for the manifest, JSON-able, such as calibration, recipe, thresholds
+    output_type    -- of the output matrix: "auto" (the format's choice), q8_0, q6_k, q4_k, f16, bf16, f32
+    embedding_type -- of the embedding, likewise; a tied model has this one matrix for both
+    patterns       -- of the nonzero weights of each matrix that `prune` pruned, by its name without `.weight`
+    pattern        -- of all matrices of the blocks instead, of a model that was pruned elsewhere
+    attention      -- the manifest's section of sparse attention (`formats.attention`); None: every token is read
+    neurons        -- how often each neuron was active, for formats that store them by it
+    notes          -- what the user is told beside the format's own
+    device         -- where the encoders run
+    """
+
+    rules: Rules = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    output_type: str = "auto"
+    embedding_type: str = "auto"
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    pattern: Pattern | None = None
+    attention: Mapping[str, Any] | None = None
+    neurons: NeuronCounts | None = None
+    notes: tuple[str, ...] = ()
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor to write.
+
+    shape   -- as stored, in weights, slowest dimension first
+    type    -- one of `formats.codecs.types.BLOCKS`
+    logical -- shape without padding; None: as stored
+    weights -- whether it holds weights of the model, not a site's rule or what follows from the configuration
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    logical: tuple[int, ...] | None = None
+    weights: bool = True
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        return self.shape if self.logical is None else self.logical
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored, padding between tensors not counted."""
+        return stored_bytes(self.type, math.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Tensors that are made together and stand one after the other, such as the values of a matrix and their scales.
+
+    produce -- makes the bytes of each, uint8 of any shape on any device, when their turn comes
+    """
+
+    tensors: tuple[PlannedTensor, ...]
+    produce: Callable[[], Sequence[torch.Tensor]]
+
+    def data(self) -> Sequence[torch.Tensor]:
+        """What `produce` makes. Raises `PackingError` naming the first tensor where they cannot be encoded."""
+        try:
+            made = self.produce()
+        except PackingError as error:
+            raise PackingError(f"{self.tensors[0].name}: {error}") from error
+        for tensor, data in zip(self.tensors, made, strict=True):
+            if data.nbytes != tensor.nbytes:
+                raise RuntimeError(f"{tensor.name}: {data.nbytes} bytes were made, {tensor.nbytes} planned")
+        return made
+
+
+def alone(tensor: PlannedTensor, produce: Callable[[], torch.Tensor]) -> PlannedGroup:
+    """A tensor that is made by itself, as most are."""
+    return PlannedGroup((tensor,), lambda: (produce(),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
+    """An artifact to write, in one of the containers.
+
+    groups  -- in the order in which they are stored
+    notes   -- where it differs from what was asked, a sentence each, for the user
+    at_once -- how many groups to make, hash and write side by side; so many are in memory
+    """
+
+    format: str
+    groups: tuple[PlannedGroup, ...]
+    notes: tuple[str, ...] = ()
+    at_once: int = 1
+
+    @property
+    def tensors(self) -> tuple[PlannedTensor, ...]:
+        """Those of all groups."""
+        return tensors_of(self.groups)
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes of the finished artifact, headers and padding included."""
+
+    @abstractmethod
+    def write(self, path: Path, overwrite: bool = False) -> None:
+        """Make the artifact, whole or not at all.
+
+        Raises `OutputError` where the output exists or the disk refuses it, `PackingError` naming a tensor that cannot
+        be encoded, of several always the same one, and `CheckpointError` where the model is seen to have changed since
+        it was opened.
+        """
+
+    def with_beside(self, beside: Callable[[Path], Mapping[str, str]]) -> "Plan":
+        """The plan with files beside the sealed ones, made from the finished artifact; a single file has no room."""
+        return self
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The bits of everything in the artifact, over the model's weights, as `inspect` has it."""
+        return 8 * self.total_bytes / sum(math.prod(t.logical_shape) for t in self.tensors if t.weights)
+
+
+def tensors_of(groups: Iterable[PlannedGroup]) -> tuple[PlannedTensor, ...]:
+    """The tensors of groups, one after the other."""
+    return tuple(tensor for group in groups for tensor in group.tensors)
+
+
+def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any]]:
+    """What the manifest says of each matrix: `{"shape": [rows, columns], "padding_rows": n}`."""
+    shapes = {}
+    for tensor in tensors:
+        if len(tensor.logical_shape) == 2:
+            rows, columns = tensor.logical_shape
+            padding = math.prod(tensor.shape) // columns - rows
+            shapes[tensor.name] = {"shape": [rows, columns], "padding_rows": padding}
+    return shapes

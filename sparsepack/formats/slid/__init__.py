@@ -1,0 +1,1 @@
+"""The slid folder: a pruned model for 2:4 tensor cores."""

@@ -1,0 +1,31 @@
+"""What a slid folder holds of a matrix, for the writer and the readers alike: names, shapes and types."""
+
+from sparsepack.formats.codecs.value_types import VALUE_TYPES, ValueType
+from sparsepack.formats.table import FORMATS, Format
+
+POSITIONS, SCALE = "_positions", "_scale"
+"""The name of a weight's positions and of its scales ends with these, after the name of the weight."""
+
+
+def value_type(format: Format) -> ValueType:
+    """The type of the values in a format of slid folders."""
+    return VALUE_TYPES[format.matrices]
+
+
+def slid_formats() -> dict[str, ValueType]:
+    """The value type of each format that leaves out pruned weights, by the format's name."""
+    return {name: value_type(format) for name, format in FORMATS.items() if format.weight_sparsity}
+
+
+def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The tensors of a slid matrix in the order in which they are stored: name -> shape and type.
+
+    weight -- the matrix's name; stored -- values that are stored for a row
+    """
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {
+        weight: ((rows, stored), values.name),
+        weight + POSITIONS: ((rows, -(-stored // 4)), "U8"),
+    }
+    if values.scaled:
+        tensors[weight + SCALE] = ((rows,), "F32")
+    return tensors

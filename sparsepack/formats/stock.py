@@ -1,0 +1,130 @@
+"""The stock transformers model that an artifact stands for: what its accuracy is measured on."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import ArtifactError
+from sparsepack.files.stored import shown
+from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD
+from sparsepack.models.families import FAMILIES, Family
+from sparsepack.models.records.rule import Rules, SiteKey
+from sparsepack.models.records.skipped import sparse_sites_of
+from sparsepack.models.records.sparse_attention import SparseAttention
+from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
+
+
+@dataclass(frozen=True)
+class StockModel:
+    """What `models.stock.whole.build_model` takes, and what runs beside it.
+
+    config -- the stock transformers configuration
+    tensor -- the logical weights by their Hugging Face names, decoded to float32 when asked for
+    rules  -- of the sites; target_sparsity -- what they were made for; sparse_sites -- those that may be sparse
+    inputs -- what the inputs of sites are quantised to, token by token, before they are multiplied
+    attention -- which tokens decoded positions read; None: all
+    """
+
+    config: Any
+    tensor: Callable[[str], Tensor]
+    tokenizer: Any
+    rules: Rules = field(default_factory=dict)
+    target_sparsity: float = 0.0
+    sparse_sites: Collection[Any] = ()
+    inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
+    attention: SparseAttention | None = None
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def family(self) -> Family:
+        """The model's family."""
+        return FAMILIES[self.config.model_type]
+
+
+def stock_of(packed: PackedModel) -> StockModel:
+    """The stock model of what an engine runs. Raises `ArtifactError` where its configuration is not understood."""
+    config = stock_config(packed)
+    sites, rules = sparse_sites_of(packed.manifest, packed.rules), packed.rules
+    return StockModel(
+        config,
+        dequantised(packed),
+        stock_tokenizer(packed),
+        rules,
+        target_sparsity(packed),
+        sites,
+        attention=packed.attention,
+    )
+
+
+def target_sparsity(packed: PackedModel) -> float:
+    """The sparsity that the rules were made for."""
+    return float((packed.manifest.get("thresholds") or {}).get("sparsity", 0.0))
+
+
+def stock_config(packed: PackedModel) -> Any:
+    """The stock transformers configuration of the model inside; `ArtifactError` where it is not understood."""
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads(packed.config_json)
+        config = AutoConfig.for_model(**values)
+    except Exception as error:  # transformers checks fields in several ways, each with its own kind
+        raise ArtifactError(
+            f"config.json inside the artifact is not understood ({shown(error)}); pack it again"
+        ) from error
+    numbers, blocks = packed.architecture, getattr(config, "num_hidden_layers", None)
+    if (config.model_type, blocks) != (numbers.model_type, numbers.layers):
+        raise ArtifactError(
+            f"config.json inside the artifact means {blocks} blocks of a {config.model_type} model, its tensors are "
+            f"{numbers.layers} of a {numbers.model_type} model; pack it again"
+        )
+    return config
+
+
+def stock_tokenizer(packed: PackedModel) -> Any:
+    """The tokenizer inside, as transformers wraps it."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = packed.architecture
+    try:
+        check_tokenizer(packed.tokenizer_json)
+        backend = Tokenizer.from_str(packed.tokenizer_json)
+        special = {"bos_token": numbers.bos, "eos_token": numbers.eos[0] if numbers.eos else None}
+        words = {name: backend.id_to_token(id) for name, id in special.items() if id is not None}
+        return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=packed.chat_template, **words)
+    except Exception as error:  # the libraries raise bare Exception
+        raise ArtifactError(f"the artifact's tokenizer.json cannot be read ({shown(error)}); pack it again") from error
+
+
+def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
+    """The logical weights by their Hugging Face names, decoded to float32 when asked for.
+
+    The function raises `ArtifactError` for a name that the model does not have.
+    """
+    makers: dict[str, Callable[[], Tensor]] = {
+        EMBEDDING: lambda: decode_matrix(packed.embedding),
+        HEAD: lambda: decode_matrix(packed.output),
+        FINAL_NORM: lambda: packed.output_norm,
+    }
+    family = FAMILIES[packed.architecture.model_type]
+    for index, layer in enumerate(packed.layers):
+        prefix = f"model.layers.{index}"
+        makers |= {f"{prefix}.{name}": maker for name, maker in layer.weights(family).items()}
+
+    def tensor(name: str) -> Tensor:
+        if name not in makers:
+            raise ArtifactError(f"{name}: no such tensor in the artifact of {packed.manifest['model']['name']}")
+        return makers[name]()
+
+    return tensor

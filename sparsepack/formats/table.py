@@ -1,0 +1,132 @@
+"""The table of formats: one row each, from which every other part takes what it must know of them.
+
+Cheap to import: the command line and the recipes' schema take their choices from here.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
+
+if TYPE_CHECKING:
+    from sparsepack.formats.plan import Plan, PlanRequest
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of artifact.
+
+    name            -- what users and manifests call it
+    summary         -- a clause for help texts
+    module          -- what implements it, by three functions: `check_model(format, checkpoint)`,
+                       `plan(format, checkpoint, request) -> Plan` and `opened(container, manifest) -> Artifact`;
+                       the container is a `GgufFile`, or an `ArtifactFolder` where `folder` is set
+    matrices        -- type in which the blocks' matrices are stored
+    folder          -- a folder of safetensors; otherwise a GGUF file
+    thresholds      -- whether it carries the rules of the sites
+    attention       -- whether it carries a policy for sparse attention
+    weight_sparsity -- whether it leaves out pruned weights
+    mlp             -- how MLPs are stored
+    runs            -- whether an engine of ours runs it
+    file_type       -- llama.cpp's enum llama_ftype, which viewers of GGUFs show
+    """
+
+    name: str
+    summary: str
+    module: str
+    matrices: str
+    folder: bool = False
+    thresholds: bool = False
+    attention: bool = False
+    weight_sparsity: bool = False
+    mlp: MlpKind = DENSE
+    runs: bool = False
+    file_type: int = 0
+
+    @property
+    def container(self) -> str:
+        """What it lies in, for messages."""
+        return "folder" if self.folder else "GGUF"
+
+    @property
+    def suffix(self) -> str:
+        """What its name ends with, for those who name outputs."""
+        return "" if self.folder else ".gguf"
+
+    def check_model(self, checkpoint: "Checkpoint") -> None:
+        """Whether the format can hold a model: ask once, before anything is found for it.
+
+        Raises `PackingError` for a model that another format may hold, `CheckpointError` for one that none holds.
+        """
+        self._implementation.check_model(self, checkpoint)
+
+    def plan(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "Plan":
+        """The artifact of a model that `check_model` lets pass, before any tensor of it is made; `Plan.write` makes it.
+
+        Raises `PackingError` for a request that does not fit the model or the format.
+        """
+        made: Plan = self._implementation.plan(self, checkpoint, request)
+        return made
+
+    @property
+    def _implementation(self) -> Any:
+        return importlib.import_module(self.module)
+
+
+_ZIGZAG = "sparsepack.formats.zigzag.plan"
+_NEURON = "sparsepack.formats.neuron.plan"
+_PLAIN = "sparsepack.formats.plain.plan"
+_SLID = "sparsepack.formats.slid.plan"
+_FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
+_FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
+_RUN: Mapping[str, Any] = {"thresholds": True, "attention": True, "runs": True}
+_PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsity": True}
+
+FORMATS: Mapping[str, Format] = {
+    format.name: format
+    for format in (
+        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", file_type=14, **_RUN),
+        Format(
+            "neuron-q4_k",
+            "also skips, exactly, inactive neurons of models with ReLU",
+            _NEURON,
+            "Q4_K",
+            mlp=NEURONS,
+            file_type=14,
+            **_RUN,
+        ),
+        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", file_type=14),
+        Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", file_type=1),
+        Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", file_type=32),
+        Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", file_type=0),
+        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", **_PRUNED),
+        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", **_PRUNED),
+        Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", **_PRUNED),
+    )
+}
+DEFAULT_FORMAT = next(iter(FORMATS))
+
+
+def format_of(name: str) -> Format:
+    """The row of that name; raises `PackingError` naming the known ones."""
+    if name not in FORMATS:
+        raise PackingError(f"format {name!r}: expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def those_with(what: str) -> str:
+    """The names of the formats whose field `what`, "runs" or "mlp.exact" for one, is set, for messages."""
+    return " or ".join(name for name, format in FORMATS.items() if attrgetter(what)(format))
+
+
+def summaries() -> str:
+    """The table as a clause for help texts: "zigzag-q4_k skips ...; q4_k, f16: a plain GGUF that ..."."""
+    names: dict[str, list[str]] = {}
+    for format in FORMATS.values():
+        names.setdefault(format.summary, []).append(format.name)
+    return "; ".join(f"{', '.join(group)}: {summary}" for summary, group in names.items()) + "."

@@ -1,0 +1,86 @@
+"""Between a checkpoint's files, the device where the encoders run, and the artifact: in pieces of bounded size.
+
+    file --(memory map)--> weights --(copy)--> page-locked buffer --(DMA)--> CUDA device
+    CUDA device --(DMA)--> page-locked buffer --> SHA-256, artifact
+
+Each thread has one such buffer. Other memory would go through the driver's own, slowly and one thread at a time, and
+memory taken anew for each tensor costs more in page faults than the copy into it.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PIECE = 1 << 25
+"""A buffer has this many bytes, enough to hide what starting a copy costs."""
+
+CUDA_AT_ONCE = 4
+"""This many threads keep up with the device, and this many matrices fit into its memory."""
+
+_own = threading.local()
+
+
+def tensors_at_once(device: str, most: int = CUDA_AT_ONCE) -> int:
+    """On how many tensors to work side by side: `most` for a CUDA device.
+
+    There one thread cannot read, hash and write as fast as it encodes. Encoders on a CPU use every core by themselves.
+    """
+    return most if torch.device(device).type == "cuda" else 1
+
+
+def stacked_on(device: str, parts: Sequence[Tensor]) -> Tensor:
+    """Tensors on the CPU with their rows stacked, on `device`: in the type that `torch.cat` gives them."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(where)
+    rows = [part.shape[0] for part in parts]
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    stacked = torch.empty(sum(rows), *parts[0].shape[1:], dtype=dtype, device=where)
+    for part, place in zip(parts, torch.split(stacked, rows), strict=True):
+        _copy(part, place)
+    return stacked
+
+
+def host_pieces(data: Tensor) -> Iterator[memoryview]:
+    """The bytes of a uint8 tensor of any shape, one piece after the other; each holds until the next is taken."""
+    flat = data.contiguous().view(-1)
+    if flat.is_cuda:
+        yield from _staged(flat)
+    else:
+        yield flat.cpu().numpy().data
+
+
+def _staged(flat: Tensor) -> Iterator[memoryview]:
+    for piece in torch.split(flat, PIECE):
+        staged = _buffer()[: piece.numel()]
+        staged.copy_(piece, non_blocking=True)
+        _wait(piece.device)
+        yield staged.numpy().data
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Fill a contiguous `target` with a tensor on the CPU."""
+    source, target = source.contiguous().view(-1), target.view(-1)
+    count = PIECE // source.itemsize
+    for piece, place in zip(torch.split(source, count), torch.split(target, count), strict=True):
+        staged = _buffer()[: piece.nbytes]
+        # numpy copies on this thread alone, without the interpreter's lock; torch would start a team of threads.
+        np.copyto(staged.numpy(), piece.view(torch.uint8).numpy())
+        place.copy_(staged.view(piece.dtype), non_blocking=True)
+        _wait(place.device)
+
+
+def _buffer() -> Tensor:
+    if not hasattr(_own, "buffer"):
+        with torch.inference_mode(False):  # what is made in that mode can never be written to outside it
+            _own.buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    buffer: Tensor = _own.buffer
+    return buffer
+
+
+def _wait(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,153 @@
+"""`verify` says whether an artifact is intact, and whether it holds the weights of a given model."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.errors import ArtifactError
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.formats.open import open_artifact
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+
+ERROR_BOUNDS = {
+    **{"Q4_K": 0.12, "Q6_K": 0.05, "Q8_0": 0.015, "Q5_0": 0.08, "F16": 1e-3, "F32": 1e-6},
+    **{name: row.error_bound for name, row in VALUE_TYPES.items()},
+}
+"""Largest relative Frobenius error that the type itself can cause.
+
+Q4_K leaves 0.07 on normal weights and 0.09 on heavy-tailed ones (Student t with 3 degrees of freedom), Q6_K a quarter
+of that, Q5_0 and Q8_0 0.05 and 0.01 (tests/codec_cases.py has the weights); F16 and BF16 round to 11 and 8 significant
+bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01 and 0.03 on normal weights, of I8 more
+where a row's largest weight is far from the others, ten times as far at this bound. Weights of another model of the
+same shapes are off by 1.4.
+"""
+
+_PIECE, _BAND = 1 << 22, 256
+"""The first number of weights is decoded at one time, the second number of rows is stored together."""
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """How far a stored tensor is from the model: relative Frobenius error, and the most that its type explains."""
+
+    name: str
+    type: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the type explains the error."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings. `problems` are sentences; without any the file passed."""
+
+    path: str
+    kind: str | None
+    problems: tuple[str, ...]
+    checked: tuple[str, ...]
+    tensors: tuple[TensorError, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        tensors = [{**asdict(tensor), "passed": tensor.passed} for tensor in self.tensors]
+        listed = {"problems": list(self.problems), "checked": list(self.checked), "tensors": tensors}
+        return {"path": self.path, "kind": self.kind, "passed": self.passed, **listed}
+
+
+def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> Report:
+    """Check an artifact by itself: every byte's hash, shapes, zeros in padding, sparse attention that fits the model.
+
+    against -- also compare every tensor with this checkpoint: see `verify_against`
+
+    Raises `ArtifactError` where there is nothing to check.
+    """
+    if against is not None:
+        return verify_against(Path(path), against if isinstance(against, Checkpoint) else open_checkpoint(against))
+    path = Path(path)
+    if not path.exists():
+        raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")
+    kind = None
+    checked: tuple[str, ...] = ("header", "SHA-256 of every tensor", "shapes", "padding")
+    try:
+        artifact = open_artifact(path)
+        kind = artifact.manifest["kind"]
+        artifact.check_bytes()
+        artifact.check_shapes()
+        if artifact.attention() is not None:
+            checked += ("sparse attention",)
+        problems = tuple(artifact.padding_problems())
+    except ArtifactError as error:
+        problems = (str(error),)
+    return Report(str(path), kind, problems, checked)
+
+
+def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
+    """`verify`, and every tensor against the model that it should be of; decodes some rows of a matrix at a time."""
+    alone = verify(path)
+    if not alone.passed:
+        return alone
+    artifact = open_artifact(Path(path))
+    problems, tensors = [], []
+    packed_from = artifact.manifest["model"]
+    if packed_from["sha256"] != checkpoint.sha256:
+        problems.append(
+            f"{path}: packed from {packed_from['name']} (SHA-256 {packed_from['sha256'][:12]}), "
+            f"{checkpoint.name} is {checkpoint.sha256[:12]}: another model, or another version of it"
+        )
+    if packed_from["model_type"] != checkpoint.family.model_type:
+        problems.append(
+            f"{path}: a {packed_from['model_type']} model, {checkpoint.name} is {checkpoint.family.model_type}"
+        )
+    else:
+        for found in _compared(artifact, checkpoint):
+            if isinstance(found, str):
+                problems.append(found)
+            else:
+                tensors.append(found)
+    problems += [
+        f"{t.name}: relative error {t.error:.3g}, {t.type} explains at most {t.bound:.3g}: not this model's weights"
+        for t in tensors
+        if not t.passed
+    ]
+    checked = (*alone.checked, f"weights of {checkpoint.name}")
+    return Report(alone.path, alone.kind, tuple(problems), checked, tuple(tensors))
+
+
+def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:
+    for name, info in artifact.tensors.items():
+        if not artifact.holds_weights(name):
+            continue
+        source = artifact.source(name, checkpoint)
+        if source is None or tuple(source.shape) != artifact.logical_shape(name):
+            shape = None if source is None else list(source.shape)
+            yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
+            continue
+        yield TensorError(name, info.type, _relative_error(artifact, name, source), ERROR_BOUNDS[info.type])
+
+
+def _relative_error(artifact: Artifact, name: str, expected: torch.Tensor) -> float:
+    """|stored - expected| / |expected|, summed in float64 over pieces of whole bands of rows."""
+    rows = len(expected)
+    step = max(_BAND, _PIECE // (expected.numel() // rows) // _BAND * _BAND) if expected.dim() > 1 else rows
+    difference = norm = 0.0
+    for first in range(0, rows, step):
+        piece = expected[first : first + step].double()
+        norm += float(piece.square().sum())
+        difference += float(piece.sub_(artifact.decoded(name, first, first + step)).square_().sum())
+    if norm == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return math.sqrt(difference / norm)

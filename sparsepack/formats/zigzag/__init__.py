@@ -1,0 +1,1 @@
+"""The zigzag GGUF: its layout, its plan, its reader."""

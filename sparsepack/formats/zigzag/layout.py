@@ -1,0 +1,29 @@
+"""What a zigzag GGUF of a given architecture must hold: names and shapes, for the writer and the reader alike."""
+
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.families import FAMILIES
+
+NUMBERS = "sparsepack.architecture"
+
+RULE_VECTORS = (".threshold", ".offset")
+"""The names of the tensors that hold a site's rule end so."""
+
+
+def site_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], int]]:
+    """For each site: output rows of its projections in stacking order, and input columns."""
+    queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+    return {
+        "attn_in": ((queries, keys, keys), architecture.hidden),
+        "attn_out": ((architecture.hidden,), queries),
+        "mlp_in": ((architecture.intermediate, architecture.intermediate), architecture.hidden),
+        "mlp_mid": ((architecture.hidden,), architecture.intermediate),
+    }
+
+
+def norm_widths(architecture: Architecture) -> dict[str, int]:
+    """For each norm of a block, the number of channels that the norm scales."""
+    per_head = {"q_norm", "k_norm"}
+    return {
+        name: architecture.head_dim if name in per_head else architecture.hidden
+        for name in FAMILIES[architecture.model_type].norms
+    }

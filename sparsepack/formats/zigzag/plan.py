@@ -1,0 +1,212 @@
+"""The zigzag GGUF: one file with everything to run a model that skips the columns of inactive channels.
+
+    token_embd.weight              [vocabulary, hidden]    Q8_0, Q6_K, Q4_K, F16, BF16 or F32
+    blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
+    blk.I.SITE.bias                [rows]                  F32, where the model has one
+    blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
+    blk.I.SITE.offset              [columns]               F32, where inactive channels take a value other than 0
+    blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and q_norm, k_norm
+    output_norm.weight             [hidden]                F32
+    output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
+
+`general.architecture` is "sparsepack", which no other program runs by mistake; every tensor is a valid one of its type,
+which any of them can show. The model's config.json and tokenizer.json, the numbers an engine needs and the manifest
+stand in `sparsepack.*` strings, the chat template of a model that has one in `tokenizer.chat_template`. Sparse
+attention is a section of the manifest (`formats.attention`).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PackingError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import encode_rows
+from sparsepack.formats.containers.gguf.container import ARCHITECTURE
+from sparsepack.formats.containers.gguf.embeddings import embedding_types
+from sparsepack.formats.containers.gguf.values import manifest_values, string
+from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.manifest import make_manifest
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
+from sparsepack.formats.table import Format
+from sparsepack.formats.transfer import stacked_on, tensors_at_once
+from sparsepack.formats.zigzag.artifact import ZigzagArtifact
+from sparsepack.formats.zigzag.layout import NUMBERS, site_shapes
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
+from sparsepack.models.checkpoint.source_files import chat_template, config_json
+from sparsepack.models.families import SITES
+from sparsepack.models.records.rule import Rules, SiteRule
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
+from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+
+ALIGNMENT = 64  # a cache line: what the kernels load
+
+Block = Callable[[Architecture, int], Iterator[PlannedGroup]]
+"""The function makes the matrices of a block, by the block's number, and what belongs to them."""
+
+
+def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
+    """A zigzag GGUF that has been opened."""
+    return ZigzagArtifact(manifest, file)
+
+
+def check_model(format: Format, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` for a model that no engine can run."""
+    _ = checkpoint.architecture
+
+
+def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPlan:
+    """A model as a zigzag GGUF (SpQt, section 4.1.2).
+
+    An output or embedding of type "auto" is Q6_K, Q8_0 or F16 (`embedding_types`). Writing it holds one matrix in
+    memory; a CUDA device holds four, and the host 32 MiB of each. Raises `PackingError` for a type that does not fit
+    or a rule of another model; writing raises it naming a tensor whose weights are not finite.
+    """
+
+    def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
+        for site in SITES:
+            yield from planned_site(checkpoint, architecture, layer, site, request)
+
+    return engine_plan(format, checkpoint, request, block)
+
+
+def engine_plan(
+    format: Format,
+    checkpoint: Checkpoint,
+    request: PlanRequest,
+    block: Block,
+    neurons: Mapping[str, Any] | None = None,
+) -> GgufPlan:
+    """A file that an engine runs.
+
+    block   -- the matrices of a block, and what belongs to them
+    neurons -- the manifest's section of them
+
+    Raises `PackingError` as `plan`.
+    """
+    _check_rules(checkpoint, request.rules)
+    architecture = checkpoint.architecture
+    embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
+    groups = tuple(_groups(checkpoint, architecture, block, embedding, request.device))
+    shapes = manifest_shapes(sorted(tensors_of(groups), key=lambda tensor: tensor.name in embedding))
+    notes += request.notes
+    manifest = make_manifest(
+        format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256, request.attention, neurons
+    )
+    values = manifest_values(manifest) | {
+        OWN_CONFIG: string(config_json(checkpoint)),
+        OWN_TOKENIZER: string(checkpoint.tokenizer_json()),
+        NUMBERS: string(json.dumps(architecture.to_json())),
+    }
+    if template := chat_template(checkpoint):
+        values[CHAT_TEMPLATE] = string(template)
+    return GgufPlan(
+        format=format.name,
+        groups=groups,
+        notes=tuple(notes),
+        at_once=tensors_at_once(request.device),
+        source=checkpoint.source.hash,
+        architecture=ARCHITECTURE,
+        values=values,
+        alignment=ALIGNMENT,
+    )
+
+
+def _groups(
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    block: Block,
+    embedding: Mapping[str, str],
+    device: str,
+) -> Iterator[PlannedGroup]:
+    """Every tensor, in the order in which an engine needs them."""
+    big = (architecture.vocabulary, architecture.hidden)
+
+    def matrix(name: str, source: str) -> PlannedGroup:
+        kind = embedding[name]
+
+        def encoded() -> Tensor:
+            return encode_rows(stacked_on(device, [checkpoint.tensor(source)]), kind)
+
+        return alone(PlannedTensor(name, big, kind), encoded)
+
+    yield matrix("token_embd.weight", EMBEDDING)
+    for layer in range(checkpoint.layers):
+        for name, module in checkpoint.family.norms.items():
+            yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
+        yield from block(architecture, layer)
+    yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
+    if "output.weight" in embedding:
+        yield matrix("output.weight", HEAD)
+
+
+def planned_site(
+    checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str, request: PlanRequest
+) -> Iterator[PlannedGroup]:
+    """A site's matrix, its bias and its rule. Raises `PackingError` where the matrix is not the configuration's."""
+    name, device = f"blk.{layer}.{site}", request.device
+    parts, columns = site_shapes(architecture)[site]
+    rows = sum(parts)
+    if checkpoint.stacked_shape(site, layer) != (rows, columns):
+        found = checkpoint.stacked_shape(site, layer)
+        raise PackingError(f"{name}: the weights are {found}, config.json means {(rows, columns)}; is it this model's?")
+
+    def weight() -> Tensor:
+        return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
+
+    def bias() -> Tensor:
+        stacked = checkpoint.stacked_bias(layer, site)
+        assert stacked is not None
+        return encode_rows(stacked, "F32")
+
+    shape = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
+    yield alone(PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(rows, columns)), weight)
+    projections = checkpoint.family.projections[site]
+    if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
+        yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
+    rule = request.rules.get((layer, site))
+    if rule is not None and not rule.dense:
+        yield from _planned_rule(name, rule)
+
+
+def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
+    for part, value in (("threshold", rule.limits), ("offset", rule.offset)):
+        if value is not None:
+            data = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
+            tensor = PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", weights=False)
+            yield alone(tensor, partial(data.view, torch.uint8))
+
+
+def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
+    shape = checkpoint.source.shapes[source]
+    return alone(PlannedTensor(name, shape, "F32"), lambda: encode_rows(checkpoint.tensor(source), "F32"))
+
+
+def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
+    for (layer, site), rule in rules.items():
+        name = f"blk.{layer}.{site}"
+        if site not in SITES or not 0 <= layer < checkpoint.layers:
+            raise PackingError(
+                f"{name}: no such site in {checkpoint.name} ({checkpoint.layers} layers of {', '.join(SITES)}); "
+                "give thresholds of this model"
+            )
+        columns = checkpoint.stacked_shape(site, layer)[1]
+        if rule.limits.numel() != 1 and tuple(rule.limits.shape) != (columns,):
+            raise PackingError(
+                f"{name}: threshold {list(rule.limits.shape)}, expected one number or [{columns}]; "
+                "give thresholds of this model"
+            )
+        if rule.limits.isnan().any():
+            raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
+        if rule.offset is not None and tuple(rule.offset.shape) != (columns,):
+            raise PackingError(f"{name}: offset {list(rule.offset.shape)}, expected [{columns}]; calibrate again")
+        if rule.offset is not None and not rule.offset.isfinite().all():
+            raise PackingError(f"{name}: an offset is not finite, expected a number; calibrate again")

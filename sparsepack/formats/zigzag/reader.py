@@ -1,0 +1,193 @@
+"""Read a zigzag GGUF: mapped, not copied; checked, not trusted."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import ArtifactError
+from sparsepack.files.gguf import GgufFile, TensorInfo
+from sparsepack.files.stored import shown
+from sparsepack.formats.attention import sparse_attention_of
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.containers.gguf.container import ARCHITECTURE
+from sparsepack.formats.packed import DenseMlp, Mlp, PackedLayer, PackedModel, PackedSite
+from sparsepack.formats.zigzag.layout import NUMBERS, norm_widths, site_shapes
+from sparsepack.models.architecture import ACTIVATIONS, Architecture
+from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
+from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, PACKABLE
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
+from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+
+_LARGEST = 3.4e38  # float32
+_MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
+
+
+def read_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:
+    """What an engine runs, from an opened file. Matrices stay in it, mapped; norms, biases and rules are copied.
+
+    Raises `ArtifactError` where the file is inconsistent.
+    """
+    return ModelReader(file, manifest).model()
+
+
+class ModelReader:
+    """Takes the tensors of a file one after the other, and notices missing, wrong and unknown ones."""
+
+    def __init__(self, file: GgufFile, manifest: Mapping[str, Any]) -> None:
+        self.file, self.manifest = file, manifest
+        if file.metadata.get("general.architecture") != ARCHITECTURE:
+            raise self.wrong(f"general.architecture is not {ARCHITECTURE!r}")
+        self.left = set(file.tensors)
+        self.architecture = self._architecture()
+
+    def model(self) -> PackedModel:
+        """What an engine runs."""
+        architecture = self.architecture
+        layers = tuple(self.layer(i) for i in range(architecture.layers))
+        embedding = self.embedding("token_embd.weight")
+        output = embedding if architecture.tied else self.embedding("output.weight")
+        output_norm = self.vector("output_norm.weight", architecture.hidden)
+        if self.left:
+            raise self.wrong(f"the tensor {min(self.left)} is not understood ({len(self.left)} such tensors)")
+        return PackedModel(
+            architecture=architecture,
+            layers=layers,
+            embedding=embedding,
+            output_norm=output_norm,
+            output=output,
+            config_json=self.text(OWN_CONFIG),
+            tokenizer_json=self.text(OWN_TOKENIZER),
+            manifest=self.manifest,
+            chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
+            attention=sparse_attention_of(self.manifest, architecture, self.file.path),
+        )
+
+    def layer(self, layer: int) -> PackedLayer:
+        """A block, by its number."""
+        return PackedLayer(self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer))
+
+    def mlp(self, layer: int) -> Mlp:
+        """The MLP of a block."""
+        return DenseMlp(self.sites(layer, MLP_SITES))
+
+    def norms(self, layer: int) -> dict[str, Tensor]:
+        """The norms of a block."""
+        widths = norm_widths(self.architecture)
+        return {name: self.vector(f"blk.{layer}.{name}.weight", width) for name, width in widths.items()}
+
+    def sites(self, layer: int, names: Sequence[str]) -> dict[str, PackedSite]:
+        """Some sites of a block."""
+        shapes = site_shapes(self.architecture)
+        return {site: self.site(f"blk.{layer}.{site}", *shapes[site]) for site in names}
+
+    def site(self, name: str, parts: tuple[int, ...], columns: int) -> PackedSite:
+        rows = sum(parts)
+        matrix = self.zigzag_matrix(f"{name}.weight", rows, columns)
+        bias = self.vector(f"{name}.bias", rows) if f"{name}.bias" in self.file.tensors else None
+        return PackedSite(matrix, bias, self.rule(name, columns), parts)
+
+    def zigzag_matrix(self, name: str, rows: int, columns: int) -> PackedMatrix:
+        """A matrix in zigzag order, by its logical shape."""
+        info = self.take(name, ("Q4_K",), (zigzag.bands(rows), columns, zigzag.BAND_ROWS))
+        self.check_logical(name, rows, columns)
+        return PackedMatrix(self.mapped(info).view(zigzag.bands(rows), columns, -1), ZIGZAG, rows, columns)
+
+    def rule(self, name: str, columns: int) -> SiteRule | None:
+        threshold = self.file.tensors.get(f"{name}.threshold")
+        if threshold is None:
+            return None
+        width = 1 if threshold.shape == (1,) else columns
+        value = self.vector(threshold.name, width)
+        offset = self.vector(f"{name}.offset", columns) if f"{name}.offset" in self.file.tensors else None
+        return SiteRule(value.reshape(()) if width == 1 else value, offset)
+
+    def embedding(self, name: str) -> PackedMatrix:
+        return self.rows_matrix(name, _MATRIX_TYPES, (self.architecture.vocabulary, self.architecture.hidden))
+
+    def rows_matrix(self, name: str, types: tuple[str, ...], shape: tuple[int, int]) -> PackedMatrix:
+        """A matrix stored by rows."""
+        info = self.take(name, types, shape)
+        self.check_logical(name, *shape)
+        return PackedMatrix(self.mapped(info).view(shape[0], -1), info.type, *shape)
+
+    def vector(self, name: str, width: int) -> Tensor:
+        return self.mapped(self.take(name, ("F32",), (width,))).clone().view(torch.float32)
+
+    def take(self, name: str, types: tuple[str, ...], shape: tuple[int, ...]) -> TensorInfo:
+        info = self.file.tensors.get(name)
+        if info is None:
+            raise self.wrong(f"the tensor {name} is missing")
+        if info.shape != shape or info.type not in types:
+            raise self.wrong(
+                f"{name} is {info.type} {list(info.shape)}, the architecture means {'/'.join(types)} {list(shape)}"
+            )
+        self.left.discard(name)
+        return info
+
+    def mapped(self, info: TensorInfo) -> Tensor:
+        with warnings.catch_warnings():
+            # The mapping is read-only, and nothing here or in a runtime writes to it.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.file.bytes(info.name))
+
+    def check_logical(self, name: str, rows: int, columns: int) -> None:
+        shape = self.manifest["tensors"].get(name, {}).get("shape")
+        if shape != [rows, columns]:
+            raise self.wrong(f"the manifest gives {name} the logical shape {shape}, expected {[rows, columns]}")
+
+    def text(self, key: str) -> str:
+        value = self.file.metadata.get(key)
+        if not isinstance(value, str):
+            raise self.wrong(f"{key} is {'missing' if value is None else 'no text'}")
+        return value
+
+    def wrong(self, what: str) -> ArtifactError:
+        return ArtifactError(f"{self.file.path}: {what}; pack the model again")
+
+    def _architecture(self) -> Architecture:
+        try:
+            numbers = json.loads(self.text(NUMBERS))
+            architecture = Architecture.from_json(numbers)
+            _check_numbers(architecture, len(self.file.tensors))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self.wrong(f"{NUMBERS} is not understood ({shown(error)})") from error
+        return architecture
+
+
+def _check_numbers(architecture: Architecture, tensors: int) -> None:
+    """Raise ValueError where a number could not be a model's."""
+    sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary", "context")
+    for name in sizes:
+        value = getattr(architecture, name)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ValueError(f"{name} {repr(value)[:60]}, expected a positive integer below 2**31")
+    real = (architecture.norm_eps, architecture.rotary_scale, *architecture.inv_freq)
+    if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in real):
+        raise ValueError("norm_eps, rotary_scale or inv_freq hold something else than numbers")
+    if not all(
+        type(value) is int and 0 <= value < 2**31 for value in (*architecture.sliding_windows, *architecture.eos)
+    ):
+        raise ValueError("sliding_windows or eos hold something else than integers from 0 to below 2**31")
+    bos = architecture.bos
+    if bos is not None and not (type(bos) is int and 0 <= bos < architecture.vocabulary):
+        raise ValueError(f"bos {str(bos)[:60]}, expected a token of the {architecture.vocabulary}")
+    if type(architecture.qk_norm) is not bool or type(architecture.tied) is not bool:
+        raise ValueError("qk_norm or tied is neither true nor false")
+    if architecture.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {str(architecture.activation)[:60]!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if not isinstance(architecture.model_type, str) or architecture.model_type not in PACKABLE:
+        raise ValueError(f"model type {str(architecture.model_type)[:60]!r}, expected one of {', '.join(PACKABLE)}")
+    windows = len(architecture.sliding_windows)
+    if architecture.layers > tensors or windows != architecture.layers:
+        raise ValueError(f"{architecture.layers} layers, {tensors} tensors, {windows} sliding windows")
+    if architecture.heads % architecture.kv_heads or len(architecture.inv_freq) * 2 != architecture.head_dim:
+        raise ValueError(
+            f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
+            f"for heads of {architecture.head_dim}"
+        )

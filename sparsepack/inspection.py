@@ -1,0 +1,105 @@
+"""`inspect`: what anything that sparsepack makes holds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import CalibrationError
+from sparsepack.tables import Table
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """What a calibration folder, a trace, a thresholds table or an artifact holds, JSON-able.
+
+    `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibration.channel_report`,
+    `attention_tokens`: `calibration.tokens.token_report`, and `neurons`: `tracing.activity_report`, or why there is
+    none), "trace" (its manifest and `neurons`), "thresholds" (the table without its vectors), or the format of an
+    artifact (`formats.inspect.describe`).
+
+    Raises `UserError` subclasses for what is damaged or not ours.
+    """
+    return kind_of(path).read(path)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a path may hold. The first row of `KINDS` whose `matches` says yes is the path's; `read` tells of it."""
+
+    name: str
+    matches: Callable[[Path], bool]
+    read: Callable[[Path], dict[str, Any]]
+
+
+def kind_of(path: Path) -> Kind:
+    """The row of what lies there: an artifact unless another row matches."""
+    return next(kind for kind in KINDS if kind.matches(path))
+
+
+def _is_calibration(path: Path) -> bool:
+    from sparsepack.formats.open import is_artifact
+
+    return path.is_dir() and not is_artifact(path)
+
+
+def _inspect_thresholds(path: Path) -> dict[str, Any]:
+    from sparsepack.sparsity.thresholds import read_thresholds
+
+    return read_thresholds(path).summary()
+
+
+def _inspect_artifact(path: Path) -> dict[str, Any]:
+    from sparsepack.formats.inspect import describe
+
+    return describe(path)
+
+
+def _inspect_calibration(path: Path) -> dict[str, Any]:
+    from sparsepack.calibration import folder
+    from sparsepack.calibration.channel_report import channel_report
+    from sparsepack.calibration.channels import importance
+    from sparsepack.calibration.neurons import activity
+    from sparsepack.calibration.tokens import token_report
+    from sparsepack.tracing.activity_report import activity_report
+
+    calibration = folder.load(path)
+    return {
+        **calibration.manifest,
+        "attention_channels": _or_why_not(lambda: channel_report(importance(calibration))),
+        "attention_tokens": _or_why_not(lambda: token_report(calibration)),
+        "neurons": _or_why_not(lambda: activity_report([activity(calibration)])),
+    }
+
+
+def _inspect_trace(path: Path) -> dict[str, Any]:
+    from sparsepack.tracing.activity_report import activity_report, trace_activity
+    from sparsepack.tracing.trace import load
+
+    trace = load(path)
+    sessions = [trace_activity(trace, session) for session in range(len(trace.sessions))]
+    return {
+        **{key: value for key, value in trace.manifest.items() if key != "files"},
+        "neurons": activity_report(sessions),
+    }
+
+
+def _or_why_not(report: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
+    try:
+        return report()
+    except CalibrationError as error:
+        return str(error)
+
+
+KINDS = (
+    Kind("trace", lambda path: (path / "trace.json").is_file(), _inspect_trace),
+    Kind("calibration", _is_calibration, _inspect_calibration),
+    Kind("thresholds", lambda path: path.suffix == ".json", _inspect_thresholds),
+    Kind("artifact", lambda path: True, _inspect_artifact),
+)
+"""The rows, in the order in which they are asked whether a path is theirs."""
+
+
+def programs_table(description: Mapping[str, Any]) -> Table:
+    """Which programs load an artifact (`formats.inspect.describe`)."""
+    rows = [[it["program"], "yes" if it["loads"] else "no", it["what"]] for it in description["loads_in"]]
+    return Table(["program", "loads it", ""], rows)

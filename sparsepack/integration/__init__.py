@@ -1,0 +1,1 @@
+"""The parts of sparsepack that other programs load."""

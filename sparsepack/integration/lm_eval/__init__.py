@@ -1,0 +1,1 @@
+"""What lm-eval's command line loads: a model named sparsepack."""

@@ -1,0 +1,1 @@
+"""The parts that transformers loads: slid Linears with their quantizer, and sparse attention."""

@@ -1,0 +1,127 @@
+"""`load`: an artifact in memory, ready to continue texts, to converse, and to be asked for its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.tokenizer.chat import Message, render_chat
+from sparsepack.runtime.backends import backend_of_sequences
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.generate import (
+    Generated,
+    Generation,
+    checked,
+    generate,
+    generate_together,
+    open_tokenizer,
+    prompt_tokens,
+)
+from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions
+
+
+@dataclass(frozen=True)
+class Model:
+    """An artifact and the engine that runs it, one text at a time or several together.
+
+    chat_template -- the artifact's; `dataclasses.replace` gives a model that converses by another
+    """
+
+    packed: PackedModel
+    engine: Engine
+    chat_template: str | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back. Raises `ArtifactError` where it is damaged."""
+        return open_tokenizer(self.packed.tokenizer_json)
+
+    def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Generation:
+        """Continue a prompt: an iterator over pieces of text as they are made, whose `result()` says how it ended.
+
+        options, changes -- `GenerateOptions`, and fields of it that are different: `generate("The", tokens=8)`
+
+        The engine forgets its text, so that the same prompt gives the same text. Raises `UserError` as
+        `runtime.generate.generate` does, before anything runs.
+        """
+        return generate(self.engine, self.tokenizer, prompt, _with(options, changes))
+
+    def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
+        """Continue a prompt in each of the engine's sequences; see `runtime.generate.generate_together`."""
+        return generate_together(self.engine, self.tokenizer, prompts, options)
+
+    def chat(self, messages: Sequence[Message], options: GenerateOptions | None = None, **changes: Any) -> Generation:
+        """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
+
+        messages -- `{"role": "user", "content": "Hello"}` and so on, from the first one
+        options  -- `CHAT_TOKENS` at most unless given
+
+        What the engine has of the conversation stays in its cache: give the messages of the last call, its answer as
+        `{"role": "assistant", "content": TEXT}` and a new one, and only what is new is prefilled. Raises `UserError`
+        also where the model has no chat template, or it refuses the messages.
+        """
+        options = _with(options or GenerateOptions(CHAT_TOKENS), changes)
+        return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> str:
+        """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`."""
+        numbers = self.packed.architecture
+        bos, eos = (
+            None if id is None else self.tokenizer.id_to_token(id)
+            for id in (numbers.bos, numbers.eos[0] if numbers.eos else None)
+        )
+        return render_chat(self.chat_template, messages, bos_token=bos, eos_token=eos)
+
+    def logits(self, text: str | Sequence[int], sparse_from: int | None = None) -> Tensor:
+        """The logits after every token of a text: float32 [tokens, vocabulary], on the engine's device.
+
+        text        -- BOS goes before it where the model has one; or ids, to which nothing is added
+        sparse_from -- positions from this one on run sparse, as decoding does; None: none, as in a prompt
+
+        The engine forgets its text. Raises `UserError` for a text that is empty or longer than the context, and for
+        an id or a position that there is not.
+        """
+        ids = prompt_tokens(self.tokenizer, text, self.packed.architecture.bos) if isinstance(text, str) else list(text)
+        return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
+
+
+def load(
+    path: Path | str,
+    device: str | None = None,
+    context: int | None = None,
+    *,
+    options: EngineOptions | None = None,
+    verify: bool = True,
+    **changes: Any,
+) -> Model:
+    """Open an artifact to run it; see `runtime.engine.Engine`.
+
+    options                  -- how it runs
+    device, context, changes -- fields of the options that are different: `load(path, "cuda", threads=2)`
+    verify                   -- check the hash of every tensor first
+
+    Raises `ArtifactError` for a file that is damaged or cannot be run, `UserError` for what the engine refuses.
+    """
+    given = {"device": device, "context": context}
+    changes |= {name: value for name, value in given.items() if value is not None}
+    options = replace(options or EngineOptions(), **changes)
+    backend_of_sequences(options).check(options)  # before a large file is read
+    packed = read_packed(Path(path), verify=verify)
+    return Model(packed, Engine(packed, options), packed.chat_template)
+
+
+def what_runs(engine: Engine) -> tuple[str, ...]:
+    """What runs a model, and why where that is not the best for the device: lines for people."""
+    return f"runtime: {engine.description}{', dense' if engine.dense else ''}", *engine.notes
+
+
+def _with(options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
+    return checked(replace(options or GenerateOptions(), **changes))

@@ -1,0 +1,312 @@
+"""A checkpoint: configuration, tokenizer and tensors of a trained model, read one decoder block at a time.
+
+Accepted: a local Hugging Face folder (safetensors, sharded or not), a hub id, a GGUF in F32, F16 or BF16 as made by
+llama.cpp's converter, and `shipped:tiny`.
+"""
+
+import difflib
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import read_gguf
+from sparsepack.files.stored import Count, Stored, checked, shown
+from sparsepack.models.architecture import Architecture, architecture_of, token_ids
+from sparsepack.models.checkpoint.gguf_config import gguf_config
+from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
+from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
+from sparsepack.models.stock.skeleton import parameter_shapes
+from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
+from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
+from sparsepack.models.tokenizer.tokenizer import folder_tokenizer, gguf_tokenizer, only_sentencepiece
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
+them."""
+_DERIVED = "rotary_emb.inv_freq"  # old exports carry the rotary frequencies; transformers computes them
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A source model. `config` is the stock transformers configuration."""
+
+    name: str
+    path: Path
+    config: Any
+    family: Family
+    source: TensorSource
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output matrix is the embedding: `lm_head` then has no tensor of its own to touch."""
+        return bool(self.config.tie_word_embeddings)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type in which most of the weights are stored."""
+        weights: Counter[torch.dtype] = Counter()
+        for name, dtype in self.source.dtypes.items():
+            weights[dtype] += math.prod(self.source.shapes[name])
+        return weights.most_common(1)[0][0]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all weight bytes."""
+        return self.source.hash.sha256()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its Hugging Face name, in its stored dtype, on the CPU."""
+        if name == HEAD and self.tied:
+            name = self.family.embedding
+        if name not in self.source.shapes:
+            near = difflib.get_close_matches(name, self.source.shapes, 1)
+            raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
+        return self.source.tensor(name)
+
+    def stacked(self, layer: int, site: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
+        return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)
+
+    def projections(self, layer: int, site: str) -> list[torch.Tensor]:
+        """The matrices of a site one by one, in the order in which they are stacked."""
+        return [self.tensor(f"{name}.weight") for name in self._projection_names(layer, site)]
+
+    def stacked_bias(self, layer: int, site: str) -> torch.Tensor | None:
+        """The bias [rows] of a site's stacked matrix, zeros for projections that have none, or None."""
+        names = self._projection_names(layer, site)
+        if not any(f"{name}.bias" in self.source.shapes for name in names):
+            return None
+        return torch.cat([self._bias(name) for name in names])
+
+    def _bias(self, projection: str) -> torch.Tensor:
+        if f"{projection}.bias" in self.source.shapes:
+            return self.tensor(f"{projection}.bias")
+        weight = self.tensor(f"{projection}.weight")
+        return torch.zeros(weight.shape[0], dtype=weight.dtype)
+
+    def _projection_names(self, layer: int, site: str) -> list[str]:
+        return [f"{self.family.block(layer)}.{projection}" for projection in self.family.projections[site]]
+
+    def stacked_shape(self, site: str, layer: int = 0) -> tuple[int, int]:
+        """(rows, columns) of a site's stacked matrix, without reading it."""
+        shapes = [self.source.shapes[f"{name}.weight"] for name in self._projection_names(layer, site)]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The stock tokenizer; raises `CheckpointError` where it is missing or does not fit the model."""
+        try:
+            if self.path.is_file():
+                tokenizer = gguf_tokenizer(read_gguf(self.path), self.name)
+            else:
+                tokenizer = folder_tokenizer(self.path)
+            # What does not fit together shows only in use.
+            list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])
+        except CheckpointError:
+            raise
+        except Exception as error:  # the libraries raise many kinds for one mistake
+            reason = shown(error).rstrip(" :")
+            raise CheckpointError(
+                f"{self.name}: its tokenizer cannot be loaded ({reason}); expected in the GGUF itself, "
+                "or as tokenizer.json in the folder of the weights"
+            ) from error
+        tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if tokens > self.config.vocab_size:
+            raise CheckpointError(
+                f"{self.name}: the tokenizer has {tokens} tokens, the model {self.config.vocab_size}; "
+                "they do not belong together"
+            )
+        return tokenizer
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
+        check_packable(self.family, self.name)
+        path = self.path / "generation_config.json"
+        try:
+            # Chat models end a turn with tokens that only this file names.
+            generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            more_eos = checked(_Generation, generation).eos_token_id
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a generation configuration ({shown(error)})") from error
+        bos = self.tokenizer.bos_token_id
+        try:
+            return architecture_of(self.config, bos, token_ids(more_eos))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
+        except Exception as error:  # transformers' own code, on numbers that it did not check
+            raise CheckpointError(f"{self.name}: its configuration is not understood ({shown(error)})") from error
+
+    def tokenizer_json(self) -> str:
+        """The content of `tokenizer.json`, made where there is none; raises `CheckpointError` where it cannot be."""
+        return self._tokenizer_json
+
+    @cached_property
+    def _tokenizer_json(self) -> str:
+        if self.path.is_file():
+            return gguf_tokenizer_json(read_gguf(self.path), self.name)
+        if only_sentencepiece(self.path):
+            return sentencepiece_json(self.path)
+        path = self.path / "tokenizer.json"
+        return path.read_text(encoding="utf-8") if path.is_file() else str(self.tokenizer.backend_tokenizer.to_str())
+
+
+class _Generation(Stored):
+    eos_token_id: Count | list[Count] | None = None
+
+
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """Open a checkpoint by folder, file or hub id.
+
+    Raises `CheckpointError` naming what is missing, unknown or not understood. Reads no weights yet.
+    """
+    name = str(name)
+    path = _located(name)
+    config = _config(path, name)
+    family = family_of(config.model_type, name)
+    check_sizes(config, name)
+    source: TensorSource
+    if path.is_file():
+        heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
+        permuted = family.gguf_permuted
+        source = GgufSource(read_gguf(path), config.num_hidden_layers, heads, kv_heads, permuted)
+        config.tie_word_embeddings = HEAD not in source.shapes
+    else:
+        source = SafetensorsSource(path, family.decoder)
+    shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
+    checkpoint = Checkpoint(shown_name, path, config, family, source)
+    _check_understood(checkpoint)
+    return checkpoint
+
+
+def _located(name: str) -> Path:
+    if name == "shipped:tiny":
+        from sparsepack.data import TINY_MODEL
+
+        return TINY_MODEL
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{name}: no config.json in this folder; expected a Hugging Face model folder")
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{name}: expected a model folder, a .gguf file or a hub id")
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        raise CheckpointError(f"{name}: no such model folder or file")
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # offline, unknown, gated: many kinds, one meaning
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"{name}: neither a local model folder nor a hub model that can be reached ({reason})"
+        ) from error
+
+
+def _config(path: Path, name: str) -> Any:
+    from transformers import AutoConfig
+
+    if path.is_file():
+        file = read_gguf(path)
+        if file.metadata.get("general.architecture") == "sparsepack":
+            raise _packed_already(name)
+        return gguf_config(file, name)
+    try:
+        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        model_type = raw["model_type"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({shown(error)})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
+    family_of(model_type, name)
+    quantised = raw.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "sparsepack":
+        raise _packed_already(name)
+    if quantised:
+        raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except Exception as error:  # the library checks fields in several ways, each with its own kind
+        raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})") from error
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_MOST_LAYERS = 10_000
+
+
+def check_sizes(config: Any, name: str) -> None:
+    """Raise `CheckpointError` for numbers of a configuration that are none, or too large: others are made with them."""
+    family = FAMILIES[config.model_type]
+    limits = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31) | {"num_hidden_layers": _MOST_LAYERS}
+    for field, limit in limits.items():
+        value, own = family.setting(config, field), family.fields.get(field, field)
+        if type(value) is not int or not 1 <= value < limit:
+            raise CheckpointError(f"{name}: {own} is {str(value)[:60]}; expected a whole number from 1 to {limit - 1}")
+    head = getattr(config, "head_dim", None)
+    if head is not None and (type(head) is not int or not 1 <= head < 2**31):
+        raise CheckpointError(f"{name}: head_dim is {str(head)[:60]}; expected a whole number from 1 to {2**31 - 1}")
+
+
+def _packed_already(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: a packed sparsepack artifact; expected its source model here (`sparsepack inspect` names it). "
+        "The artifact itself is for inspect, verify and eval"
+    )
+
+
+def _check_activation(checkpoint: Checkpoint) -> None:
+    """Models with an activation of their own bring code for it, which is not run."""
+    from transformers.activations import ACT2FN
+
+    name = str(checkpoint.family.setting(checkpoint.config, "hidden_act"))
+    if name not in ACT2FN:
+        raise CheckpointError(
+            f"{checkpoint.name}: activation {name[:60]!r} is not one of transformers' own, and code that comes with a "
+            "model is not run; expected a model that stock transformers computes"
+        )
+
+
+def _check_understood(checkpoint: Checkpoint) -> None:
+    """Every tensor must have its place in the stock model, in its shape, and every place its tensor."""
+    _check_activation(checkpoint)
+    found = checkpoint.source.shapes
+    try:
+        expected = parameter_shapes(checkpoint.config)
+    except Exception as error:  # transformers' own code, on numbers that it did not check
+        raise CheckpointError(f"{checkpoint.name}: its configuration is not understood ({shown(error)})") from error
+    # A tied model's output matrix may be stored a second time; it is never read.
+    unknown = sorted(n for n in found if n not in expected and n != HEAD and not n.endswith(_DERIVED))
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.name}: the tensor {unknown[0]} is not understood in a {checkpoint.family.model_type} model "
+            f"of this configuration ({len(unknown)} such tensors); packing it would lose it"
+        )
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        raise CheckpointError(f"{checkpoint.name}: the tensor {missing[0]} is missing ({len(missing)} in all)")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"{checkpoint.name}: {name} is {list(found[name])}, its configuration means {list(shape)}; "
+                "weights and config.json do not belong together"
+            )

@@ -1,0 +1,175 @@
+"""The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.gguf import GgufFile
+from sparsepack.files.hashing import combined
+from sparsepack.files.stored import Name, Stored, checked, shown
+from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.source_hash import SourceHash
+
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAFETENSORS_DTYPES = {**_GGUF_DTYPES, "F64": torch.float64}
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, each read from disk when asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's name and shape, without reading any."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Every tensor's stored type, without reading any."""
+
+    @property
+    def hash(self) -> SourceHash:
+        """The hash of all weight bytes."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor in its stored dtype, on the CPU. Raises `CheckpointError` where its file cannot be read."""
+
+
+class _Index(Stored):
+    weight_map: dict[str, Name]
+
+
+class SafetensorsSource:
+    """One or several `.safetensors` files of a folder, with or without an index.
+
+    decoder -- module of the base model that is its backbone, empty where the base model is that itself. Exports of such
+               base models alone name their tensors by it, without what stands before it in the whole model
+    """
+
+    def __init__(self, folder: Path, decoder: str = "") -> None:
+        from safetensors import SafetensorError, safe_open
+
+        files = self._listed(folder)
+        self._hash = SourceHash(files, combined)
+        self._file_of: dict[str, Path] = {}
+        self._stored_as: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for stored_as in file.keys():  # noqa: SIM118 (not a dict)
+                        name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
+                        if name in self._file_of:
+                            raise CheckpointError(f"{path}: the tensor {name} stands in {self._file_of[name].name} too")
+                        self._file_of[name], self._stored_as[name] = path, stored_as
+                        stored = file.get_slice(stored_as)
+                        self._shapes[name] = tuple(stored.get_shape())
+                        self._dtypes[name] = _SAFETENSORS_DTYPES.get(stored.get_dtype(), torch.float32)
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(path, error) from error
+
+    @staticmethod
+    def _listed(folder: Path) -> list[Path]:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                names = sorted(set(checked(_Index, json.loads(index.read_text(encoding="utf-8"))).weight_map.values()))
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"{index}: not a shard index ({shown(error)}); download it again") from error
+            for name in names:
+                if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+                    raise CheckpointError(
+                        f"{index}: the shard {name[:200]!r} lies outside of the folder; expected names of files in it"
+                    )
+            missing = [name[:200] for name in names if not _is_there(folder / name)]
+            if missing:
+                raise CheckpointError(f"{folder}: the shard {missing[0]} of {index.name} is missing; download it again")
+            return [folder / name for name in names]
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            found = "pickled weights (.bin, .pth), which are not read: save the model as safetensors first"
+            pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+            raise CheckpointError(f"{folder}: no .safetensors file{'; found ' + found if pickles else ' in it'}")
+        return files
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
+
+    @property
+    def hash(self) -> SourceHash:
+        return self._hash
+
+    def tensor(self, name: str) -> torch.Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                value: torch.Tensor = file.get_tensor(self._stored_as[name])
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+        return value
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read ({shown(error)}); is it whole?")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is longer than any file's
+        return False
+
+
+class GgufSource:
+    """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
+
+    def __init__(self, file: GgufFile, layers: int, heads: int, kv_heads: int, permuted: bool) -> None:
+        self._file = file
+        self._hash = SourceHash([file.path], "".join)  # of the file itself
+        self._heads = {"q_proj": heads, "k_proj": kv_heads} if permuted else {}
+        self._gguf_name: dict[str, str] = {}
+        known = gguf_names(layers)
+        for name, info in file.tensors.items():
+            if name == "rope_freqs.weight":
+                continue  # derived from the config; transformers computes it again
+            if name not in known:
+                raise CheckpointError(f"{file.path}: the tensor {name} is not understood")
+            if info.type not in _GGUF_DTYPES:
+                raise CheckpointError(
+                    f"{file.path}: {name} is {info.type}; expected F32, F16 or BF16: convert with --outtype bf16"
+                )
+            self._gguf_name[known[name]] = name
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+
+    @property
+    def hash(self) -> SourceHash:
+        return self._hash
+
+    def tensor(self, name: str) -> torch.Tensor:
+        gguf_name = self._gguf_name[name]
+        info = self._file.tensors[gguf_name]
+        data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
+        self._file.forget(gguf_name)
+        value = data.view(_GGUF_DTYPES[info.type]).reshape(info.shape)
+        for projection, heads in self._heads.items():
+            if f"{projection}." in name:
+                return unpermute_rotary(value, heads)
+        return value

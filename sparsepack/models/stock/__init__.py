@@ -1,0 +1,1 @@
+"""The stock transformers model: built without weights, run block by block, watched by hooks."""

@@ -1,0 +1,162 @@
+"""Run a model block by block: one decoder block of the stock transformers model in memory at a time.
+
+The forward pass is transformers' own: a backbone with a single layer, into which each block's weights are loaded
+in turn, so masks, rotary embeddings and sliding windows are never re-implemented here. What comes before the blocks and
+after them is done once, by the names that the family gives it, and is taken out of that backbone.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sparsepack.models.checkpoint.checkpoint import HEAD
+from sparsepack.models.families import Family
+from sparsepack.models.stock.attention import Watcher, watched_attention
+from sparsepack.models.stock.skeleton import single_layer
+from sparsepack.models.stock.whole import backbone_of
+
+
+class BlockSource(Protocol):
+    """A model whose tensors are read one at a time: a checkpoint, or what an artifact stands for."""
+
+    @property
+    def config(self) -> Any:
+        """The stock transformers configuration."""
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder blocks."""
+
+    @property
+    def tensor(self) -> Callable[[str], torch.Tensor]:
+        """One tensor by its Hugging Face name, on the CPU."""
+
+
+class BlockStream:
+    """Holds one decoder block of a model on a device.
+
+    `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
+    hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
+    `finish` and `head`.
+
+    attention -- transformers' name of the implementation that the blocks use
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention: str = "sdpa",
+    ) -> None:
+        self.source, self._attention = source, attention
+        self.device, self.dtype = torch.device(device), dtype
+        self._backbones: dict[str, Any] = {}
+        self._backbone: Any = None
+        self._after: dict[str, Any] = {}
+
+    def load(self, layer: int) -> None:
+        """Let go of the block in memory, then read block `layer` from disk."""
+        self.unload()
+        kinds = getattr(self.source.config, "layer_types", None)
+        kind = kinds[layer] if kinds else "only"
+        if kind not in self._backbones:
+            self._backbones[kind] = self._empty(layer)
+        self._backbone = self._backbones[kind]
+        names = self.block.state_dict().keys()
+        tensors = {name: self._tensor(f"{self.source.family.block(layer)}.{name}") for name in names}
+        self.block.load_state_dict(tensors, strict=True, assign=True)
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put other tensors into the block in memory, by their names within it."""
+        placed = {name: value.to(self.device, self.dtype) for name, value in tensors.items()}
+        self.block.load_state_dict(placed, strict=False, assign=True)
+
+    def unload(self) -> None:
+        """Let go of the block in memory."""
+        if self._backbone is not None:
+            self._backbone.layers.to("meta")
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name).to(self.device, self.dtype)
+
+    @property
+    def block(self) -> nn.Module:
+        """The decoder block in memory."""
+        module = self._backbone.layers[0]
+        assert isinstance(module, nn.Module)
+        return module
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the loaded block on hidden states [B, S, H]."""
+        output = self._backbone(inputs_embeds=hidden.to(self.device, self.dtype), use_cache=False)
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
+        return watched_attention(self._backbone, watcher)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [N, S] -> hidden states [N, S, H], on the CPU: the windows of a whole run may not fit elsewhere.
+
+        Each row is a text from its first token on.
+        """
+        family, tensor = self.source.family, self.source.tensor
+        hidden = nn.functional.embedding(ids.cpu(), tensor(family.embedding)).to(self.dtype)
+        if family.widening and hidden.shape[-1] != self.source.config.hidden_size:
+            widening = tensor(f"{family.backbone}.{family.widening}.weight").to(self.dtype)
+            hidden = nn.functional.linear(hidden, widening)
+        if family.positions is not None:
+            rows = tensor(f"{family.backbone}.{family.positions.module}.weight")[family.positions.first :]
+            hidden += rows[: ids.shape[1]].to(self.dtype)
+        return hidden
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What comes after the last block, which must have been run: [B, S, H] -> [B, S, columns of the head]."""
+        hidden = hidden.to(self.device, self.dtype)
+        for prefix, module in self._after.items():
+            if any(parameter.is_meta for parameter in module.parameters()):
+                tensors = {name: self._tensor(f"{prefix}.{name}") for name in module.state_dict()}
+                module.load_state_dict(tensors, strict=True, assign=True)
+            hidden = module(hidden)
+        return hidden
+
+    def head(self) -> torch.Tensor:
+        """The output matrix [V, H] as the source gives it, on the CPU."""
+        tied = self.source.config.tie_word_embeddings
+        return self.source.tensor(self.source.family.embedding if tied else HEAD)
+
+    def _empty(self, layer: int) -> Any:
+        """A stock backbone of one block like `layer`, still without weights."""
+        from transformers import AutoModel
+
+        config, family = single_layer(self.source.config, layer), self.source.family
+        config.dtype = self.dtype
+        with torch.device("meta"):
+            backbone = backbone_of(AutoModel.from_config(config, attn_implementation=self._attention))
+        backbone.eval().requires_grad_(False)
+        after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
+        self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}
+        for name in ("embed_tokens", *after):
+            setattr(backbone, name, nn.Identity())
+        if family.widening and getattr(backbone, family.widening) is not None:
+            setattr(backbone, family.widening, nn.Identity())
+        if family.positions is not None:
+            setattr(backbone, family.positions.module, _Nowhere())
+        if family.rotary != "none":
+            # Its frequencies are computed, not loaded: made again off the meta device.
+            backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)
+        return backbone
+
+
+class _Nowhere(nn.Module):
+    """In the place of learned positions, which `embed` has added already."""
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(())

@@ -1,0 +1,50 @@
+"""Watch or change the hidden vector at each site of stock decoder blocks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsepack.models.families import SITES, Family
+
+SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]
+"""The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x, or None to leave x
+as it is."""
+
+
+@contextmanager
+def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function: SiteFunction) -> Iterator[None]:
+    """Call `function` once for every site of the given (layer, block) pairs in each forward pass.
+
+    The projections of a site share their input, so the function runs on the first and its answer serves the rest. Some
+    stock blocks join rows and positions before their MLP; the function sees them apart at every site.
+    """
+    handles = []
+    for layer, block in blocks:
+        shape: list[int] = []  # B and S, as the first site of a block shows them in each pass
+        for site, names in family.projections.items():
+            memory: dict[str, Any] = {}
+            for position, name in enumerate(names):
+                hook = _hook(layer, site, function, memory, shape, first=position == 0)
+                handles.append(block.get_submodule(name).register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(layer: int, site: str, function: SiteFunction, memory: dict[str, Any], shape: list[int], first: bool) -> Any:
+    def pre_forward(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        x = inputs[0]
+        if first:
+            if site == SITES[0]:
+                shape[:] = x.shape[:-1]
+            answer = function(layer, site, x.reshape(*shape, x.shape[-1]))
+            memory["answer"] = None if answer is None else answer.reshape(x.shape)
+        answer = memory["answer"]
+        return None if answer is None else (answer, *inputs[1:])
+
+    return pre_forward

@@ -1,0 +1,42 @@
+"""The whole stock transformers model, for work that needs the model's own output."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
+from sparsepack.models.families import FAMILIES
+
+
+def build_model(
+    config: Any, tensor: Callable[[str], torch.Tensor], device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
+    """A stock causal language model with every parameter taken from `tensor(name)`, frozen, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    for name, _ in list(model.named_parameters()):
+        if name == HEAD and config.tie_word_embeddings:
+            continue
+        module = model.get_submodule(name.rpartition(".")[0])
+        value = tensor(name).to(device, dtype)
+        setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.get_input_embeddings().weight
+    backbone = backbone_of(model)
+    if FAMILIES[config.model_type].rotary != "none":
+        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
+    return model.eval()
+
+
+def backbone_of(model: Any) -> Any:
+    """The module with the decoder blocks, `layers`, of a stock causal language model or of its base model."""
+    return model.base_model.get_submodule(FAMILIES[model.config.model_type].decoder)
+
+
+def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """The whole checkpoint as a stock transformers model on one device."""
+    return build_model(checkpoint.config, checkpoint.tensor, device, dtype)

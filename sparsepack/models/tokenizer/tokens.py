@@ -1,0 +1,173 @@
+"""The tokens of a text, made piece by piece and only as far as they are needed.
+
+What a tokenizer makes of a text depends on what stands before and after, but not on what stands far away. So the text
+is cut into pieces that overlap, which are tokenised side by side, and two neighbours are joined at a seam: a place in
+their overlap where both begin a token, with the same tokens around it. The tokens are those of the whole text, while
+memory holds a few pieces. Where no place will do (one endless word), the two pieces become one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.text import Text
+from sparsepack.progress import Advance, progress
+
+PIECE = 1 << 16
+"""The next piece begins this many characters after the beginning of a piece."""
+OVERLAP = 1 << 11
+"""A piece shares this many characters with the next one."""
+AGREEING = 16
+"""This many tokens on either side of a seam must be the same in both pieces."""
+_AT_ONCE = 16
+"""This many pieces are tokenised together, one a thread."""
+
+
+class Tokens:
+    """The ids of a text, as many as anybody has asked for so far: four bytes each. `complete` when that is all."""
+
+    def __init__(self, tokenizer: Tokenizer, text: Text) -> None:
+        self._tokenizer, self._text = tokenizer, text
+        self._begin()
+
+    def _begin(self) -> None:
+        self._made = [np.empty(0, np.int32)]
+        self._more = _joined(self._tokenizer, self._text.pieces())
+        self._count = self._told = 0
+        self.complete = False
+
+    def first(self, most: int | None = None) -> torch.Tensor:
+        """The first `most` ids, or all (None), or as many as there are: int32 [T]."""
+        if not self.complete and (most is None or self._count < most):
+            with progress("tokenising, characters", self._text.characters, self._told) as advance:
+                try:
+                    self._make(most, advance)
+                except BaseException:
+                    self._begin()  # a generator that raised has ended: what it made so far would pass for the whole
+                    raise
+            self._made = [np.concatenate(self._made)]
+        return torch.from_numpy(self._made[0])[:most]
+
+    def _make(self, most: int | None, advance: Advance) -> None:
+        while most is None or self._count < most:
+            made = next(self._more, None)
+            if made is None:
+                self.complete = True
+                return
+            ids, characters = made
+            self._made.append(ids)
+            self._count += len(ids)
+            self._told += characters
+            advance(characters)
+
+
+def tokens_of(tokenizer: Any, text: Text) -> Tokens:
+    """The tokens of a text without special tokens. Whoever asks again, with the same tokenizer, gets what there is.
+
+    tokenizer -- of transformers, or of the tokenizers library
+    """
+    inner: Tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    key = ("tokens", sha256_bytes(inner.to_str().encode()))
+    if key not in text.known:
+        text.known[key] = Tokens(inner, text)
+    tokens: Tokens = text.known[key]
+    return tokens
+
+
+class _Piece(NamedTuple):
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]  # of each token in `text`
+    pieces: int = 1  # of `_cut`, that it consists of
+
+
+def _joined(tokenizer: Tokenizer, text: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
+    """The ids of a text in parts, int32, each with its number of characters."""
+    pieces = _encoded(tokenizer, _cut(text))
+    left = next(pieces)
+    begin = 0  # the first token of `left` that is still to be told
+    for right in pieces:
+        while (seam := _seam(left, right)) is None:
+            more = [right, *islice(pieces, left.pieces - 1)]  # as long again, so that an endless word costs twice
+            whole = left.text + "".join(piece.text[OVERLAP:] for piece in more)
+            place = left.offsets[begin][0] if begin else 0
+            left = next(_encode(tokenizer, [whole]))._replace(pieces=left.pieces + len(more))
+            begin = next((n for n, (start, _) in enumerate(left.offsets) if start >= place), 0) if place else 0
+            if (following := next(pieces, None)) is None:
+                break
+            right = following
+        else:
+            yield _told(left, begin, seam[0])
+            left, begin = right, seam[1]
+    yield _told(left, begin, len(left.ids))
+
+
+def _told(piece: _Piece, begin: int, end: int) -> tuple[np.ndarray, int]:
+    until = len(piece.text) if end == len(piece.ids) else piece.offsets[end][0]
+    since = piece.offsets[begin][0] if begin else 0
+    return np.array(piece.ids[begin:end], np.int32), until - since
+
+
+def _cut(text: Iterable[str]) -> Iterator[str]:
+    """Pieces of `PIECE + OVERLAP` characters, each beginning `PIECE` after the one before; the last has what is left,
+    more than the overlap if it is not the only one."""
+    length = PIECE + OVERLAP
+    rest, waiting, size = "", [], 0
+    for part in text:
+        waiting.append(part)
+        size += len(part)
+        if size <= length:
+            continue
+        rest, start = "".join(waiting), 0
+        while len(rest) - start > length:
+            yield rest[start : start + length]
+            start += PIECE
+        waiting, size = [rest[start:]], len(rest) - start
+    yield "".join(waiting)
+
+
+def _encoded(tokenizer: Tokenizer, pieces: Iterator[str]) -> Iterator[_Piece]:
+    """Ever more at once: who needs but a few tokens does not wait for many."""
+    at_once = 1
+    while batch := list(islice(pieces, at_once)):
+        yield from _encode(tokenizer, batch)
+        at_once = min(2 * at_once, _AT_ONCE)
+
+
+def _encode(tokenizer: Tokenizer, pieces: list[str]) -> Iterator[_Piece]:
+    # The file may ask for texts of one length; a text has its own.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    made = tokenizer.encode_batch(pieces, add_special_tokens=False)
+    return (_Piece(piece, one.ids, one.offsets) for piece, one in zip(pieces, made, strict=True))
+
+
+def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
+    """The same token in two pieces, before which they are joined: as far from their ends as possible."""
+    shift = len(left.text) - OVERLAP  # where `right` begins in `left`
+    places = {}
+    for index in range(len(left.ids) - AGREEING, 0, -1):
+        start = left.offsets[index][0] - shift
+        if start < 0:
+            break
+        if start >= left.offsets[index - 1][1] - shift:  # else it begins within a character
+            places[start] = index
+    shared = bisect_left(right.offsets, (OVERLAP,))  # tokens of `right` that begin in `left`
+    head = range(AGREEING, min(shared, len(right.ids) - AGREEING))
+    for there in sorted(head, key=lambda index: abs(right.offsets[index][0] - OVERLAP // 2)):
+        here = places.get(right.offsets[there][0])
+        if here is not None and _around(left, here, shift) == _around(right, there, 0):
+            return here, there
+    return None
+
+
+def _around(piece: _Piece, index: int, shift: int) -> list[tuple[int, int, int]]:
+    """The tokens on both sides of a place, with where they begin and end."""
+    near = slice(index - AGREEING, index + AGREEING)
+    return [(id, a - shift, b - shift) for id, (a, b) in zip(piece.ids[near], piece.offsets[near], strict=True)]

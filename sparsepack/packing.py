@@ -1,0 +1,227 @@
+"""`pack`: thresholds and weights into one artifact.
+
+Nothing heavy is imported at the top: the command line and recipes read the defaults of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsepack.errors import PackingError
+from sparsepack.formats.codecs.types import TYPES
+from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
+from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
+from sparsepack.option import option
+from sparsepack.sparsity.attention_options import AttentionOptions
+from sparsepack.sparsity.options import AllocationOptions
+
+if TYPE_CHECKING:
+    from sparsepack.formats.plan import Plan
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.records.neurons import NeuronCounts
+    from sparsepack.models.records.pruned import PruningRecord
+    from sparsepack.sparsity.attention import FoundAttention
+    from sparsepack.sparsity.thresholds import Thresholds
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none;
+    `sparse_attention` is from `calibration`, too, and so is the order of neurons in formats that have one."""
+
+    model: str
+    output: Path
+    format: str = option(summaries(), default=DEFAULT_FORMAT, choices=tuple(FORMATS))
+    calibration: Path | None = None
+    allocation: AllocationOptions | None = None
+    thresholds: Path | None = None
+    sparse_attention: AttentionOptions | None = None
+    output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
+    embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
+    keep: int | None = option(
+        "Nonzero weights in a group, of a model that was pruned elsewhere (default: what `prune` recorded).",
+        default=None,
+        least=1,
+    )
+    of: int | None = option(
+        "Inputs in a group (default: what `prune` recorded).", default=None, least=2, most=LARGEST_GROUP
+    )
+    device: str = "cpu"
+    overwrite: bool = False
+    recipe: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise `PackingError` where the parts do not go together."""
+        format = format_of(self.format)
+        if self.allocation is not None:
+            self.allocation.check()
+        sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
+        if sparse and not format.thresholds:
+            raise PackingError(
+                f"format {format.name}: it has no place for thresholds; "
+                f"leave sparsity out or use {those_with('thresholds')}"
+            )
+        if (self.keep is None) != (self.of is None):
+            raise PackingError("--keep and --of go together: give both, or neither for what `prune` recorded")
+        if self.keep is not None and not format.weight_sparsity:
+            raise PackingError(f"format {format.name}: it keeps zeros; --keep is for {those_with('weight_sparsity')}")
+        if format.weight_sparsity and (self.output_type, self.embedding_type) != ("auto", "auto"):
+            raise PackingError(f"format {format.name}: embedding and output matrix stay in the model's own type")
+        if self.thresholds is not None and self.allocation is not None and self.allocation.sparsity > 0:
+            raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")
+        if self.thresholds is None and sparse and self.calibration is None:
+            raise PackingError("--sparsity needs --calibration, a folder made by `sparsepack calibrate`")
+        attention = self.sparse_attention or AttentionOptions()
+        attention.check()
+        if attention.sparse and not format.attention:
+            raise PackingError(
+                f"format {format.name}: it has no place for sparse attention; "
+                f"leave --attention out or use {those_with('attention')}"
+            )
+        if attention.sparse and self.calibration is None:
+            raise PackingError("--attention needs --calibration, a folder made by `sparsepack calibrate`")
+        if format.mlp.by_count and self.calibration is None:
+            raise PackingError(
+                f"format {format.name}: it stores neurons by how often they are active; "
+                "give --calibration, a folder made by `sparsepack calibrate` or `sparsepack trace`"
+            )
+        asked = format.mlp.by_count or self.thresholds is not None or self.allocation is not None or attention.sparse
+        if self.calibration is not None and not asked:
+            raise PackingError(
+                "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
+            )
+
+
+CARD = "README.md"
+"""The model card in a folder. It is not sealed: a new one with what was measured, or a word by hand, may replace it."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What came of it: the file or folder, what the user should be told, and the thresholds inside."""
+
+    path: Path
+    notes: tuple[str, ...]
+    thresholds: Thresholds | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a model when its artifact is planned, beside the request; None: the artifact does without.
+
+    thresholds -- of its sites
+    attention  -- its sparse attention
+    neurons    -- how often each of its neurons was active
+    pruning    -- what a model that is still to be pruned will say of itself; None: what it says
+    """
+
+    thresholds: Thresholds | None = None
+    attention: FoundAttention | None = None
+    neurons: NeuronCounts | None = None
+    pruning: PruningRecord | None = None
+
+
+def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
+    """Make an artifact, whole or not at all.
+
+    checkpoint -- the model that the request names: for callers that have opened it already
+
+    Raises `UserError` subclasses.
+    """
+    from sparsepack.files.atomic import check_output
+    from sparsepack.files.resume import state_beside
+    from sparsepack.formats.containers.safetensors.layout import MANIFEST
+    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+    from sparsepack.publish.card import model_card
+
+    request.check()
+    format = format_of(request.format)
+    check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
+    checkpoint = checkpoint or open_checkpoint(request.model)
+    format.check_model(checkpoint)
+    with state_beside(request.output) as state:
+        found = find(checkpoint, request, state)
+        plan = plan_of(checkpoint, request, found)
+        plan = plan.with_beside(lambda made: {CARD: model_card(made, file=request.output.name)})
+        plan.write(request.output, request.overwrite)
+    return Packed(request.output, plan.notes, found.thresholds)
+
+
+def find(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None) -> Found:
+    """What the request asks to be read from its table, or found from its calibration, which is read once.
+
+    state -- as `find_thresholds` takes it
+
+    Raises `UserError` subclasses for what is damaged, of another model, or does not say what is asked of it.
+    """
+    from sparsepack.sparsity.attention import find_attention
+    from sparsepack.sparsity.find import find_thresholds
+    from sparsepack.sparsity.thresholds import read_thresholds
+    from sparsepack.tracing.counts import calibration_or_trace, counts_of_zeros
+    from sparsepack.tracing.trace import Trace
+
+    thresholds, allocation, attention = None, request.allocation, request.sparse_attention
+    if request.thresholds is not None:
+        thresholds, allocation = read_thresholds(request.thresholds), None
+        thresholds.check_model(checkpoint)
+    if attention is not None and not attention.sparse:
+        attention = None
+    by_neurons = format_of(request.format).mlp.by_count
+    if request.calibration is None or not (by_neurons or attention or allocation):
+        return Found(thresholds)
+    source = calibration_or_trace(request.calibration)
+    neurons = counts_of_zeros(source, checkpoint) if by_neurons else None
+    if isinstance(source, Trace):
+        if attention or allocation or not by_neurons:
+            raise PackingError(
+                f"{source.path}: a trace, which says how often neurons are active alone; --sparsity and --attention "
+                "need a folder made by `sparsepack calibrate`"
+            )
+        return Found(thresholds, neurons=neurons)
+    return Found(
+        thresholds=find_thresholds(checkpoint, source, allocation, state) if allocation else thresholds,
+        attention=find_attention(checkpoint, source, attention) if attention else None,
+        neurons=neurons,
+    )
+
+
+def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = None) -> Plan:
+    """The artifact that a request makes of a model with what was found for it.
+
+    Raises `PackingError` for what does not fit.
+    """
+    from sparsepack.formats.attention import attention_section
+    from sparsepack.formats.manifest import PRUNING
+    from sparsepack.formats.plan import PlanRequest
+    from sparsepack.models.heads import heads_of_config
+    from sparsepack.models.records.pruned import pruning_record
+
+    found = found or Found()
+    thresholds, attention = found.thresholds, found.attention
+    pruning = found.pruning or pruning_record(checkpoint.path)
+    section = None
+    if attention is not None:
+        heads = heads_of_config(checkpoint.config)
+        section = attention_section(attention.sparse, heads, attention.calibration_sha256)
+    provenance = {
+        "calibration": {"sha256": thresholds.calibration_sha256} if thresholds else None,
+        "recipe": dict(request.recipe) if request.recipe else None,
+        "thresholds": thresholds.summary() if thresholds else None,
+        **({PRUNING: dict(pruning.summary)} if pruning else {}),
+    }
+    inside = PlanRequest(
+        rules=thresholds.rules if thresholds else {},
+        provenance=provenance,
+        output_type=request.output_type,
+        embedding_type=request.embedding_type,
+        patterns=pruning.patterns if pruning else {},
+        pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
+        attention=section,
+        neurons=found.neurons,
+        notes=attention.notes if attention else (),
+        device=request.device,
+    )
+    return format_of(request.format).plan(checkpoint, inside)

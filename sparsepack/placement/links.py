@@ -1,0 +1,43 @@
+"""The speeds at which neurons are computed where they lie, and which link computes how many of those that are not
+resident."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds in neurons per second.
+
+    resident -- of the device, for neurons in its slots
+    bus      -- of the device, for records that lie in the host's memory
+    worker   -- of the processor beside the device, for records in the host's memory
+    handover -- seconds from the device to that processor and back
+    """
+
+    resident: float
+    bus: float
+    worker: float
+    handover: float = 0.0
+
+    def seconds(self, resident: int, offloaded: int, bus: int) -> float:
+        """How long a block takes, of whose offloaded neurons the device computes `bus` and the worker all others."""
+        beside = offloaded - bus
+        own = resident / self.resident + bus / self.bus
+        return max(own, (self.handover + beside / self.worker) if beside else 0.0)
+
+
+HALVES = Links(1.0, 1.0, 1.0)
+"""The links of two halves of one processor are equal: all memory is equally fast, and handing over takes no time."""
+
+
+def over_the_bus(resident: int, offloaded: int, links: Links) -> int:
+    """How many of a block's offloaded neurons the device reads itself, so that device and worker end together.
+
+    resident, offloaded -- active neurons with slots and without
+
+    Returns 0 to `offloaded`; of several that take as long, the fewest.
+    """
+    even = (links.handover + offloaded / links.worker - resident / links.resident) / (1 / links.bus + 1 / links.worker)
+    least = min(max(int(even), 0), offloaded)
+    candidates = sorted({least, min(least + 1, offloaded), offloaded})  # all of them: then nothing is handed over
+    return min(candidates, key=lambda bus: links.seconds(resident, offloaded, bus))

@@ -1,0 +1,91 @@
+"""What is known of the inputs of a matrix: their second moments, or their products with each other."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import PruningError
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Means over tokens, on the device where a matrix is pruned.
+
+    moments  -- of x_j ** 2: float32 [columns]
+    products -- of x_i x_j: float32 [columns, columns], where a method needs them
+    damping  -- share of the mean moment that is added to all of them, so that the products have an inverse
+    """
+
+    moments: Tensor
+    products: Tensor | None = None
+    damping: float = 0.01
+
+    def permuted(self, order: Tensor) -> "Inputs":
+        """What is known of the same inputs in another order."""
+        products = None if self.products is None else self.products[order][:, order]
+        return replace(self, moments=self.moments[order], products=products)
+
+    @cached_property
+    def inverse_factor(self) -> Tensor:
+        """U, upper triangular, of the inverse U^T U of the damped products: float32 [columns, columns].
+
+        An input that never differs from zero counts as independent of all others. Raises `PruningError` where the
+        products have no inverse even so.
+        """
+        assert self.products is not None
+        hessian = self.products.clone()
+        diagonal = hessian.diagonal()
+        dead = diagonal == 0
+        diagonal += torch.where(dead, 1.0, self.damping * diagonal.mean())
+        factor: Tensor
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if failed:
+            raise PruningError(
+                f"the products of {len(diagonal)} inputs have no inverse with damping {self.damping:g}; "
+                "give a larger --damping or more --windows"
+            )
+        return factor
+
+    def relative_error(self, weight: Tensor, pruned: Tensor) -> float:
+        """How far the outputs are from what they were: the root mean square of the difference over that of the outputs.
+
+        By the second moments alone, where the products are not known, as if inputs were independent of each other.
+        """
+        size, difference = (self._output_squares(matrix) for matrix in (weight, weight - pruned))
+        return math.sqrt(difference / size) if size > 0 else 0.0
+
+    def _output_squares(self, weight: Tensor) -> float:
+        of_inputs = weight * self.moments if self.products is None else weight @ self.products
+        return max(float((of_inputs * weight).sum(dtype=torch.float64)), 0.0)
+
+    @property
+    def dead(self) -> Tensor:
+        """Inputs that were zero for every token: bool [columns]."""
+        return self.moments == 0
+
+
+class Sums:
+    """Sums over tokens, from which `Inputs` are made."""
+
+    def __init__(self, columns: int, products: bool, device: torch.device) -> None:
+        self._tokens = 0
+        self._squares = torch.zeros(columns, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
+        self._products = torch.zeros(columns, columns, device=device) if products else None
+
+    def add(self, x: Tensor) -> None:
+        """Count inputs [..., columns]."""
+        x = x.flatten(0, -2).float()
+        self._tokens += len(x)
+        self._squares += x.square().sum(0, dtype=torch.float32).to(self._squares)
+        if self._products is not None:
+            self._products.addmm_(x.t(), x)
+
+    def inputs(self, damping: float) -> Inputs:
+        """What was counted."""
+        products = None if self._products is None else self._products / self._tokens
+        return Inputs((self._squares / self._tokens).float(), products, damping)

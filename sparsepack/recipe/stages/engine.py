@@ -1,0 +1,44 @@
+"""What the sections share that run the artifact by an engine."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from sparsepack.errors import UserError
+from sparsepack.formats.table import FORMATS, those_with
+from sparsepack.recipe.section import Recipe, Section
+from sparsepack.recipe.stages.pack import Pack, mlp_kind
+from sparsepack.runtime.options import EngineOptions
+
+
+def own_options(asked: Section) -> dict[str, Any]:
+    """What a section gives of the options that it becomes, by field."""
+    return asked.model_dump(include={field.name for field in fields(asked.options)})
+
+
+def engine_options(recipe: Recipe, asked: Section) -> EngineOptions:
+    """What a section tells the engine: its other keys that `EngineOptions` have. Raises `UserError` as those do."""
+    told = asked.model_dump(include={field.name for field in fields(EngineOptions)})
+    own = own_options(asked)
+    return EngineOptions(device=recipe.device, **{name: value for name, value in told.items() if name not in own})
+
+
+def engine_problems(recipe: Recipe, asked: Section) -> Iterator[str]:
+    """What is wrong with what a section tells the engine."""
+    try:
+        options = engine_options(recipe, asked)
+    except UserError as error:
+        yield f"{asked.key}: {error}"
+        return
+    if options.cached is not None and not mlp_kind(recipe).by_count:
+        able = those_with("mlp.by_count")
+        yield f"{asked.key}.cached: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
+    if options.cached is not None and recipe.device != "cpu":
+        yield f"{asked.key}.cached: two workers share the CPU so far; expected device cpu"
+
+
+def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:
+    """What is wrong where a stage runs the artifact and there is none to run."""
+    asked = Pack.asked_in(recipe)
+    if asked is None or not FORMATS[asked.format].runs:
+        yield f"{name}: it runs an artifact; expected a pack section of format {those_with('runs')}"

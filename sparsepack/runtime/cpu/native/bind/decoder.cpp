@@ -1,0 +1,175 @@
+// sparsepack.runtime.cpu._native.Decoder, which runtime/cpu/decoder.py fills from a packed model and drives.
+#include "decoder/decoder.h"
+#include "decoder/sampling.h"
+#include "isa/dispatch.h"
+#include "layout/repack.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace sparsepack {
+namespace {
+
+template <class T, int dimensions>
+using Array = nb::ndarray<T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
+using Vector = Array<const float, 1>;
+using Lock = std::lock_guard<std::mutex>;
+
+std::vector<float> copied(const Vector& x) { return {x.data(), x.data() + x.size()}; }
+std::vector<float> copied(const std::optional<Vector>& x) { return x ? copied(*x) : std::vector<float>(); }
+
+// A model as Python describes it, site by site.
+class Builder {
+public:
+    explicit Builder(const Shape& shape) { model_.shape = shape; }
+
+    void add_layer(Vector attn_norm, Vector mlp_norm) {
+        model_.layers.push_back({{}, copied(attn_norm), copied(mlp_norm), nullptr});
+    }
+
+    // Site `number` (decoder.h) of the last layer.
+    void set_site(int number, std::shared_ptr<ZigzagMatrix> matrix, std::optional<Vector> bias,
+                  std::optional<Vector> threshold, std::optional<Vector> offset) {
+        if (number < 0 || number >= SITES || model_.layers.empty()) throw std::invalid_argument("no such site");
+        model_.layers.back().sites[number] = {&matrix->view, copied(bias), copied(threshold), copied(offset), {}};
+        model_.owners.push_back(std::move(matrix));
+    }
+
+    // Of the last layer; site MLP_IN is then the gate, and MLP_MID is not set.
+    void set_neurons(std::shared_ptr<NeuronMatrix> records) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().neurons = &records->view;
+        model_.owners.push_back(std::move(records));
+    }
+
+    // The embedding's bytes stay where they are.
+    void set_embedding(Array<const uint8_t, 2> bytes, int64_t columns, int32_t type) {
+        if (type < F32 || type > Q8_0 || columns % block_columns(type) ||
+            int64_t(bytes.shape(1)) != row_bytes(type, columns))
+            throw std::invalid_argument("embedding: expected [rows, bytes per row]");
+        model_.embedding = {bytes.data(), int64_t(bytes.shape(0)), columns, type};
+        model_.owners.push_back(std::make_shared<Array<const uint8_t, 2>>(std::move(bytes)));
+    }
+
+    void set_output(std::shared_ptr<RowsMatrix> matrix, Vector norm) {
+        model_.output = matrix->view;
+        model_.output_norm = copied(norm);
+        model_.owners.push_back(std::move(matrix));
+    }
+
+    void set_cache(std::shared_ptr<KvCache> cache) { model_.cache = std::move(cache); }
+
+    std::unique_ptr<Decoder> build(const std::string& instruction_set, int threads) {
+        if (threads < 1) throw std::invalid_argument("threads: expected at least 1");
+        const Kernels& chosen = kernels(instruction_set);
+        nb::gil_scoped_release release;  // no owner dies here
+        return std::make_unique<Decoder>(std::move(model_), chosen, threads);
+    }
+
+private:
+    Model model_;
+};
+
+// The decoder and its sampler, one call at a time; the interpreter goes on meanwhile.
+class Session {
+public:
+    Session(Builder& builder, const std::string& instruction_set, int threads)
+        : decoder_(builder.build(instruction_set, threads)), logits_(decoder_->model().shape.vocabulary) {}
+
+    void reset() {
+        Lock lock(mutex_);
+        decoder_->reset();
+    }
+    int64_t stepped() { return decoder_->stepped(); }
+    std::vector<int64_t> active() {
+        Lock lock(mutex_);
+        return decoder_->active();
+    }
+
+    void step(int64_t id, bool sparse, Array<float, 1> logits) {
+        expect_room(logits.size(), 1);
+        Lock lock(mutex_);
+        decoder_->step(id, sparse, logits.data());
+    }
+
+    void prefill(Array<const int64_t, 1> ids, bool all, Array<float, 2> logits) {
+        expect_room(logits.size(), all ? ids.size() : 1);
+        Lock lock(mutex_);
+        decoder_->prefill(ids.data(), int64_t(ids.size()), all, logits.data());
+    }
+
+    std::pair<int64_t, float> decode_next(int64_t id, bool sparse, double temperature, int64_t top_k, double top_p,
+                                          double draw) {
+        Lock lock(mutex_);
+        decoder_->step(id, sparse, logits_.data());
+        return chosen(logits_.data(), int64_t(logits_.size()), {temperature, top_k, top_p, draw});
+    }
+
+    std::pair<int64_t, float> choose(Vector logits, double temperature, int64_t top_k, double top_p, double draw) {
+        Lock lock(mutex_);
+        return chosen(logits.data(), int64_t(logits.size()), {temperature, top_k, top_p, draw});
+    }
+
+private:
+    void expect_room(size_t held, size_t positions) const {
+        if (held != positions * size_t(decoder_->model().shape.vocabulary))
+            throw std::invalid_argument("logits: expected [positions, vocabulary]");
+    }
+
+    std::pair<int64_t, float> chosen(const float* logits, int64_t n, const Sampling& how) {
+        float best;
+        int64_t id = sampler_.choose(logits, n, how, decoder_->pool(), &best);
+        return {id, best};
+    }
+
+    std::mutex mutex_;
+    std::unique_ptr<Decoder> decoder_;
+    Sampler sampler_;
+    Buffer<float> logits_;
+};
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<Builder>(m, "DecoderBuilder")
+        .def(
+            "__init__",
+            [](Builder* self, int32_t hidden, int32_t intermediate, int64_t vocabulary, int32_t prefill_tokens,
+               float eps, int32_t activation) {
+                new (self) Builder({hidden, intermediate, vocabulary, prefill_tokens, eps, activation});
+            },
+            nb::kw_only(), "hidden"_a, "intermediate"_a, "vocabulary"_a, "prefill_tokens"_a, "eps"_a, "activation"_a)
+        .def("add_layer", &Builder::add_layer, "attn_norm"_a, "mlp_norm"_a)
+        .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
+             "offset"_a.none())
+        .def("set_neurons", &Builder::set_neurons, "records"_a)
+        .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
+        .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
+        .def("set_cache", &Builder::set_cache, "cache"_a);
+    nb::class_<Session>(m, "Decoder")
+        .def(nb::init<Builder&, const std::string&, int>(), "builder"_a, "instruction_set"_a, "threads"_a)
+        .def("reset", &Session::reset, Released())
+        .def_prop_ro("stepped", &Session::stepped)
+        .def("active", &Session::active)
+        .def("step", &Session::step, "id"_a, "sparse"_a, "logits"_a, Released())
+        .def("prefill", &Session::prefill, "ids"_a, "all"_a, "logits"_a, Released())
+        .def("decode_next", &Session::decode_next, "id"_a, "sparse"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a,
+             Released())
+        .def("choose", &Session::choose, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a, Released());
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,262 @@
+// The operations of runtime/cpu/operations.py on arrays that Python allocated and checked for kind; sizes are checked
+// here, so that no call can read or write beyond an array.
+#include "decoder/kv_cache.h"
+#include "isa/dispatch.h"
+#include "layout/repack.h"
+#include "memory/buffer.h"
+#include "threads/products.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace sparsepack {
+namespace {
+
+template <class T, int dimensions>
+using Array = nb::ndarray<T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
+using Released = nb::call_guard<nb::gil_scoped_release>;
+
+void expect(bool met, const char* what) {
+    if (!met) throw std::invalid_argument(what);
+}
+
+void expect_tile(int32_t tile) {
+    expect(tile >= 8 && tile <= MAX_TILE && tile % 8 == 0, "tile: expected a multiple of 8 up to 256");
+}
+
+// The kernels of one instruction set and the threads that run them; one call at a time.
+class Operations {
+public:
+    Operations(const std::string& instruction_set, int threads)
+        : kernels_(kernels(instruction_set)), pool_((expect(threads > 0, "threads: expected at least 1"), threads)) {}
+
+    ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile) {
+        int64_t columns = blocks.shape(1);
+        expect(blocks.shape(2) == sizeof(Q4KBlock), "blocks: expected [bands, columns, 144]");
+        expect(rows > 0 && columns > 0, "matrix without rows or columns");
+        expect((int64_t)blocks.shape(0) == (rows + BAND_ROWS - 1) / BAND_ROWS, "blocks: too few or too many bands");
+        expect(span >= 1 && span <= MAX_SPAN, "span: expected 1 to 16");
+        expect_tile(tile);
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_zigzag(blocks.data(), rows, columns, span, tile, pool_);
+    }
+
+    void unpack_zigzag(const ZigzagMatrix& m, Array<uint8_t, 3> blocks) {
+        expect((int64_t)blocks.shape(0) == m.view.bands && (int64_t)blocks.shape(1) == m.view.columns &&
+                   blocks.shape(2) == sizeof(Q4KBlock),
+               "blocks: expected [bands, columns, 144]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::unpack_zigzag(m.view, blocks.data(), pool_);
+    }
+
+    RowsMatrix load_rows(Array<const uint8_t, 2> data, int64_t columns, int32_t type) {
+        expect(type >= F32 && type <= Q8_0, "type: expected 0 to 5");
+        expect(data.shape(0) > 0 && columns > 0, "matrix without rows or columns");
+        expect(columns % block_columns(type) == 0, "columns: expected whole blocks");
+        expect((int64_t)data.shape(1) == row_bytes(type, columns), "data: expected [rows, bytes per row]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_rows(data.data(), data.shape(0), columns, type, pool_);
+    }
+
+    void unpack_rows(const RowsMatrix& m, Array<uint8_t, 2> data) {
+        expect(
+            (int64_t)data.shape(0) == m.view.rows && (int64_t)data.shape(1) == row_bytes(m.view.type, m.view.columns),
+            "data: expected [rows, bytes per row]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::unpack_rows(m.view, data.data(), pool_);
+    }
+
+    int32_t collect(Array<const float, 1> x, std::optional<Array<const float, 1>> offset,
+                    Array<const float, 1> threshold, int32_t base, Array<float, 1> d, Array<int32_t, 1> indices) {
+        size_t n = x.shape(0);
+        bool per_channel = threshold.shape(0) != 1;
+        expect(!per_channel || threshold.shape(0) == n, "threshold: expected [1] or [columns]");
+        expect(!offset || offset->shape(0) == n, "offset: expected [columns]");
+        expect(d.shape(0) == n && indices.shape(0) >= n + 16, "d: expected [columns]; indices: [columns + 16]");
+        return kernels_.collect(x.data(), offset ? offset->data() : nullptr, threshold.data(), per_channel, (int32_t)n,
+                                base, d.data(), indices.data());
+    }
+
+    void zigzag_gemv(const ZigzagMatrix& m, Array<const float, 1> x, Array<const int32_t, 1> indices, int32_t count,
+                     Array<float, 1> y) {
+        expect((int64_t)x.shape(0) == m.view.columns, "x: expected [columns]");
+        expect((int64_t)y.shape(0) == m.view.rows, "y: expected [rows]");
+        expect_ascending(indices, count, m.view.columns);
+        std::lock_guard<std::mutex> lock(mutex_);
+        gemv(kernels_, pool_, m.view, x.data(), {indices.data(), count}, products_, y.data());
+    }
+
+    void zigzag_matmul(const ZigzagMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
+    void rows_matmul(const RowsMatrix& m, Array<const float, 2> x, Array<float, 2> y) { product(m.view, x, y); }
+
+    NeuronMatrix load_neurons(Array<const uint8_t, 2> records) {
+        Neurons one = {nullptr, 0, 1};
+        int64_t bands = int64_t(records.shape(1)) / neuron_file_bytes(&one);
+        expect(records.shape(0) > 0 && bands > 0 && int64_t(records.shape(1)) == bands * neuron_file_bytes(&one),
+               "records: expected [neurons, a multiple of 288 bytes]");
+        expect(bands <= MOST_NEURON_BANDS, "records: wider than 16384 channels");
+        std::lock_guard<std::mutex> lock(mutex_);
+        return repack_neurons(records.data(), int64_t(records.shape(0)), int32_t(bands), pool_);
+    }
+
+    // Without the lock: copies may go on beside products, as long as nobody reads the places that they write.
+    static void copy_neurons(NeuronMatrix& to, Array<const int32_t, 1> places, const NeuronMatrix& from,
+                             Array<const int32_t, 1> records) {
+        expect(to.view.bands == from.view.bands, "neurons: expected records of the same width");
+        expect(places.shape(0) == records.shape(0), "places: expected as many as records");
+        for (size_t i = 0; i < places.shape(0); i++)
+            expect(places.data()[i] >= 0 && places.data()[i] < to.view.count && records.data()[i] >= 0 &&
+                       records.data()[i] < from.view.count,
+                   "places, records: expected numbers of neurons");
+        sparsepack::copy_neurons(to, places.data(), from.view, records.data(), int64_t(places.shape(0)));
+    }
+
+    static NeuronMatrix new_neurons(int64_t count, int64_t hidden) {
+        expect(count > 0 && hidden > 0 && hidden % BAND_ROWS == 0, "expected neurons, and whole bands of channels");
+        expect(hidden / BAND_ROWS <= MOST_NEURON_BANDS, "hidden: wider than 16384 channels");
+        return sparsepack::new_neurons(count, int32_t(hidden / BAND_ROWS));
+    }
+
+    void unpack_neurons(const NeuronMatrix& m, Array<uint8_t, 2> records) {
+        expect((int64_t)records.shape(0) == m.view.count && (int64_t)records.shape(1) == neuron_file_bytes(&m.view),
+               "records: expected [neurons, bytes of a record]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::unpack_neurons(m.view, records.data(), pool_);
+    }
+
+    void neuron_ffn(const NeuronMatrix& m, Array<const float, 1> x, Array<const float, 1> gate,
+                    Array<const int32_t, 1> indices, int32_t count, Array<float, 1> y) {
+        expect((int64_t)x.shape(0) == neuron_hidden(&m.view) && y.shape(0) == x.shape(0), "x, y: expected [hidden]");
+        expect((int64_t)gate.shape(0) == m.view.count, "gate: expected [neurons]");
+        expect_ascending(indices, count, m.view.count);
+        std::lock_guard<std::mutex> lock(mutex_);
+        sparsepack::neuron_ffn(kernels_, pool_, m.view, x.data(), gate.data(), {indices.data(), count}, products_,
+                               y.data());
+    }
+
+    void neuron_matmul(const NeuronMatrix& m, Array<const float, 2> x, Array<const float, 2> gate, Array<float, 2> y) {
+        expect((int64_t)x.shape(1) == neuron_hidden(&m.view), "x: expected [positions, hidden]");
+        expect(gate.shape(0) == x.shape(0) && (int64_t)gate.shape(1) == m.view.count, "gate: [positions, neurons]");
+        expect(y.shape(0) == x.shape(0) && y.shape(1) == x.shape(1), "y: expected [positions, hidden]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!x.shape(0)) return;
+        pool_.run([&](int) {
+            share_neuron_matmul(kernels_, pool_, m.view, x.data(), gate.data(), int32_t(x.shape(0)), y.data());
+        });
+    }
+
+    // The queries in qkv are normed and rotated in place, as `attend` takes them.
+    void append(KvCache& cache, int layer, Array<float, 2> qkv) {
+        expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
+        std::lock_guard<std::mutex> lock(mutex_);
+        int64_t count = int64_t(qkv.shape(0)), threads = pool_.threads();
+        pool_.run([&](int thread) {
+            cache.append_rows(layer, qkv.data(), int32_t(count * thread / threads),
+                              int32_t(count * (thread + 1) / threads));
+        });
+    }
+
+    void attend(const KvCache& cache, int layer, Array<const float, 2> qkv, Array<float, 2> y, bool sparse) {
+        expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
+        expect(y.shape(0) == qkv.shape(0) && (int64_t)y.shape(1) == cache.shape().q_rows(),
+               "y: expected [positions, heads * head_dim]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        scratch_.resize(pool_.threads());
+        for (Buffer<float>& own : scratch_) own.grow(cache.scratch(KvCache::BLOCK));  // a region must not throw
+        pool_.run([&](int thread) {
+            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), scratch_[thread].data(),
+                              sparse);
+        });
+    }
+
+private:
+    static void expect_ascending(const Array<const int32_t, 1>& indices, int32_t count, int64_t most) {
+        expect(count >= 0 && (size_t)count <= indices.shape(0), "count: expected 0 to the number of indices");
+        for (int32_t i = 0; i < count; i++) {
+            int32_t index = indices.data()[i], before = i ? indices.data()[i - 1] : -1;
+            expect(index > before && index < most, "indices: expected ascending numbers of columns or neurons");
+        }
+    }
+
+    static void expect_positions(const KvCache& cache, int layer, size_t positions, size_t rows) {
+        expect(layer >= 0 && layer < cache.layers(), "layer: the cache has no such");
+        expect((int64_t)rows == cache.shape().qkv_rows(), "qkv: expected [positions, (heads + 2 kv_heads) * head_dim]");
+        expect(cache.length() + (int64_t)positions <= cache.shape().context, "positions: more than there is room for");
+    }
+
+    template <class Matrix>
+    void product(const Matrix& m, const Array<const float, 2>& x, const Array<float, 2>& y) {
+        expect((int64_t)x.shape(1) == m.columns, "x: expected [positions, columns]");
+        expect((int64_t)y.shape(1) == m.rows && y.shape(0) == x.shape(0), "y: expected [positions, rows]");
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (!x.shape(0)) return;
+        pool_.run([&](int) { share_matmul(kernels_, pool_, m, x.data(), (int32_t)x.shape(0), y.data()); });
+    }
+
+    const Kernels& kernels_;
+    Pool pool_;
+    std::mutex mutex_;
+    ProductScratch products_;
+    std::vector<Buffer<float>> scratch_;
+};
+
+}  // namespace
+
+void bind_operations(nb::module_& m) {
+    m.def("instruction_sets", &instruction_sets);
+    m.def(
+        "give_back", [](Array<const uint8_t, 1> bytes) { return give_back(bytes.data(), bytes.shape(0)); }, "bytes"_a,
+        Released());
+    nb::class_<ZigzagMatrix>(m, "ZigzagMatrix")
+        .def_prop_ro("rows", [](const ZigzagMatrix& m) { return m.view.rows; })
+        .def_prop_ro("columns", [](const ZigzagMatrix& m) { return m.view.columns; })
+        .def_prop_ro("bands", [](const ZigzagMatrix& m) { return m.view.bands; })
+        .def_prop_ro("span", [](const ZigzagMatrix& m) { return m.view.span; })
+        .def_prop_rw(
+            "tile", [](const ZigzagMatrix& m) { return m.view.tile; },
+            [](ZigzagMatrix& m, int32_t tile) {
+                expect_tile(tile);
+                m.view.tile = tile;
+            })
+        .def_prop_ro("bytes", [](const ZigzagMatrix& m) { return m.memory.bytes(); });
+    nb::class_<RowsMatrix>(m, "RowsMatrix")
+        .def_prop_ro("rows", [](const RowsMatrix& m) { return m.view.rows; })
+        .def_prop_ro("columns", [](const RowsMatrix& m) { return m.view.columns; })
+        .def_prop_ro("bytes", [](const RowsMatrix& m) { return m.memory.bytes(); });
+    nb::class_<NeuronMatrix>(m, "NeuronMatrix")
+        .def_prop_ro("neurons", [](const NeuronMatrix& m) { return m.view.count; })
+        .def_prop_ro("hidden", [](const NeuronMatrix& m) { return neuron_hidden(&m.view); })
+        .def_prop_ro("bytes", [](const NeuronMatrix& m) { return m.memory.bytes(); });
+    nb::class_<Operations>(m, "Operations")
+        .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)
+        .def("load_zigzag", &Operations::load_zigzag, "blocks"_a, "rows"_a, "span"_a, "tile"_a, Released())
+        .def("unpack_zigzag", &Operations::unpack_zigzag, "matrix"_a, "blocks"_a, Released())
+        .def("load_rows", &Operations::load_rows, "data"_a, "columns"_a, "type"_a, Released())
+        .def("unpack_rows", &Operations::unpack_rows, "matrix"_a, "data"_a, Released())
+        .def("collect", &Operations::collect, "x"_a, "offset"_a.none(), "threshold"_a, "base"_a, "d"_a, "indices"_a,
+             Released())
+        .def("zigzag_gemv", &Operations::zigzag_gemv, "matrix"_a, "x"_a, "indices"_a, "count"_a, "y"_a, Released())
+        .def("zigzag_matmul", &Operations::zigzag_matmul, "matrix"_a, "x"_a, "y"_a, Released())
+        .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
+        .def("load_neurons", &Operations::load_neurons, "records"_a, Released())
+        .def_static("new_neurons", &Operations::new_neurons, "count"_a, "hidden"_a)
+        .def_static("copy_neurons", &Operations::copy_neurons, "to"_a, "places"_a, "source"_a, "records"_a, Released())
+        .def("unpack_neurons", &Operations::unpack_neurons, "neurons"_a, "records"_a, Released())
+        .def("neuron_ffn", &Operations::neuron_ffn, "neurons"_a, "x"_a, "gate"_a, "indices"_a, "count"_a, "y"_a,
+             Released())
+        .def("neuron_matmul", &Operations::neuron_matmul, "neurons"_a, "x"_a, "gate"_a, "y"_a, Released())
+        .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
+        .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, "sparse"_a = false, Released());
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,121 @@
+#include "decoder/decoder.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace sparsepack {
+namespace {
+
+void expect(bool met, const std::string& what) {
+    if (!met) throw std::invalid_argument(what);
+}
+
+void check_site(const Site& site, int64_t rows, int64_t columns, const std::string& name) {
+    size_t width = size_t(columns);
+    expect(site.matrix, name + ": no matrix");
+    expect(site.matrix->rows == rows && site.matrix->columns == columns, name + ": matrix of another shape");
+    expect(site.bias.empty() || site.bias.size() == size_t(rows), name + ": bias of another length");
+    size_t limits = site.threshold.size();
+    expect(limits <= 1 || limits == width, name + ": expected one threshold, or one per column");
+    expect(site.offset.empty() || site.offset.size() == width, name + ": offset of another length");
+    expect(site.offset.empty() || limits, name + ": offset without threshold");
+}
+
+void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
+    check_site(layer.sites[ATTN_IN], a.qkv_rows(), s.hidden, name + " attn_in");
+    check_site(layer.sites[ATTN_OUT], s.hidden, a.q_rows(), name + " attn_out");
+    if (layer.neurons) {
+        check_site(layer.sites[MLP_IN], s.intermediate, s.hidden, name + " gate");
+        expect(s.activation == RELU, name + ": neurons of another activation");
+        expect(layer.neurons->count == s.intermediate, name + ": another number of neurons");
+        expect(neuron_hidden(layer.neurons) == s.hidden, name + ": neurons of another width");
+    } else {
+        check_site(layer.sites[MLP_IN], 2 * int64_t(s.intermediate), s.hidden, name + " mlp_in");
+        check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid");
+    }
+    for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
+        expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
+}
+
+void check_model(const Model& m) {
+    const Shape& s = m.shape;
+    for (int64_t value : {int64_t(s.hidden), int64_t(s.intermediate), s.vocabulary, int64_t(s.prefill_tokens)})
+        expect(value > 0, "sizes: expected positive numbers");
+    expect(m.cache && m.cache->layers() == int(m.layers.size()), "cache: none, or one of other layers");
+    expect(s.activation >= SILU && s.activation <= GELU_TANH, "activation: unknown");
+    for (const Rows* rows : {&m.embedding, &m.output})
+        expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
+    expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");
+    for (size_t i = 0; i < m.layers.size(); ++i)
+        check_layer(m.layers[i], s, m.cache->shape(), "block " + std::to_string(i));
+}
+
+// bias + W offset
+std::vector<float> sparse_bias(const Site& site, const Kernels& kernels) {
+    if (site.offset.empty()) return site.bias;
+    const Zigzag& m = *site.matrix;
+    std::vector<float> y(m.rows);
+    for (int32_t quad = 0; quad < quads(&m); ++quad)
+        kernels.zigzag_matmul(&m, quad, site.offset.data(), m.columns, 1, y.data(), m.rows);
+    if (!site.bias.empty()) kernels.sum(site.bias.data(), 0, 1, nullptr, int32_t(m.rows), 1, y.data());
+    return y;
+}
+
+}  // namespace
+
+Decoder::Decoder(Model model, const Kernels& kernels, int threads)
+    : model_((check_model(model), std::move(model))),
+      s_(model_.shape),
+      cache_(*model_.cache),
+      a_(cache_.shape()),
+      k_(kernels),
+      pool_(threads) {
+    int64_t columns = std::max({s_.hidden, s_.intermediate, a_.q_rows()}), padded[2] = {0, 0};
+    for (Layer& layer : model_.layers) {
+        for (int number = 0; number < SITES; ++number) {
+            Site& site = layer.sites[number];
+            if (layer.neurons && number == MLP_MID) {
+                int64_t room = int64_t(neuron_slices(s_.intermediate, threads)) * s_.hidden;
+                padded[number & 1] = std::max(padded[number & 1], room);
+                continue;
+            }
+            site.sparse_bias = sparse_bias(site, k_);
+            const Zigzag& m = *site.matrix;
+            int64_t room = gemv_slices(m, int32_t(m.columns), threads) * gemv_stride(m);
+            padded[number & 1] = std::max(padded[number & 1], room);
+        }
+    }
+    active_.assign(model_.layers.size() * SITES, 0);
+    all_ = Buffer<int32_t>(columns);
+    for (int32_t i = 0; i < columns; ++i) all_.data()[i] = i;
+    for (int i = 0; i < 2; ++i) partial_sums_[i] = Buffer<float>(padded[i]);
+    sum_ = Buffer<float>(s_.hidden);
+    attn_output_ = Buffer<float>(a_.q_rows());
+    middle_ = Buffer<float>(s_.intermediate);
+    listed_ = Buffer<int32_t>(s_.intermediate + 16 * threads);
+    counts_ = Buffer<int32_t>(16 * threads);
+    scratch_.resize(threads);
+    for (Scratch& own : scratch_) {
+        own.x = Buffer<float>(s_.hidden);
+        own.normed = Buffer<float>(s_.hidden);
+        own.d = Buffer<float>(columns);
+        own.indices = Buffer<int32_t>(columns + 16);
+        own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);
+        own.attention = Buffer<float>(cache_.scratch(1));
+        own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));
+    }
+}
+
+void Decoder::reset() {
+    cache_.reset();
+    stepped_ = 0;
+    active_.assign(active_.size(), 0);
+}
+
+void Decoder::check(const int64_t* ids, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i)
+        if (ids[i] < 0 || ids[i] >= s_.vocabulary) throw std::out_of_range("unknown token id");
+    if (cache_.length() + count > a_.context) throw std::out_of_range("more tokens than the context has room for");
+}
+
+}  // namespace sparsepack

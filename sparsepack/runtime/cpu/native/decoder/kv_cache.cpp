@@ -1,0 +1,105 @@
+#include "decoder/kv_cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace sparsepack {
+namespace {
+
+void expect(bool met, const char* what) {
+    if (!met) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
+KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
+                 std::vector<float> sin, const Kernels& kernels)
+    : shape_(shape), layers_(std::move(layers)), cos_(std::move(cos)), sin_(std::move(sin)), kernels_(kernels) {
+    for (int32_t value : {shape_.heads, shape_.kv_heads, shape_.head_dim, shape_.context})
+        expect(value > 0, "sizes: expected positive numbers");
+    expect(shape_.heads % shape_.kv_heads == 0, "heads: expected a multiple of kv_heads");
+    expect(shape_.head_dim % 2 == 0, "head_dim: expected an even number");
+    size_t angles = size_t(shape_.context) * size_t(shape_.head_dim / 2);
+    expect(cos_.size() == angles && sin_.size() == angles, "cos, sin: expected [context][head_dim / 2]");
+    for (const LayerAttention& layer : layers_) {
+        for (const auto* norm : {&layer.q_norm, &layer.k_norm})
+            expect(norm->empty() || norm->size() == size_t(shape_.head_dim), "norm of another length");
+        expect(layer.window >= 0, "negative window");
+    }
+}
+
+void KvCache::apply_rope(float* x, const std::vector<float>& norm, int64_t position) const {
+    int32_t half = shape_.head_dim / 2;
+    if (!norm.empty()) kernels_.rms_norm(x, norm.data(), shape_.head_dim, shape_.eps, x);
+    kernels_.rotate(x, cos_.data() + position * half, sin_.data() + position * half, half);
+}
+
+void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
+    int64_t width = shape_.head_dim;
+    for (int32_t p = first; p < last; ++p) {
+        float *q = qkv + int64_t(p) * shape_.qkv_rows(), *k = q + shape_.q_rows(), *v = k + shape_.kv_rows();
+        for (int32_t head = 0; head < shape_.kv_heads; ++head)
+            append(layer, head, length_ + p, q + head * shape_.gqa_ratio() * width, k + head * width, v + head * width);
+    }
+}
+
+void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
+                          bool sparse) const {
+    int32_t blocks = (count + BLOCK - 1) / BLOCK;
+    pool.share(blocks * shape_.kv_heads, [&](int item, int) {
+        int32_t block = blocks - 1 - item / shape_.kv_heads;  // the last see most: first
+        int32_t kv_head = item % shape_.kv_heads, first = block * BLOCK, last = std::min(count, first + BLOCK);
+        int64_t head = int64_t(kv_head) * shape_.gqa_ratio() * shape_.head_dim;
+        int64_t q_stride = shape_.qkv_rows(), y_stride = shape_.q_rows();
+        attend(layer, kv_head, length_ + first,
+               {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch,
+                sparse});
+    });
+}
+
+DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
+                           std::vector<float> sin, const Kernels& kernels)
+    : KvCache(shape, std::move(layers), std::move(cos), std::move(sin), kernels),
+      scale_(1 / std::sqrt(float(shape.head_dim))),
+      memory_(layers_.size() * shape.kv_heads * shape.context * stride() * sizeof(uint16_t)) {}
+
+void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
+    int32_t width = shape_.head_dim;
+    for (int32_t head = 0; head < shape_.gqa_ratio(); ++head)
+        apply_rope(q + head * width, layers_[layer].q_norm, position);
+    apply_rope(k, layers_[layer].k_norm, position);
+    kernels_.to_half(k, width, key(layer, kv_head, position));
+    kernels_.to_half(v, width, value(layer, kv_head, position));
+}
+
+void DenseKvCache::attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const {
+    AttentionWork work = attention(layer, kv_head, position, queries);
+    kernels_.attention(&work);
+}
+
+AttentionWork DenseKvCache::attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const {
+    AttentionWork work{};
+    work.q = queries.q;
+    work.keys = key(layer, kv_head, 0);
+    work.values = value(layer, kv_head, 0);
+    work.y = queries.y;
+    work.scores = queries.scratch;
+    work.q_stride = queries.q_stride;
+    work.kv_stride = stride();
+    work.y_stride = queries.y_stride;
+    work.heads = shape_.gqa_ratio();
+    work.head_dim = shape_.head_dim;
+    work.position = int32_t(position);
+    work.positions = queries.positions;
+    work.window = layers_[layer].window;
+    work.scale = scale_;
+    return work;
+}
+
+int64_t DenseKvCache::scratch(int32_t positions) const {
+    return int64_t(shape_.gqa_ratio()) * positions * shape_.context;
+}
+
+}  // namespace sparsepack

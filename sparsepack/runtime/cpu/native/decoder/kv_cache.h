@@ -1,0 +1,118 @@
+// Keys and values of one text, and attention to them: what runtime/kv_cache.py describes, natively.
+//
+// A decoder hands over the products of attn_in and gets the input of attn_out back. How keys and values are kept, and
+// which of them a query reads, is the cache's business: sparse attention (double_sparsity_kv_cache.h) or offloaded
+// attention is another class, given to the decoder in DenseKvCache's place.
+#pragma once
+#include "kernels/kernels.h"
+#include "memory/memory.h"
+#include "threads/pool.h"
+
+#include <vector>
+
+namespace sparsepack {
+
+struct AttentionShape {
+    int32_t heads, kv_heads, head_dim, context;
+    float eps;  // of the heads' norms
+
+    int32_t gqa_ratio() const noexcept { return heads / kv_heads; }
+    int32_t q_rows() const noexcept { return heads * head_dim; }
+    int32_t kv_rows() const noexcept { return kv_heads * head_dim; }
+    int32_t qkv_rows() const noexcept { return q_rows() + 2 * kv_rows(); }
+};
+
+// Norms [head_dim] of every head before it is rotated, or empty.
+struct LayerAttention {
+    int32_t window;  // 0: no limit
+    std::vector<float> q_norm, k_norm;
+};
+
+// Consecutive positions of the query heads that share a key head, and where their outputs go.
+struct Queries {
+    const float* q;  // position p, head h at q + p * q_stride + h * head_dim; as `append` left it
+    float* y;        // likewise
+    int64_t q_stride, y_stride;
+    int32_t positions;
+    float* scratch;  // KvCache::scratch(positions) floats
+    bool sparse;     // they are decoded: the cache may read less than all that they see
+};
+
+class KvCache {
+public:
+    // Positions that `attend_rows` takes together: they share what is read of the cache.
+    static constexpr int32_t BLOCK = 16;
+
+    // cos, sin: [context][head_dim / 2]. Throws std::invalid_argument where sizes do not fit together.
+    KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos, std::vector<float> sin,
+            const Kernels& kernels);
+    virtual ~KvCache() = default;
+
+    const AttentionShape& shape() const noexcept { return shape_; }
+    int layers() const noexcept { return int(layers_.size()); }
+
+    // Positions that are cached: the number of the next one.
+    int64_t length() const noexcept { return length_; }
+    void advance(int64_t positions) noexcept { length_ += positions; }
+    virtual void truncate(int64_t length) { length_ = length; }
+    void reset() { truncate(0); }
+
+    // Any thread, for a position and key head of its own: norms and rotates the query heads q [gqa_ratio][head_dim] and
+    // the key k [head_dim] in place, and keeps k and v. Counts nothing: see `advance`.
+    virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) = 0;
+
+    // Any thread: softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees, up to its own. The first
+    // query's is `position`.
+    virtual void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const = 0;
+    virtual int64_t scratch(int32_t positions) const = 0;
+
+    // The same for the positions after the cached ones, all heads: qkv [count][qkv_rows] holds q, then k, then v.
+    // One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
+    void append_rows(int layer, float* qkv, int32_t first, int32_t last);
+    void attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
+                     bool sparse = false) const;
+
+protected:
+    // Norms and rotates the query or key at x, a head of a position.
+    void apply_rope(float* x, const std::vector<float>& norm, int64_t position) const;
+
+    const AttentionShape shape_;
+    const std::vector<LayerAttention> layers_;
+    const std::vector<float> cos_, sin_;
+    const Kernels& kernels_;
+
+private:
+    int64_t length_ = 0;
+};
+
+// Every query reads every position that its layer's window shows it.
+// Layout: fp16 [layer][kv_head][context][key, value][head_dim]: where some of the tokens are read, pieces are twice as
+// long as they would be in planes of their own.
+class DenseKvCache : public KvCache {
+public:
+    DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<float> cos,
+                 std::vector<float> sin, const Kernels& kernels);
+
+    void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) override;
+    void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const override;
+    int64_t scratch(int32_t positions) const override;
+
+protected:
+    AttentionWork attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const;
+
+    // [head_dim]; of the next position `stride()` further.
+    uint16_t* key(int layer, int32_t kv_head, int64_t position) const {
+        int64_t row = (int64_t(layer) * shape_.kv_heads + kv_head) * shape_.context + position;
+        return reinterpret_cast<uint16_t*>(memory_.data()) + row * stride();
+    }
+    uint16_t* value(int layer, int32_t kv_head, int64_t position) const {
+        return key(layer, kv_head, position) + shape_.head_dim;
+    }
+    int64_t stride() const noexcept { return 2 * int64_t(shape_.head_dim); }
+
+private:
+    const float scale_;
+    Memory memory_;
+};
+
+}  // namespace sparsepack

@@ -1,0 +1,42 @@
+// MLPs by neurons: who is active, and their records.
+#include "decoder/decoder.h"
+
+namespace sparsepack {
+
+// From the product of the gate to what the MLP adds; x is its input. Each thread does a range of the neurons and lists
+// those that are active; after a barrier all of them are shared out.
+Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, bool sparse, int thread) {
+    static const std::vector<float> no_bias;
+    const float zero = 0;
+    const Neurons& n = *model_.layers[layer].neurons;
+    Scratch& own = scratch_[thread];
+    int32_t first = border(thread), size = border(thread + 1) - first, count = 0;
+    float *g = middle_.data() + first, *partial_sums = partial_sums_[MLP_MID & 1].data();
+    if (size) {
+        read(sums(gate), first, size, g);
+        for (int32_t i = 0; i < size; ++i) g[i] = g[i] < 0 ? 0 : g[i];
+        count = k_.collect(g, nullptr, &zero, 0, size, first, g, list(thread));
+    }
+    k_.neuron_input(x, n.bands, own.neuron_input.data());
+    int32_t total = gather(count, thread);
+    Active active = {own.indices.data(), total};
+    if (!sparse) active = {all_.data(), s_.intermediate};
+    if (thread == 0) active_[layer * SITES + MLP_MID] += active.count;
+    share_neuron_ffn(k_, pool_, n, own.neuron_input.data(), middle_.data(), active, partial_sums);
+    pool_.barrier();
+    return {partial_sums, s_.hidden, neuron_slices(active.count, pool_.threads()), &no_bias, s_.hidden};
+}
+
+// The same for the positions of a chunk, of which this thread has first ... last - 1: from the products of the gate.
+void Decoder::neuron_rows(int layer, int32_t first, int32_t last, int32_t positions) {
+    const Neurons& n = *model_.layers[layer].neurons;
+    float* gates = wide_rows_.data();
+    for (int64_t i = int64_t(first) * n.count; i < int64_t(last) * n.count; ++i) gates[i] = gates[i] < 0 ? 0 : gates[i];
+    pool_.barrier();
+    share_neuron_matmul(k_, pool_, n, wide_normed_.data(), gates, positions, wide_inner_.data());
+    pool_.barrier();
+    for (int64_t p = first; p < last; ++p)
+        k_.sum(wide_inner_.data() + p * s_.hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + p * s_.hidden);
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,103 @@
+// Many tokens at once, dense. Products are shared out by quads and positions, all else by positions.
+#include <algorithm>
+
+#include "decoder/decoder.h"
+#include "decoder/embedding.h"
+
+namespace sparsepack {
+void Decoder::prefill(const int64_t* ids, int64_t count, bool all, float* logits) {
+    check(ids, count);
+    int64_t most = std::min<int64_t>(s_.prefill_tokens, std::max<int64_t>(count, 1));
+    wide_x_.grow(most * s_.hidden);
+    wide_normed_.grow(most * s_.hidden);
+    wide_rows_.grow(most * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
+    wide_inner_.grow(most * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
+    for (Scratch& own : scratch_) own.attention.grow(cache_.scratch(KvCache::BLOCK));
+    for (int64_t first = 0; first < count; first += s_.prefill_tokens) {
+        int32_t size = int32_t(std::min<int64_t>(s_.prefill_tokens, count - first));
+        float* y = all ? logits + first * s_.vocabulary : first + size == count ? logits : nullptr;
+        pool_.run([&](int thread) { chunk(ids + first, size, y, all, thread); });
+        cache_.advance(size);
+    }
+}
+
+// logits: null if they are not wanted.
+void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread) {
+    int32_t first = int32_t(int64_t(count) * thread / pool_.threads());
+    int32_t last = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
+    for (int32_t p = first; p < last; ++p) embed(model_.embedding, ids[p], wide_x_.data() + int64_t(p) * s_.hidden);
+    for (int number = 0; number < int(model_.layers.size()); ++number) {
+        const Layer& layer = model_.layers[number];
+
+        norm_rows(layer.attn_norm, first, last);
+        pool_.barrier();
+        matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
+        pool_.barrier();
+        append_rows(number, first, last);
+        pool_.barrier();
+        cache_.attend_rows(pool_, number, wide_rows_.data(), count, wide_inner_.data(),
+                           scratch_[thread].attention.data());
+        pool_.barrier();
+        matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
+        pool_.barrier();
+        add_rows(layer.sites[ATTN_OUT], first, last);
+
+        norm_rows(layer.mlp_norm, first, last);
+        pool_.barrier();
+        matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
+        pool_.barrier();
+        if (layer.neurons) {
+            neuron_rows(number, first, last, count);
+            continue;
+        }
+        gate_rows(number, first, last);
+        pool_.barrier();
+        matmul(layer.sites[MLP_MID], wide_inner_.data(), count);
+        pool_.barrier();
+        add_rows(layer.sites[MLP_MID], first, last);
+    }
+    if (!logits) return;
+    norm_rows(model_.output_norm, first, last);
+    pool_.barrier();
+    int32_t wanted = all ? count : 1;
+    share_matmul(k_, pool_, model_.output, wide_normed_.data() + int64_t(count - wanted) * s_.hidden, wanted, logits);
+}
+
+// wide_rows_[position][rows of the site] = x[position][columns of the site] W^T
+void Decoder::matmul(const Site& site, const float* x, int32_t positions) {
+    share_matmul(k_, pool_, *site.matrix, x, positions, wide_rows_.data());
+}
+
+// From the products of attn_in at positions first ... last - 1 to queries, and to keys and values in the cache.
+void Decoder::append_rows(int number, int32_t first, int32_t last) {
+    const std::vector<float>& bias = model_.layers[number].sites[ATTN_IN].bias;
+    int32_t rows = a_.qkv_rows();
+    for (int32_t p = first; p < last && !bias.empty(); ++p)
+        k_.sum(bias.data(), 0, 1, nullptr, rows, 1, wide_rows_.data() + int64_t(p) * rows);
+    cache_.append_rows(number, wide_rows_.data(), first, last);
+}
+
+void Decoder::gate_rows(int number, int32_t first, int32_t last) {
+    const std::vector<float>& bias = model_.layers[number].sites[MLP_IN].bias;
+    int32_t n = s_.intermediate;
+    for (int32_t p = first; p < last; ++p) {
+        float *gate = wide_rows_.data() + int64_t(p) * 2 * n, *up = gate + n;
+        if (!bias.empty()) k_.sum(bias.data(), 0, 1, nullptr, 2 * n, 1, gate);
+        k_.gate(s_.activation, gate, up, n, wide_inner_.data() + int64_t(p) * n);
+    }
+}
+
+// x += the products of a site that leads back to it
+void Decoder::add_rows(const Site& site, int32_t first, int32_t last) {
+    const float* bias = site.bias.empty() ? nullptr : site.bias.data();
+    for (int64_t p = first; p < last; ++p)
+        k_.sum(wide_rows_.data() + p * s_.hidden, 0, 1, bias, s_.hidden, 1, wide_x_.data() + p * s_.hidden);
+}
+
+void Decoder::norm_rows(const std::vector<float>& weight, int32_t first, int32_t last) {
+    for (int64_t p = first; p < last; ++p)
+        k_.rms_norm(wide_x_.data() + p * s_.hidden, weight.data(), s_.hidden, s_.eps,
+                    wide_normed_.data() + p * s_.hidden);
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,58 @@
+// Products of a token: what their inputs are, and their partial sums, which whoever reads them adds.
+#include "decoder/decoder.h"
+
+namespace sparsepack {
+namespace {
+
+// Partial sums that every thread adds for itself; more of them are shared out, at the price of a barrier.
+constexpr int64_t MOST_READ_BY_ALL = 1 << 15;
+
+}  // namespace
+
+// The input of a dense product.
+Decoder::Input Decoder::whole(int layer, int site, const float* x, int thread) {
+    const Site& at = model_.layers[layer].sites[site];
+    int32_t columns = int32_t(at.matrix->columns);
+    if (thread == 0) active_[layer * SITES + site] += columns;
+    return {&at, x, {all_.data(), columns}, &at.bias, partial_sums_[site & 1].data()};
+}
+
+// The input of a product: the active columns of x, listed in the thread's own scratch.
+Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse, int thread) {
+    const Site& at = model_.layers[layer].sites[site];
+    if (!sparse || at.threshold.empty()) return whole(layer, site, x, thread);
+    Scratch& own = scratch_[thread];
+    const float* offset = at.offset.empty() ? nullptr : at.offset.data();
+    int32_t count = k_.collect(x, offset, at.threshold.data(), at.threshold.size() > 1, int32_t(at.matrix->columns), 0,
+                               own.d.data(), own.indices.data());
+    if (thread == 0) active_[layer * SITES + site] += count;
+    return {&at, own.d.data(), {own.indices.data(), count}, &at.sparse_bias, partial_sums_[site & 1].data()};
+}
+
+void Decoder::multiply(const Input& input) {
+    share_gemv(k_, pool_, *input.site->matrix, input.x, input.active, input.partial_sums);
+}
+
+Decoder::Sums Decoder::sums(const Input& input) const {
+    const Zigzag& m = *input.site->matrix;
+    int32_t slices = gemv_slices(m, input.active.count, pool_.threads());
+    return {input.partial_sums, gemv_stride(m), slices, input.bias, m.rows};
+}
+
+// y[i] = row `first + i` of a finished product; adds to y if `add`.
+void Decoder::read(const Sums& sums, int64_t first, int64_t count, float* y, bool add) const {
+    const float* bias = sums.bias->empty() ? nullptr : sums.bias->data() + first;
+    k_.sum(sums.partial_sums + first, sums.stride, sums.slices, bias, int32_t(count), add, y);
+}
+
+// x[hidden] += a finished product; x is the thread's own.
+void Decoder::add_to(float* x, const Sums& sums, int thread) {
+    int64_t rows = sums.rows;
+    if (sums.slices * rows <= MOST_READ_BY_ALL) return read(sums, 0, rows, x, true);
+    int64_t first = rows * thread / pool_.threads(), last = rows * (thread + 1) / pool_.threads();
+    read(sums, first, last - first, sum_.data() + first);
+    pool_.barrier();
+    k_.sum(sum_.data(), 0, 1, nullptr, int32_t(rows), 1, x);
+}
+
+}  // namespace sparsepack

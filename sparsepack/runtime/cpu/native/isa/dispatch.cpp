@@ -1,0 +1,43 @@
+#include "isa/dispatch.h"
+
+#include <stdexcept>
+
+namespace sparsepack {
+namespace {
+
+std::vector<const Kernels*> usable() {
+    std::vector<const Kernels*> sets;
+#ifdef SPARSEPACK_AVX512
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+        sets.push_back(&avx512_kernels);
+#endif
+#ifdef SPARSEPACK_AVX2
+    // No processor has AVX2 without F16C; some compilers cannot ask for the latter.
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&avx2_kernels);
+#endif
+#ifdef SPARSEPACK_NEON
+    sets.push_back(&neon_kernels);  // every aarch64 has it
+#endif
+    sets.push_back(&scalar_kernels);
+    return sets;
+}
+
+}  // namespace
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Kernels* set : usable()) names.push_back(set->name);
+    return names;
+}
+
+const Kernels& kernels(const std::string& name) {
+    std::string known;
+    for (const Kernels* set : usable()) {
+        if (name == set->name) return *set;
+        known += (known.empty() ? "" : ", ") + std::string(set->name);
+    }
+    throw std::invalid_argument("instruction set '" + name + "': not available here; expected one of " + known);
+}
+
+}  // namespace sparsepack

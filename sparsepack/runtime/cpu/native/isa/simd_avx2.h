@@ -1,0 +1,187 @@
+// What vectors do by instructions of AVX2, FMA and F16C.
+#pragma once
+#include <immintrin.h>
+
+#define SPARSEPACK_WIDTH 8
+#include "kernels/vector_types.h"
+
+namespace sparsepack {
+namespace {
+namespace vectors {
+
+// ---- Floats ---------------------------------------------------------------------------------------------------------
+
+// The first n lanes (n < WIDTH), zeros in the others.
+INLINE Vec load_first(const float* p, int32_t n) {
+    float lanes[WIDTH] = {};
+    for (int32_t i = 0; i < n; i++) lanes[i] = p[i];
+    return load(lanes);
+}
+INLINE void store_first(float* p, Vec v, int32_t n) {
+    float lanes[WIDTH];
+    store(lanes, v);
+    for (int32_t i = 0; i < n; i++) p[i] = lanes[i];
+}
+// NaN in v stays NaN.
+INLINE Vec at_most(Vec v, float bound) { return _mm256_min_ps(splat(bound), v); }
+INLINE Vec at_least(Vec v, float bound) { return _mm256_max_ps(splat(bound), v); }
+// Where one is NaN: b.
+INLINE Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+// Lane i: the sum of the lanes of v[i]. WIDTH vectors.
+INLINE Vec totals(const Vec* v) {
+    __m256 half[2];
+    for (int32_t i = 0; i < 2; i++) {
+        __m256 a = v[4 * i], b = v[4 * i + 1], c = v[4 * i + 2], d = v[4 * i + 3];
+        __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        half[i] = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    }
+    return _mm256_add_ps(_mm256_permute2f128_ps(half[0], half[1], 0x20),
+                         _mm256_permute2f128_ps(half[0], half[1], 0x31));
+}
+// Half precision, as bits.
+INLINE Vec load_half(const Bits16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE Vec load_half_first(const Bits16* p, int32_t n) {
+    uint16_t lanes[WIDTH] = {};
+    for (int32_t i = 0; i < n; i++) lanes[i] = p[i];
+    return load_half(lanes);
+}
+INLINE float from_half(uint16_t h) { return _cvtsh_ss(h); }
+// Rounded to nearest, ties to even; infinity beyond the range.
+INLINE void store_half(uint16_t* p, Vec v) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// p 2^n for whole numbers n from -151 to 128.
+INLINE Vec times_power_of_two(Vec p, Vec n) {
+    // 2^n in two steps: its exponent alone may not fit.
+    VecInt whole = __builtin_convertvector(n, VecInt), half = whole >> 1;
+    return p * as_floats((half + 127) << 23) * as_floats((whole - half + 127) << 23);
+}
+
+// ---- Integers -------------------------------------------------------------------------------------------------------
+
+INLINE int32_t total(VecInt v) {
+    int32_t lanes[WIDTH], sum = 0;
+    __builtin_memcpy(lanes, &v, sizeof v);
+    for (int32_t i = 0; i < WIDTH; i++) sum += lanes[i];
+    return sum;
+}
+INLINE int32_t largest(VecInt v) {
+    int32_t lanes[WIDTH], most;
+    __builtin_memcpy(lanes, &v, sizeof v);
+    most = lanes[0];
+    for (int32_t i = 1; i < WIDTH; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+// By instructions, since GCC converts vectors of bytes one by one.
+INLINE VecInt load_bytes(const uint8_t* p) { return (VecInt)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+INLINE VecInt load_signed_bytes(const int8_t* p) {
+    return (VecInt)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+// The low bytes of 16 whole numbers.
+INLINE void store_bytes(int8_t* p, const VecInt* v) {
+    __m256i words = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);  // of each 128 bits four and four
+    words = _mm256_permute4x64_epi64(words, 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+// Per lane, the sum of its low nibbles times the bytes of `low` and its high nibbles times those of `high`.
+INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    __m256i first = _mm256_and_si256((__m256i)codes, nibble);
+    __m256i second = _mm256_and_si256(_mm256_srli_epi16((__m256i)codes, 4), nibble);
+    // Up to 4 * 15 * 127 in a word.
+    __m256i words =
+        _mm256_add_epi16(_mm256_maddubs_epi16(first, (__m256i)low), _mm256_maddubs_epi16(second, (__m256i)high));
+    return (VecInt)_mm256_madd_epi16(words, _mm256_set1_epi16(1));
+}
+// Sums of neighbouring lanes: those of a, then those of b.
+INLINE VecInt add_neighbours(VecInt a, VecInt b) {
+    return (VecInt)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xd8);
+}
+// Which of 2 * WIDTH scores are at least the limit: bit BITS * lane.
+enum { BITS = 2 };
+INLINE uint64_t at_least_mask(const int16_t* scores, int16_t limit) {
+    VecShort met = load_shorts(scores) >= limit;
+    return (uint32_t)_mm256_movemask_epi8((__m256i)met) & 0x55555555u;
+}
+// The low nibbles of bytes that a vector holds one in a lane, and the high ones.
+INLINE void nibbles_to_floats(VecInt bytes, Vec* low, Vec* high) {
+    *low = to_floats(bytes & 15);
+    *high = to_floats(bytes >> 4);
+}
+// The lanes, numbers that a byte holds, to groups of 8 bytes that lie `stride` apart.
+INLINE void store_eights(int8_t* p, int32_t, VecInt v) {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+
+// ---- Zigzag matrices: two chunks (64 rows) a vector -----------------------------------------------------------------
+
+enum { CHUNKS = 2, MATMUL_POSITIONS = 2, MATMUL_HALVES = 1 };
+
+INLINE VecInt words_low(VecInt a, VecInt b) { return (VecInt)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
+INLINE VecInt words_high(VecInt a, VecInt b) { return (VecInt)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
+INLINE VecInt words_right_8(VecInt a) { return (VecInt)_mm256_srli_epi16((__m256i)a, 8); }
+INLINE VecInt words_right_12(VecInt a) { return (VecInt)_mm256_srli_epi16((__m256i)a, 12); }
+// Per word, a b / 2^15 rounded.
+INLINE VecInt multiply_high(VecInt a, VecInt b) { return (VecInt)_mm256_mulhrs_epi16((__m256i)a, (__m256i)b); }
+// sum + a.low b.low + a.high b.high per dword.
+INLINE VecInt dot(VecInt sum, VecInt a, VecInt b) {
+    return (VecInt)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+}
+// One dword per chunk, each four times: what the lanes of the chunks are multiplied with.
+INLINE VecInt per_chunk(const int32_t* p) {
+    return (VecInt)_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi32(p[0])), _mm_set1_epi32(p[1]), 1);
+}
+INLINE Vec per_chunk_floats(const float* p) { return as_floats(per_chunk((const int32_t*)p)); }
+
+INLINE Vec multiply_add(Vec a, Vec b, Vec sum) { return _mm256_fmadd_ps(a, b, sum); }
+// Four lanes of each chunk to the chunk's rows: chunk c at y + 32 c.
+INLINE void store_chunks(float* y, Vec a) {
+    _mm_storeu_ps(y, _mm256_castps256_ps128(a));
+    _mm_storeu_ps(y + 32, _mm256_extractf128_ps(a, 1));
+}
+
+// `slots`: which WIDTH of the 32 slots of a quad.
+INLINE VecInt to_ints(Vec a) { return (VecInt)_mm256_cvtps_epi32(a); }
+INLINE Vec subtract_product(Vec sum, Vec a, Vec b) { return _mm256_fnmadd_ps(a, b, sum); }
+// The low words of a and b side by side: a | b << 16.
+INLINE VecInt pair_words(VecInt a, VecInt b) {
+    return (VecInt)_mm256_blend_epi16((__m256i)a, _mm256_slli_epi32((__m256i)b, 16), 0xaa);
+}
+// One number per band, at the slots of the band: bands 0, 2, 1, 3.
+INLINE Vec at_slots(const float* bands, int32_t slots) {
+    return _mm256_broadcast_ss(bands + (slots >> 1 | (slots & 1) << 1));
+}
+INLINE Vec bytes_to_floats(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+// Eight fp16 numbers times x: `d` of a header is followed by its dmin.
+INLINE void multiply_halves(const void* p, float x, float* y) {
+    _mm256_storeu_ps(y, _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_set1_ps(x)));
+}
+// The 6-bit numbers of a header (layout.h), by slot.
+INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
+    __attribute__((aligned(32))) uint8_t scale[32], min[32];
+    const __m256i nibble = _mm256_set1_epi8(0x0f), upper = _mm256_set1_epi8(0x30);
+    __m256i l = _mm256_loadu_si256((const __m256i*)header->low);
+    __m256i h = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)header->high));
+    __m256i scale_high = _mm256_and_si256(_mm256_srlv_epi32(h, _mm256_set_epi32(2, 2, 2, 2, 0, 0, 0, 0)), upper);
+    __m256i min_high = _mm256_and_si256(_mm256_sllv_epi32(h, _mm256_set_epi32(2, 2, 2, 2, 4, 4, 4, 4)), upper);
+    __m256i min_low = _mm256_and_si256(_mm256_srli_epi16(l, 4), nibble);
+    _mm256_storeu_si256((__m256i*)scale, _mm256_or_si256(_mm256_and_si256(l, nibble), scale_high));
+    _mm256_storeu_si256((__m256i*)min, _mm256_or_si256(min_low, min_high));
+    for (int32_t v = 0; v < 32 / WIDTH; v++) {
+        scales[v] = bytes_to_floats(scale + v * WIDTH);
+        mins[v] = bytes_to_floats(min + v * WIDTH);
+    }
+}
+
+// Keeps a sum in its register around a loop, where GCC would copy it.
+INLINE void keep(VecInt* a) { __asm__("" : "+x"(*a)); }
+
+INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+
+}  // namespace vectors
+}  // namespace
+}  // namespace sparsepack

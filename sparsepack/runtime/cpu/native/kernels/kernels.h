@@ -1,0 +1,125 @@
+// What each instruction set brings: a table of plain functions on one thread, no allocation, no exceptions.
+//
+// The files that implement it are compiled with flags of their own, so they include no header of the C++ library and no
+// template: the linker could keep a copy of an inline function that other machines cannot run.
+#pragma once
+#include "layout/layout.h"
+
+namespace sparsepack {
+
+// A work item of a sparse product: a slice of the active columns, the rows of one span.
+struct GemvWork {
+    const Zigzag* matrix;
+    int32_t span;
+    int32_t count;           // of indices; 0 gives zeros
+    const int32_t* indices;  // ascending
+    const float* x;          // [columns], read at the indices
+    float* y;                // [span_bands * 256], overwritten, in the order of the rows, padding rows too
+};
+
+// Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions -
+// 1) is `position + p` in the text and sees the positions up to its own, with a window at most that many; or, alone,
+// those that are listed.
+struct AttentionWork {
+    const float* q;          // position p, head h at q + p * q_stride + h * head_dim; normed and rotated
+    const uint16_t* keys;    // fp16, position t at keys + t * kv_stride, [head_dim]; the queries' own are in it already
+    const uint16_t* values;  // likewise
+    float* y;                // position p, head h at y + p * y_stride + h * head_dim
+    float* scores;           // scratch: heads * positions * (position + positions) floats
+    int64_t q_stride, kv_stride, y_stride;
+    int32_t heads;
+    int32_t head_dim;
+    int32_t position;
+    int32_t positions;
+    int32_t window;         // 0: no limit
+    float scale;            // 1 / sqrt(head_dim)
+    const int32_t* tokens;  // [listed]: what the one position reads, whatever its window; null: all that it sees
+    int32_t listed;
+};
+
+// A work item of an MLP by neurons: a slice of the active ones.
+struct NeuronWork {
+    const Neurons* neurons;
+    int32_t count;           // of indices; 0 gives zeros
+    const int32_t* indices;  // ascending
+    const float* gate;       // [neurons], read at the indices
+    const uint8_t* input;    // what neuron_input made
+    float* y;                // [hidden], overwritten
+};
+
+enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
+
+struct Kernels {
+    const char* name;
+
+    // d = x - offset (offset may be null: then d = x; d may be x itself); lists the columns with |d| > threshold in
+    // ascending order and returns their count. threshold: [n] if per_channel, else [1]. NaN is never active. indices
+    // has room for n + 16; what lies beyond the count is unspecified. `base` is added to each index.
+    int32_t (*collect)(const float* x, const float* offset, const float* threshold, int32_t per_channel, int32_t n,
+                       int32_t base, float* d, int32_t* indices);
+
+    // Computes `work`; while it ends, fetches the first tile of `next` (null: none) into the cache.
+    void (*zigzag_gemv)(const GemvWork* work, const GemvWork* next);
+
+    // Y = X W^T for the rows of one quad: x [positions][x_stride], y [positions][y_stride] at y + the row's number;
+    // writes the logical rows of the quad only.
+    void (*zigzag_matmul)(const Zigzag* matrix, int32_t quad, const float* x, int64_t x_stride, int32_t positions,
+                          float* y, int64_t y_stride);
+
+    // From x [bands * 256] to what neuron_ffn reads, neuron_input_bytes(bands) of it.
+    void (*neuron_input)(const float* x, int32_t bands, uint8_t* input);
+
+    // y = sum over the work item's neurons of gate (up . x) down; meanwhile fetches, and while it ends the first of
+    // `next` (null: none).
+    void (*neuron_ffn)(const NeuronWork* work, const NeuronWork* next);
+
+    // The same for several positions, MOST_NEURON_POSITIONS at most, and every neuron whose gate is not zero: x, y
+    // [positions][hidden], y overwritten; gate [positions][neurons].
+    void (*neuron_matmul)(const Neurons* neurons, const float* x, const float* gate, int32_t positions, float* y);
+
+    // Y = X W^T for rows first ... last - 1 (first a multiple of ROW_TILE, last too or the number of rows), written to
+    // y[position * y_stride + row].
+    void (*rows_matmul)(const Rows* matrix, int64_t first, int64_t last, const float* x, int64_t x_stride,
+                        int32_t positions, float* y, int64_t y_stride);
+
+    // y = x / sqrt(mean(x^2) + eps) * weight; y may be x.
+    void (*rms_norm)(const float* x, const float* weight, int32_t n, float eps, float* y);
+
+    // Rotary embedding of one head in place, halves apart: cos, sin [head_dim / 2].
+    void (*rotate)(float* x, const float* cos, const float* sin, int32_t half);
+
+    // softmax(q k^T scale) v; see AttentionWork.
+    void (*attention)(const AttentionWork* work);
+
+    // Double Sparsity's label of a cached key (formats/codecs/labels.py): of its channels at `channels` [count], codes
+    // [padded / 2], where padded is the count rounded up to a multiple of 8, and a scale.
+    void (*label_key)(const uint16_t* key, const int32_t* channels, int32_t count, uint8_t* codes, uint16_t* scale);
+
+    // How tokens rank: query [padded] times the numbers in codes [count][padded / 2], an integer, times scales [count],
+    // rounded to bfloat16. Each is written as an integer that is larger where the score is.
+    void (*label_scores)(const int8_t* query, int32_t padded, const uint8_t* codes, const uint16_t* scales,
+                         int32_t count, int16_t* scores);
+
+    // The `wanted` best of `count` scores, ascending, of equal ones the earlier: tokens [wanted], base + their numbers.
+    void (*select_tokens)(const int16_t* scores, int32_t count, int32_t wanted, int32_t base, int32_t* tokens);
+
+    // y = activation(gate) * up; y may be gate.
+    void (*gate)(int32_t activation, const float* gate, const float* up, int32_t n, float* y);
+
+    // y[i] = sum over slices of partial_sums[slice * stride + i], in order, + bias[i] where bias is not null; adds to y
+    // instead of overwriting it if `add`.
+    void (*sum)(const float* partial_sums, int64_t stride, int32_t slices, const float* bias, int32_t n, int32_t add,
+                float* y);
+
+    void (*to_half)(const float* x, int32_t n, uint16_t* y);
+
+    // y [columns] = one row: looking up an embedding.
+    void (*decode_row)(const Rows* matrix, int64_t row, float* y);
+};
+
+extern const Kernels scalar_kernels;
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+extern const Kernels neon_kernels;
+
+}  // namespace sparsepack

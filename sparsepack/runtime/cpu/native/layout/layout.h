@@ -1,0 +1,151 @@
+// How matrices lie in memory while they run. Plain structs and inline arithmetic: every instruction set includes this.
+//
+// Zigzag Q4_K, in the file: band b = rows 256 b ... 256 b + 255; a piece of 144 bytes is one column of one band.
+//
+//     band 0:  column 0 | column 1 | ... | column K - 1
+//     band 1:  column 0 | column 1 | ... | column K - 1
+//
+// 144 bytes are too few to fetch from memory at its full speed. While it runs, up to four bands make a quad, `span`
+// quads lie together, and so an active column is one run of whole cache lines per span:
+//
+//     span 0:  column 0: quad 0 | quad 1 | ...;  column 1: quad 0 | quad 1 | ...;  ...
+//     quad:    header | nibbles of band 0 | band 1 | band 2 | band 3
+//
+//     weight = d * scale * nibble - dmin * min
+//
+// Only the last quad of a matrix may have fewer than four bands, and only the last span fewer quads.
+#pragma once
+#include "layout/blocks.h"
+
+namespace sparsepack {
+
+enum { BAND_ROWS = 256, BAND_SUBS = 8, QUAD_BANDS = 4, QUAD_ROWS = 1024 };
+enum { MAX_TILE = 256, MAX_SPAN = 16 };
+
+// The scales of a quad, one column. Where it has fewer bands, those of the absent ones are zero. The 6-bit numbers of
+// sub-block `sub` (32 rows) of a band are at slot first_slot(band) + sub:
+//
+//     low[slot]  = scale & 15 | (min & 15) << 4
+//     high[slot] for slot < 16:       bits 4-5 scale >> 4, bits 0-1 min >> 4
+//     high[slot - 16] for slot >= 16: bits 6-7 scale >> 4, bits 2-3 min >> 4
+struct QuadHeader {
+    Bits16 d[QUAD_BANDS], dmin[QUAD_BANDS];
+    uint8_t low[32], high[16];
+};
+
+// A chunk has 32 rows as 8 little-endian words: nibble n (0 = least significant) of word w is row 8 n + w.
+struct BandNibbles {
+    uint8_t chunks[BAND_SUBS][16];
+};
+
+struct Quad {
+    QuadHeader header;
+    BandNibbles bands[QUAD_BANDS];
+};
+static_assert(sizeof(QuadHeader) == 64 && __builtin_offsetof(QuadHeader, dmin) == 8, "a header is a cache line");
+static_assert(__builtin_offsetof(QuadHeader, low) == 16 && __builtin_offsetof(QuadHeader, high) == 48, "QuadHeader");
+static_assert(sizeof(BandNibbles) == 128 && sizeof(Quad) == 576, "whole cache lines");
+
+struct Zigzag {
+    const uint8_t* data;  // 64-byte aligned
+    int64_t rows;         // logical rows
+    int64_t columns;
+    int32_t bands;  // rows / 256, rounded up
+    int32_t span;   // quads that lie together, 1 to MAX_SPAN
+    int32_t tile;   // columns that are multiplied together, a multiple of 8, at most MAX_TILE
+    // fp16 [quads][columns]: the largest |d| of a column's bands in a quad; 8 more may be read after the last.
+    const uint16_t* bounds;
+};
+
+static inline int32_t quads(const Zigzag* m) { return (m->bands + QUAD_BANDS - 1) / QUAD_BANDS; }
+static inline int32_t quad_bands(const Zigzag* m, int32_t quad) {
+    int32_t left = m->bands - quad * QUAD_BANDS;
+    return left < QUAD_BANDS ? left : QUAD_BANDS;
+}
+static inline int32_t spans(const Zigzag* m) { return (quads(m) + m->span - 1) / m->span; }
+static inline int32_t span_bands(const Zigzag* m, int32_t span) {
+    int32_t first = span * m->span * QUAD_BANDS, left = m->bands - first, whole = m->span * QUAD_BANDS;
+    return left < whole ? left : whole;
+}
+// Bytes of one column of a span.
+static inline int64_t span_stride(const Zigzag* m, int32_t span) {
+    int64_t bands = span_bands(m, span);
+    return (bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)sizeof(QuadHeader) + bands * (int64_t)sizeof(BandNibbles);
+}
+static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
+    return m->data + (int64_t)span * m->span * (int64_t)sizeof(Quad) * m->columns;
+}
+// 0, 16, 8, 24
+static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
+// Of the columns themselves; the bounds come after them.
+static inline int64_t zigzag_bytes(const Zigzag* m) {
+    return m->columns * (quads(m) * (int64_t)sizeof(QuadHeader) + m->bands * (int64_t)sizeof(BandNibbles));
+}
+static inline int64_t bounds_bytes(const Zigzag* m) { return (quads(m) * m->columns + 8) * 2; }
+
+// Neuron records (formats/codecs/neurons.py draws the file's). While they run, a record is whole cache lines:
+//
+//     down column, as a column of a span of all bands | up row: UpNibbles of each band | Q4KHeader of each band | zeros
+//
+// A band is 256 channels of the hidden vector.
+
+// A band of an up row. Byte [h][sub][j] has channel 32 sub + 16 h + j of the band in its low half and channel
+// 32 sub + 16 h + 8 + j in its high half, so that a vector's lane is of one sub-block, whichever half is taken.
+struct UpNibbles {
+    uint8_t bytes[2][BAND_SUBS][8];
+};
+static_assert(sizeof(UpNibbles) == 128, "whole cache lines");
+
+enum { MOST_NEURON_BANDS = MAX_SPAN * QUAD_BANDS, NEURON_TILE_BYTES = 192 << 10, MOST_NEURON_POSITIONS = 64 };
+
+struct Neurons {
+    const uint8_t* data;  // 64-byte aligned
+    int64_t count;
+    int32_t bands;  // hidden / 256, at most MOST_NEURON_BANDS
+};
+
+static inline int32_t neuron_hidden(const Neurons* n) { return n->bands * BAND_ROWS; }
+// Where the up row of a record begins.
+static inline int64_t neuron_up(const Neurons* n) {
+    return (n->bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)sizeof(QuadHeader) +
+           n->bands * (int64_t)sizeof(BandNibbles);
+}
+static inline int64_t neuron_stride(const Neurons* n) {
+    return (neuron_up(n) + n->bands * (int64_t)sizeof(Q4KBlock) + 63) & ~(int64_t)63;
+}
+// The nibbles of a band of an up row, from the order above to the file's.
+static inline void neuron_nibbles_to_file(const UpNibbles* from, Q4KBlock* to) {
+    for (int32_t sub = 0; sub < BAND_SUBS; sub += 2) {
+        for (int32_t i = 0; i < 32; i++) {
+            int32_t shift = i / 8 % 2 * 4, half = i / 16, j = i % 8;
+            to->nibbles[sub / 2][i] = (uint8_t)((from->bytes[half][sub][j] >> shift & 15) |
+                                                (from->bytes[half][sub + 1][j] >> shift & 15) << 4);
+        }
+    }
+}
+// Bytes of a record in the file.
+static inline int64_t neuron_file_bytes(const Neurons* n) { return 2 * n->bands * (int64_t)sizeof(Q4KBlock); }
+// Records that are multiplied together, while the next so many are fetched: both stay in the second-level cache.
+static inline int32_t neuron_tile(const Neurons* n) {
+    int64_t fit = NEURON_TILE_BYTES / neuron_stride(n) & ~(int64_t)7;
+    return fit < 8 ? 8 : fit > 64 ? 64 : (int32_t)fit;
+}
+
+// An input as the kernels of neurons want it, behind each other, from an address that 64 divides: float x [hidden];
+// int8 digits [2 hidden], of each band in turn 8 of every sub-block, high ones and then low ones [4][high, low][8][8];
+// float sums [hidden / 32], of sub-blocks of x; float units [bands], of the digits.
+static inline int64_t neuron_input_bytes(int32_t bands) { return bands * (int64_t)(6 * BAND_ROWS + 32 + 4) + 64; }
+
+// Matrices stored by rows: the embedding and the output matrix. F32, F16, BF16, Q4_K and Q8_0 as in the file. Q6_K by
+// tiles of 32 rows (the last one padded with zero rows), each 6720 bytes per 256 columns, as `rows_*.inc` draws it.
+enum Type { F32 = 0, F16 = 1, BF16 = 2, Q4_K = 3, Q6_K = 4, Q8_0 = 5 };
+enum { ROW_TILE = 32 };
+
+struct Rows {
+    const uint8_t* data;
+    int64_t rows;
+    int64_t columns;
+    int32_t type;
+};
+
+}  // namespace sparsepack

@@ -1,0 +1,63 @@
+// Matrices from the order of the file to the order in which they run (layout.h), and back.
+#pragma once
+#include "layout/layout.h"
+#include "memory/memory.h"
+#include "threads/pool.h"
+
+namespace sparsepack {
+
+struct ZigzagMatrix {
+    Zigzag view;
+    Memory memory;
+};
+
+struct RowsMatrix {
+    Rows view;
+    Memory memory;  // empty where the view shows the file's bytes
+};
+
+// blocks: [bands, columns, 144], Q4_K as in the file; where they are a view of one, its pages are given back as soon as
+// they are copied, so that a model is never held twice. span is cut to the quads that there are.
+ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
+                           Pool& pool);
+
+// The inverse of `repack_zigzag`, byte for byte.
+void unpack_zigzag(const Zigzag& matrix, uint8_t* blocks, Pool& pool);
+
+struct NeuronMatrix {
+    Neurons view;
+    Memory memory;
+};
+
+// records: [count][neuron_file_bytes]; gives pages of a file back likewise.
+NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool);
+
+// As many records of zeros.
+NeuronMatrix new_neurons(int64_t count, int32_t bands);
+
+// Copies records[i] of `from` to places[i] of `to`, which has as many bands.
+void copy_neurons(NeuronMatrix& to, const int32_t* places, const Neurons& from, const int32_t* records, int64_t count);
+
+// The inverse of `repack_neurons`, byte for byte.
+void unpack_neurons(const Neurons& neurons, uint8_t* records, Pool& pool);
+
+// One column of a quad. block: that of its first band; the next band's is `band_bytes` further.
+void pack_quad(const uint8_t* block, int64_t band_bytes, int32_t bands, Quad* quad);
+void unpack_quad(const Quad* quad, int32_t bands, uint8_t* block, int64_t band_bytes);
+
+// Bytes of one row in the file.
+int64_t row_bytes(int32_t type, int64_t columns);
+// Columns that are stored together, of which a row has a whole number.
+int64_t block_columns(int32_t type);
+
+// data: [rows, row_bytes], of which this makes a copy in huge pages, Q6_K in the tiles of rows.h; gives pages of a file
+// back likewise.
+RowsMatrix repack_rows(const uint8_t* data, int64_t rows, int64_t columns, int32_t type, Pool& pool);
+
+// The inverse of `repack_rows`, byte for byte.
+void unpack_rows(const Rows& matrix, uint8_t* data, Pool& pool);
+
+// The file's bytes themselves, where few rows are read (the embedding). They must outlive the view.
+Rows rows_in_place(const uint8_t* data, int64_t rows, int64_t columns, int32_t type);
+
+}  // namespace sparsepack

@@ -1,0 +1,55 @@
+// Persistent worker threads. A region runs one function on all of them; within it they meet at barriers and take work
+// items from a counter.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <type_traits>
+
+namespace sparsepack {
+
+// Workers spin for some tens of microseconds after a region and then sleep: an idle pool costs no CPU. Regions come
+// from one thread at a time. A process that forks may go on using its pool: the child starts workers of its own.
+class Pool {
+public:
+    explicit Pool(int threads);  // throws std::system_error where so many do not start
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int threads() const noexcept { return threads_; }
+
+    // Calls body(thread) once per thread, thread 0 being the caller's, and returns when all have ended. The body must
+    // not throw, so all memory that it needs is there before. What was written before the region is visible in it, and
+    // what it wrote is visible after.
+    template <class Body>
+    void run(Body&& body) {
+        start([](void* body, int thread) { (*static_cast<std::remove_reference_t<Body>*>(body))(thread); }, &body);
+    }
+
+    // In a region: waits until every thread of the pool is here. Begins the work items anew.
+    void barrier() noexcept;
+
+    // In a region: calls item(number, next) for each number below `items` that no other thread took since the last
+    // barrier. `next` is the number that this thread takes afterwards, -1 for none: time to fetch its data ahead.
+    template <class Item>
+    void share(int items, Item&& item) noexcept {
+        for (int here = take(); here < items;) {
+            int next = take();
+            item(here, next < items ? next : -1);
+            here = next;
+        }
+    }
+
+private:
+    struct State;
+    using Call = void (*)(void* body, int thread);
+
+    void start(Call call, void* body);
+    void spawn();
+    int take() noexcept;
+
+    int threads_;
+    State* state_ = nullptr;
+};
+
+}  // namespace sparsepack

@@ -1,0 +1,128 @@
+#include "threads/products.h"
+
+#include <algorithm>
+
+namespace sparsepack {
+namespace {
+
+// A thread that is held up leaves some of its work items to the others.
+constexpr int32_t ITEMS_PER_THREAD = 3;
+// A shorter slice would spend its time beginning.
+constexpr int32_t TILES_PER_SLICE = 2, NEURONS_PER_SLICE = 32;
+// Each group of positions decodes the weights anew.
+constexpr int32_t LEAST_GROUP = 64;
+constexpr int64_t ROWS_PER_ITEM = 512, ROW_ITEMS_PER_THREAD = 8, ROWS_PER_SUM = 1024;
+
+// Where slice `slice` of `count` neurons begins: at a multiple of 8, as many as are multiplied together.
+int32_t neuron_border(int32_t count, int32_t slices, int32_t slice) {
+    return slice == slices ? count : int32_t(int64_t(count) * slice / slices) & ~7;
+}
+
+}  // namespace
+
+int32_t gemv_slices(const Zigzag& m, int32_t count, int32_t threads) {
+    if (threads == 1) return 1;
+    int32_t tiles = (count + m.tile - 1) / m.tile;
+    int32_t wanted = (ITEMS_PER_THREAD * threads + spans(&m) - 1) / spans(&m);
+    return std::max(1, std::min(wanted, tiles / TILES_PER_SLICE));
+}
+
+int32_t neuron_slices(int32_t count, int32_t threads) {
+    int32_t wanted = threads == 1 ? 1 : ITEMS_PER_THREAD * threads;
+    return std::max(1, std::min(wanted, count / NEURONS_PER_SLICE));
+}
+
+void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active,
+                float* partial_sums) {
+    int32_t slices = gemv_slices(m, active.count, pool.threads()), tiles = (active.count + m.tile - 1) / m.tile;
+    auto border = [&](int32_t slice) {
+        return std::min(active.count, int32_t(int64_t(tiles) * slice / slices) * m.tile);
+    };
+    auto item = [&](int number) {
+        int32_t span = number % spans(&m), slice = number / spans(&m), first = border(slice);
+        float* y = partial_sums + slice * gemv_stride(m) + int64_t(span) * m.span * QUAD_ROWS;
+        return GemvWork{&m, span, border(slice + 1) - first, active.indices + first, x, y};
+    };
+    pool.share(slices * spans(&m), [&](int here, int next) {
+        GemvWork now = item(here), after = next < 0 ? now : item(next);
+        kernels.zigzag_gemv(&now, next < 0 ? nullptr : &after);
+    });
+}
+
+void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, int32_t positions, float* y) {
+    int32_t groups = (ITEMS_PER_THREAD * pool.threads() + quads(&m) - 1) / quads(&m);
+    groups = std::max(1, std::min(groups, positions / LEAST_GROUP));
+    int32_t size = ((positions + groups - 1) / groups + 15) & ~15;
+    groups = (positions + size - 1) / size;
+    pool.share(quads(&m) * groups, [&](int number, int) {
+        int64_t first = int64_t(number % groups) * size;
+        kernels.zigzag_matmul(&m, number / groups, x + first * m.columns, m.columns,
+                              int32_t(std::min<int64_t>(size, positions - first)), y + first * m.rows, m.rows);
+    });
+}
+
+void share_matmul(const Kernels& kernels, Pool& pool, const Rows& m, const float* x, int32_t positions, float* y) {
+    int64_t size = m.rows / (ROW_ITEMS_PER_THREAD * pool.threads()) / ROW_TILE * ROW_TILE;
+    size = std::max<int64_t>(ROW_TILE, std::min(ROWS_PER_ITEM, size));
+    pool.share(int((m.rows + size - 1) / size), [&](int number, int) {
+        int64_t first = number * size;
+        kernels.rows_matmul(&m, first, std::min(first + size, m.rows), x, m.columns, positions, y, m.rows);
+    });
+}
+
+void share_neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& n, const uint8_t* input, const float* gate,
+                      Active active, float* partial_sums) {
+    int32_t slices = neuron_slices(active.count, pool.threads());
+    int64_t hidden = neuron_hidden(&n);
+    auto item = [&](int32_t slice) {
+        int32_t first = neuron_border(active.count, slices, slice);
+        int32_t count = neuron_border(active.count, slices, slice + 1) - first;
+        return NeuronWork{&n, count, active.indices + first, gate, input, partial_sums + slice * hidden};
+    };
+    pool.share(slices, [&](int here, int next) {
+        NeuronWork now = item(here), after = next < 0 ? now : item(next);
+        kernels.neuron_ffn(&now, next < 0 ? nullptr : &after);
+    });
+}
+
+void share_neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, const float* x, const float* gate,
+                         int32_t positions, float* y) {
+    // Each group decodes the records that it needs anew; its inputs and sums should stay in the cache.
+    int64_t hidden = neuron_hidden(&n);
+    int32_t most = std::max<int32_t>(MOST_NEURON_POSITIONS / 2, int32_t(MOST_NEURON_POSITIONS * 1024 / hidden));
+    int32_t size = std::min({(positions + pool.threads() - 1) / pool.threads(), most, int32_t(MOST_NEURON_POSITIONS)});
+    pool.share((positions + size - 1) / size, [&](int group, int) {
+        int64_t first = (int64_t)group * size;
+        kernels.neuron_matmul(&n, x + first * hidden, gate + first * n.count,
+                              (int32_t)std::min<int64_t>(size, positions - first), y + first * hidden);
+    });
+}
+
+void gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active, ProductScratch& scratch,
+          float* y) {
+    int32_t slices = gemv_slices(m, active.count, pool.threads());
+    scratch.partial_sums.grow(slices * gemv_stride(m));
+    float* sums = scratch.partial_sums.data();
+    pool.run([&](int) {
+        share_gemv(kernels, pool, m, x, active, sums);
+        pool.barrier();
+        pool.share(int((m.rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM), [&](int number, int) {
+            int64_t first = number * ROWS_PER_SUM, rows = std::min(ROWS_PER_SUM, m.rows - first);
+            kernels.sum(sums + first, gemv_stride(m), slices, nullptr, int32_t(rows), 0, y + first);
+        });
+    });
+}
+
+void neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& n, const float* x, const float* gate, Active active,
+                ProductScratch& scratch, float* y) {
+    int32_t slices = neuron_slices(active.count, pool.threads()), hidden = neuron_hidden(&n);
+    scratch.partial_sums.grow(int64_t(slices) * hidden);
+    scratch.neuron_input.grow(neuron_input_bytes(n.bands));
+    float* sums = scratch.partial_sums.data();
+    uint8_t* input = scratch.neuron_input.data();
+    kernels.neuron_input(x, n.bands, input);
+    pool.run([&](int) { share_neuron_ffn(kernels, pool, n, input, gate, active, sums); });
+    kernels.sum(sums, hidden, slices, nullptr, hidden, 0, y);
+}
+
+}  // namespace sparsepack

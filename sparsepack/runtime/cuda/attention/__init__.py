@@ -1,0 +1,1 @@
+"""Attention on an NVIDIA GPU with its caches: dense, sparse, offloaded."""

@@ -1,0 +1,236 @@
+"""Attention of one decoding step on the GPU: one launch that also norms, rotates, and appends to the cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cuda.driver.flag_in_data import workspace
+from sparsepack.runtime.cuda.driver.kernel import blocks_at_once, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline
+from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+
+KV_MACROS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""Each type of cached keys and values is this value of the kernel's macro KV."""
+
+SPLITS = (1, 2, 4, 8, 16, 32)
+MOST_SPLITS = SPLITS[-1]
+STAGES = (4, 3, 2)
+"""A warp's pipeline has the first of these numbers of stages that shared memory has room for."""
+PART_WORDS = 4
+"""A pair of the result has this many words, as blocks hand it off."""
+
+MOST_GQA_RATIO = 16
+MOST_HEAD_DIM = 256
+FEWEST_POSITIONS = 64
+"""A block has at least this many positions of the whole context."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for, and the sizes that follow. Its names are those of
+    `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head."""
+
+    head_dim: int
+    gqa_ratio: int
+    dtype: torch.dtype
+    stages: int = STAGES[0]
+    warps: int = 8
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        values = {
+            "HEAD_DIM": self.head_dim,
+            "GQA_RATIO": self.gqa_ratio,
+            "KV": KV_MACROS[self.dtype],
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+        }
+        return tuple(f"{name}={value}" for name, value in values.items())
+
+    @property
+    def ring_bytes(self) -> int:
+        """The bytes of a warp's rows on their way, and later of its sums."""
+        rows = self.stages * 2 * self._batch * self._width * self.dtype.itemsize
+        return max(rows, -(-self.gqa_ratio * self.head_dim // 4) * 16)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: rings, queries, weights, softmax states."""
+        scratch = 4 * (2 * self.gqa_ratio * self._batch + -(-self.gqa_ratio // 4) * 4)
+        return self.warps * (self.ring_bytes + scratch + 8 * self.gqa_ratio) + 4 * self.gqa_ratio * self._width
+
+    @property
+    def _chunks(self) -> int:
+        return -(-self.head_dim // (16 // self.dtype.itemsize))
+
+    @property
+    def _lanes(self) -> int:
+        return min(32, 1 << (self._chunks - 1).bit_length())
+
+    @property
+    def _width(self) -> int:
+        return self._lanes * -(-self._chunks // self._lanes) * (16 // self.dtype.itemsize)
+
+    @property
+    def _batch(self) -> int:
+        return 2 * (32 // self._lanes)
+
+    def slice(self, splits: int) -> int:
+        """Pairs of a key head's result that a block finishes."""
+        return -(-self.gqa_ratio * self.head_dim // 2 // splits)
+
+
+@dataclass(frozen=True)
+class AttentionParameters:
+    """What attention of a layer takes at every step: built, and checked, once when a model is loaded.
+
+    shape        -- heads, at most 16 * kv_heads; head_dim even, at most 256; rotary tables float32 [context or more,
+                    head_dim / 2]
+    layer        -- its window, and the norms of its heads, float32 [head_dim]
+    keys, values -- its cache: bfloat16, float16 or float32 [B, kv_heads, context, head_dim]
+
+    Raises `ValueError` naming what does not fit.
+    """
+
+    shape: AttentionShape
+    layer: LayerAttention
+    keys: Tensor
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        shape, layer, keys = self.shape, self.layer, self.keys
+        heads, kv_heads = shape.heads, shape.kv_heads
+        if kv_heads < 1 or heads % kv_heads or not kv_heads <= heads <= MOST_GQA_RATIO * kv_heads:
+            raise ValueError(f"heads: {heads} with {kv_heads} key heads, expected 1 to {MOST_GQA_RATIO} times as many")
+        if keys.dim() != 4 or keys.dtype not in KV_MACROS:
+            raise ValueError(
+                f"keys: {_described(keys)}, expected bfloat16, float16 or float32 [B, kv_heads, context, D]"
+            )
+        batch, _, context, head_dim = keys.shape
+        if head_dim % 2 or not 2 <= head_dim <= MOST_HEAD_DIM:
+            raise ValueError(f"keys: head dimension {head_dim}, expected an even number up to {MOST_HEAD_DIM}")
+        if layer.window < 0:
+            raise ValueError(f"window: {layer.window}, expected 0 (no limit) or more")
+        if shape.context < context:
+            raise ValueError(f"cos: {shape.context} positions, expected {context} or more, as in the cache")
+        cached, table = (batch, kv_heads, context, shape.head_dim), (shape.context, shape.head_dim // 2)
+        _check("keys", keys, keys, keys.dtype, cached, 16)
+        _check("values", self.values, keys, keys.dtype, cached, 16)
+        _check("cos", shape.cos, keys, torch.float32, table)
+        _check("sin", shape.sin, keys, torch.float32, table)
+        for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+            if norm is not None:
+                _check(name, norm, keys, torch.float32, (head_dim,))
+
+    @cached_property
+    def variant(self) -> Variant:
+        """What computes this, with as many stages as the GPU's shared memory has room for."""
+        of = self.shape.head_dim, self.shape.heads // self.shape.kv_heads, self.keys.dtype
+        warps = 8 if of[0] * of[1] <= 2048 else 4  # their sums, [warps, gqa_ratio, head_dim], stay within 64 KB
+
+        def needed(stages: int) -> int:
+            return Variant(*of, stages, warps).shared_bytes
+
+        return Variant(*of, deepest_pipeline(STAGES, needed, self.keys.device), warps)
+
+
+def attention_parameters(
+    shape: AttentionShape, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> tuple[AttentionParameters, ...]:
+    """Those of every layer, over its cache."""
+    return tuple(AttentionParameters(shape, *of) for of in zip(shape.layers, keys, values, strict=True))
+
+
+def attend(
+    parameters: AttentionParameters,
+    qkv: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    splits: int | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    """Put the attention of one new position per sequence on the current stream: norm and rotate q and k, append k and v
+    to the cache, and out = softmax(q k^T / sqrt(head_dim)) v over the positions that the new one sees.
+
+    qkv        -- float32 [B, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
+    positions  -- int32 [B]: how many positions are cached, below `context`; only the device reads it. The cache's
+                  position `positions[b]` is written, and attended to as rounded
+    out        -- float32 [B, heads * head_dim]
+    splits     -- blocks that share a key head's positions (Flash-Decoding's splits), a power of two up to 32; None: as
+                  many as fill the GPU
+    flag_in_data -- qkv is in words of `flag_in_data.py`: read as soon as it is stored; out may be read so in any case
+
+    Raises `ValueError` naming the argument that does not fit.
+    """
+    shape, layer, keys = parameters.shape, parameters.layer, parameters.keys
+    batch, kv_heads, context, head_dim = keys.shape
+    _check("qkv", qkv, keys, torch.float32, (batch, (shape.heads + 2 * kv_heads) * head_dim))
+    _check("positions", positions, keys, torch.int32, (batch,))
+    _check("out", out, keys, torch.float32, (batch, shape.heads * head_dim), 8)
+    device = qkv.device
+    if device.type != "cuda":
+        raise ValueError(f"qkv: on {device}, expected a CUDA device")
+    variant = parameters.variant
+    rows, threads = batch * kv_heads, variant.warps * 32
+    defines = (*variant.defines, f"FLAG_IN_DATA={int(flag_in_data)}")
+    compiled = kernel("attention", "attention", defines, device.index or 0)
+    at_once = blocks_at_once(compiled, device, threads, variant.shared_bytes)
+    if splits is None:
+        seen = min(context, layer.window) if layer.window else context
+        splits = splits_for(rows, seen, multiprocessors(device), at_once)
+    if splits not in SPLITS:
+        raise ValueError(f"splits: {splits}, expected a power of two up to {MOST_SPLITS}")
+    if splits > 1 and rows * splits > at_once:
+        raise ValueError(f"splits: {splits} of {rows} rows wait for each other, but only {at_once} blocks run at once")
+    slice, room = variant.slice(splits), workspace(device)
+    words = PART_WORDS * rows * splits**2 * slice if splits > 1 else 0
+    if words > room.numel():
+        raise ValueError(f"{words} words of partial results, more than {room.numel()}; take fewer splits")
+    launch(
+        compiled,
+        (splits, kv_heads, batch),
+        threads,
+        *(qkv, keys, parameters.values, positions, shape.cos, shape.sin, layer.q_norm, layer.k_norm, out),
+        *(room, kv_heads, context, layer.window, float(shape.eps)),
+        *(slice, _magic(slice)),
+        shared=variant.shared_bytes,
+    )
+
+
+def _magic(divisor: int) -> int:
+    """The bits, as an int, of the factor that makes a division of a number below 2^16 a multiplication
+    (`kernels/attention/attention.cu`)."""
+    return (2**32 // divisor + (2**32 % divisor > 0)) % 2**32
+
+
+def splits_for(rows: int, context: int, processors: int, at_once: int) -> int:
+    """How many blocks share the positions of a key head.
+
+    rows       -- key heads times sequences: blocks that there are with one split
+    context    -- positions that a query sees at most
+    processors -- multiprocessors, a quarter of which may have a second block
+    at_once    -- blocks that run at the same time
+    """
+    most = min(5 * processors // 4, at_once)
+    return max(s for s in SPLITS if s == 1 or (rows * s <= most and context >= s * FEWEST_POSITIONS))
+
+
+def _check(
+    name: str, tensor: Tensor, beside: Tensor, dtype: torch.dtype, shape: tuple[int, ...], alignment: int = 4
+) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        expected = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+        raise ValueError(f"{name}: {_described(tensor)}, expected contiguous {expected}")
+    if tensor.device != beside.device:
+        raise ValueError(f"{name}: on {tensor.device}, expected {beside.device}, where keys is")
+    if tensor.data_ptr() % alignment:
+        raise ValueError(f"{name}: at an address that is no multiple of {alignment}; copy it")
+
+
+def _described(tensor: Tensor) -> str:
+    layout = "" if tensor.is_contiguous() else ", not contiguous"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{layout}"

@@ -1,0 +1,285 @@
+"""Attention of one decoding step to the tokens that their labels rank best: one launch that also norms, rotates, labels
+and appends to the cache."""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats.codecs.labels import padded_channels
+from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters, Variant
+from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
+from sparsepack.runtime.kv_cache import AttentionShape
+
+CLUSTERS = (1, 2, 4, 8)
+"""A key head can be shared by these numbers of blocks."""
+HOPPER = 90
+"""The oldest architecture with clusters, as compute capability times ten."""
+ALIGNMENT = 8
+"""A block's segment has a multiple of this many tokens."""
+LABEL_WARPS = 8
+"""A block that labels has this many warps."""
+MOST_CHANNELS = 256
+"""A label has at most this many channels."""
+CHANNELS_OF_WORD = 8
+"""A word of 32 bits holds this many channels of a label."""
+MANY_WARPS = 16
+WIDEST_OF_MANY = 256
+"""A row of keys has at most this many bytes where a block has many warps; their rings would leave no room for wider
+rows."""
+MOST_TOKENS = 1 << 16
+"""A segment has at most this many tokens, since their numbers have 16 bits."""
+FEWEST_TOKENS = 2048
+"""A segment has at least this many tokens, where several blocks share a key head."""
+BREAK_EVEN = 45 << 20
+"""A step that is spared this many bytes of keys and values, of a layer and all texts, takes no longer than one that
+reads everything: measured on an H100 with 1 to 8 texts of 32 query heads and 8 or 32 key heads of 128 channels in
+bfloat16, labels of 32 and a share of 1/16 (`benchmarks/attention_decode.py`)."""
+NEVER = 2**31 - 1
+"""No context has as many tokens as this."""
+STATIC_BYTES = 6 << 10
+"""The kernel declares, and the system keeps, at most this many bytes of shared memory."""
+
+
+class Part(Enum):
+    """What a launch does: whether it selects, and whether it attends."""
+
+    WHOLE = (1, 1)
+    SELECT = (1, 0)
+    ATTEND = (0, 1)
+
+
+@dataclass(frozen=True)
+class DoubleSparsityParameters:
+    """What sparse attention of a layer takes at every step.
+
+    dense         -- its shape, norms, keys and values
+    channels      -- int32 [kv_heads, R], -1 where a label has no channel
+    codes, scales -- its labels: uint8 [B, kv_heads, context, R / 2], float16 [B, kv_heads, context]
+    policy        -- how many tokens are read
+    largest_whole -- tokens of the longest text that is read whole, beside longer ones or by itself
+    """
+
+    dense: AttentionParameters
+    channels: Tensor
+    codes: Tensor
+    scales: Tensor
+    policy: TokenPolicy
+    largest_whole: int
+
+    @property
+    def label_words(self) -> int:
+        """Words of 32 bits in a label."""
+        return self.channels.shape[1] // CHANNELS_OF_WORD
+
+    def most_read(self, seen: int) -> int:
+        """Tokens that a position reads at most, where it sees up to so many."""
+        return max(self.policy.budget(seen), min(seen, self.largest_whole))  # of fewer tokens all are read
+
+
+@dataclass(frozen=True)
+class Room:
+    """Shared memory of a block, in bytes and tokens.
+
+    segment -- tokens that a block may score
+    first   -- bytes of scores, and later of rings
+    list    -- tokens that a block may list of its segment
+    total   -- bytes
+    """
+
+    segment: int
+    first: int
+    list: int
+    total: int
+
+
+def double_sparsity_parameters(
+    dense: AttentionParameters, channels: Tensor, policy: TokenPolicy, largest_whole: int | None = None
+) -> DoubleSparsityParameters:
+    """Those of a layer with these heavy channels, int64 [kv_heads, r], its label cache empty.
+
+    largest_whole -- as in `DoubleSparsityParameters`; None: as the policy says
+
+    Raises `UserError` as `cluster_for` does.
+    """
+    kv_heads, count = channels.shape
+    if not 1 <= count <= min(MOST_CHANNELS, dense.shape.head_dim):
+        raise ValueError(f"channels: {count} a head, expected 1 to {min(MOST_CHANNELS, dense.shape.head_dim)}")
+    padding = padded_channels(count) - count
+    there = torch.nn.functional.pad(channels, (0, padding), value=-1).to(dense.keys.device, torch.int32).contiguous()
+    batch, _, context, _ = dense.keys.shape
+    codes = torch.zeros(batch, kv_heads, context, there.shape[1] // 2, dtype=torch.uint8, device=dense.keys.device)
+    scales = torch.zeros(batch, kv_heads, context, dtype=torch.float16, device=dense.keys.device)
+    whole = policy.min_context - 1 if largest_whole is None else largest_whole
+    of = DoubleSparsityParameters(dense, there, codes, scales, policy, whole)
+    cluster_for(of)
+    return of
+
+
+def label_append(
+    of: DoubleSparsityParameters, first: int, count: int, sequence: int | None = None, positions: Tensor | None = None
+) -> None:
+    """Label `count` keys that are cached, from position `first` of a sequence on, or from each sequence's position of
+    int32 [B] on, which only the device reads."""
+    keys, codes, scales = of.dense.keys, of.codes, of.scales
+    if sequence is not None:
+        keys, codes, scales = keys[sequence : sequence + 1], codes[sequence : sequence + 1], scales[sequence, None]
+    batch, kv_heads, context, head_dim = keys.shape
+    if not count:
+        return
+    launch(
+        kernel(
+            "labels",
+            "label_append",
+            (f"LABEL_WORDS={of.label_words}", f"KV={KV_MACROS[keys.dtype]}"),
+            keys.device.index or 0,
+        ),
+        (-(-count // LABEL_WARPS), kv_heads, batch),
+        LABEL_WARPS * 32,
+        *(keys, of.channels, codes, scales, positions, first, count, context, head_dim),
+    )
+
+
+def break_even(shape: AttentionShape, type: torch.dtype) -> int:
+    """From how many tokens of a text on a sparse step takes no longer than one that reads everything; `NEVER` where
+    labels take more than they spare, or no layer has any.
+
+    type -- of keys and values
+    """
+    channels = max((layer.channels.shape[1] for layer in shape.layers if layer.channels is not None), default=0)
+    if shape.policy is None or not channels:
+        return NEVER
+    row = 2 * shape.head_dim * type.itemsize
+    spared = row * (1 - shape.policy.tokens) - padded_channels(channels) // 2 - torch.float16.itemsize
+    rows = shape.kv_heads * shape.sequences
+    return min(NEVER, ceil(BREAK_EVEN / (rows * spared))) if spared > 0 else NEVER
+
+
+def attend(
+    of: DoubleSparsityParameters,
+    qkv: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    min_context: int | None = None,
+    cluster: int | None = None,
+) -> None:
+    """Put the attention of one new position per sequence on the current stream; see `cuda.attention.attend`, whose
+    arguments these are, and `reference.double_sparsity.DoubleSparsityKvCache`.
+
+    min_context -- a position that sees fewer tokens reads all of them; None: the policy's
+    cluster     -- blocks that share a key head, of `CLUSTERS`; None: as many as suit the GPU
+    """
+    cluster = cluster_for(of) if cluster is None else cluster
+    keys, values = of.dense.keys, of.dense.values
+    launch_part(Part.WHOLE, of, keys, values, qkv, positions, out, cluster, min_context=min_context)
+
+
+def launch_part(
+    part: Part,
+    of: DoubleSparsityParameters,
+    keys: Tensor,
+    values: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    cluster: int,
+    listed: Tensor | None = None,
+    counts: Tensor | None = None,
+    *,
+    min_context: int | None = None,
+) -> None:
+    """Put a part of a step on the current stream; others as for `attend`.
+
+    keys, values   -- [B, kv_heads, rows, head_dim]: the cache, or for `Part.ATTEND` what is listed
+    listed, counts -- int32 [B, kv_heads, most that are read] and [B, kv_heads]: tokens that `Part.SELECT` found, rows
+                      that `Part.ATTEND` reads
+    """
+    shape, layer = of.dense.shape, of.dense.layer
+    batch, kv_heads, context, _ = of.dense.keys.shape
+    selects, attends = part.value
+    variant, policy = variant_for(of, cluster), of.policy
+    room = room_for(of, cluster, variant, selects=bool(selects))
+    launch(
+        kernel(
+            "double_sparsity",
+            "double_sparsity",
+            (
+                *variant.defines,
+                f"LABEL_WORDS={of.label_words}",
+                f"CLUSTER={cluster}",
+                f"SELECTS={selects}",
+                f"ATTENDS={attends}",
+            ),
+            keys.device.index or 0,
+        ),
+        (cluster, kv_heads, batch),
+        variant.warps * 32,
+        *(qkv, keys, values, of.codes, of.scales, of.channels, positions, shape.cos, shape.sin),
+        *(layer.q_norm, layer.k_norm, out, kv_heads, context, layer.window, float(shape.eps)),
+        *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent),
+        *(policy.min_context if min_context is None else min_context, room.first, room.list),
+        *(keys.shape[2], listed, counts, 0 if listed is None else listed.shape[2]),
+        shared=room.total,
+    )
+
+
+def variant_for(of: DoubleSparsityParameters, cluster: int) -> Variant:
+    """What the kernel is compiled for: more warps a block where there is no more than one on a multiprocessor, and
+    shared memory has room for their rings."""
+    variant, keys = of.dense.variant, of.dense.keys
+    many = replace(variant, warps=MANY_WARPS)
+    alone = cluster == 1 and keys.shape[0] * keys.shape[1] <= multiprocessors(keys.device)
+    wide = variant.head_dim * keys.dtype.itemsize > WIDEST_OF_MANY
+    if not alone or wide or variant.warps > many.warps or not fits(room_for(of, cluster, many), keys.device):
+        return variant
+    return many
+
+
+def room_for(of: DoubleSparsityParameters, cluster: int, variant: Variant, *, selects: bool = True) -> Room:
+    """What blocks need where so many share a key head; less where the tokens are listed already."""
+    layer, context = of.dense.layer, of.dense.keys.shape[2]
+    seen = min(context, layer.window) if layer.window else context
+    segment = -(-(seen + ALIGNMENT) // (cluster * ALIGNMENT)) * ALIGNMENT
+    most = of.most_read(seen)
+    rings = variant.warps * variant.ring_bytes
+    first = max(rings, -(-2 * segment // 16) * 16) if selects else rings
+    listed = -(-min(segment, most) // 8) * 8 if selects else 0
+    parts = 0 if cluster == 1 else cluster * variant.slice(cluster) * 16
+    share = 0 if cluster == 1 or not selects else 4 * (most // cluster + 2)
+    total = first + variant.shared_bytes - rings + 16 + parts + 2 * listed + share
+    return Room(segment, first, listed, total)
+
+
+def fits(room: Room, device: torch.device) -> bool:
+    """Whether a block of a GPU has so much room."""
+    return room.total <= shared_limit(device) - STATIC_BYTES and room.segment <= MOST_TOKENS
+
+
+def cluster_for(of: DoubleSparsityParameters) -> int:
+    """How many blocks share a key head: more where multiprocessors would be idle and segments stay long enough for what
+    they cost to wait for each other, and where shared memory has no room for longer ones.
+
+    Raises `UserError` for a context that no number of blocks has room for.
+    """
+    device = of.dense.keys.device
+    batch, kv_heads, context, _ = of.dense.keys.shape
+    clusters = CLUSTERS if architecture(device.index or 0) >= HOPPER else CLUSTERS[:1]
+    rooms = {n: room_for(of, n, variant_for(of, n)) for n in clusters}
+    fitting = [n for n, room in rooms.items() if fits(room, device)]
+    if not fitting:
+        raise UserError(
+            f"a context of {context} tokens of which {of.policy.tokens} are read: sparse attention finds no room for "
+            "their scores and numbers in this GPU's shared memory; give a smaller context, or pack the model with a "
+            "smaller share or without --attention"
+        )
+    chosen = fitting[0]
+    for n in fitting[1:]:
+        if 2 * batch * kv_heads * n <= multiprocessors(device) and rooms[n].segment >= FEWEST_TOKENS:
+            chosen = n
+    return chosen

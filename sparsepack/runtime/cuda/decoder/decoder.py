@@ -1,0 +1,239 @@
+"""A decoder of one text or several on an NVIDIA GPU, which read every weight once for all of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.runtime.cuda.attention.caches import new_cache
+from sparsepack.runtime.cuda.attention.kv_cache import NewCache
+from sparsepack.runtime.cuda.decoder.model import load_attention, load_model
+from sparsepack.runtime.cuda.decoder.prefill import Prefill
+from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
+from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.driver.mirror import Mirror
+from sparsepack.runtime.reference import products as reference
+from sparsepack.runtime.sampling import Sampler, not_finite
+
+PREFILL_TOKENS = 2048
+"""Prefill takes this many positions at once."""
+
+DEFAULT_CACHE_TYPE = "bf16"
+
+
+class CudaDecoder:
+    """See `runtime.decoder.Decoder`; of 1 to 8 sequences.
+
+    Matrices keep the size that they have in the file. A step is a CUDA graph, made at the first step of its kind: its
+    kernels are launched together, and the host waits for nothing but a token that it asked for. Steps sum in float32,
+    prefill in float32 over products of float16. The same text gives the same bits every run, until `sparsepack tune`
+    finds other tile configurations.
+
+    One sequence has kernels that read what the one before leaves as soon as it is written, and a step that begins
+    before the host has read its token (`RunAhead`). Of several, a column is skipped where it is inactive in all: what
+    is read, and multiplied for each, is the union of the columns that are active in any. They may have different
+    lengths, and their logits are those of sequences alone but for the order of sums and, in sparse steps, for the
+    columns of the others.
+
+    sequences  -- texts, each with a cache of its own
+    cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
+    kernels    -- who computes
+    new_cache  -- what attends
+
+    Raises `UserError` where the cuda backend cannot run, for an unknown cache type, for an architecture that its
+    kernels do not know, and where the GPU has too little shared memory for so many sequences.
+    """
+
+    threads = 1
+    served = None
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        sequences: int = 1,
+        cache_type: str = DEFAULT_CACHE_TYPE,
+        kernels: Kernels = KERNELS,
+        new_cache: NewCache = new_cache,
+    ) -> None:
+        self._kernels, self._context = kernels, context
+        self._device = kernels.usable(device)
+        with kernels.on_device(self._device):
+            attention = load_attention(packed, self._device, context, sequences)
+            self._cache = new_cache(attention, cache_type, self._device, kernels)
+            self._model = load_model(packed, self._device, kernels)
+            self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
+            self._prefill = Prefill(self._model, self._cache, kernels)
+            self._stream = kernels.new_stream()
+            self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 else None
+        self._ids = Mirror(self._step.ids, kernels)
+        self._steps: dict[tuple[bool, int | None], torch.cuda.CUDAGraph] = {}  # by `_key`
+        self._stepped = 0
+        if sequences > 1:
+            self._check_shared_memory(sequences)
+
+    @property
+    def description(self) -> str:
+        return self._kernels.device_name(self._device)
+
+    @property
+    def sparse_from(self) -> SparseFrom | None:
+        return self._cache.sparse_from
+
+    @property
+    def cache_type(self) -> str:
+        return self._cache.type
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self._cache.lengths)
+
+    @property
+    def stepped(self) -> int:
+        return self._stepped
+
+    def active(self) -> dict[tuple[int, str], int]:
+        return self._ahead.active() if self._ahead and self._ahead.begun else counted(self._step.active)
+
+    def reset(self) -> None:
+        self._drop()
+        self._cache.reset()
+        self._stepped = 0
+        self._step.active.zero_()
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._drop()
+        self._cache.truncate(length, sequence)
+
+    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
+        with self._kernels.on_device(self._device):
+            for chunk in self._chunks(ids):
+                hidden = self._dense(chunk, sequence)
+            logits = torch.empty_like(self._step.logits[:1])
+            norm, eps = self._model.output_norm, self._model.architecture.norm_eps
+            # A copy begins at a multiple of 16 bytes.
+            self._kernels.product(self._model.output, hidden[-1:].clone(), logits, norm=norm, eps=eps)
+        return logits[0]
+
+    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+        with self._kernels.on_device(self._device):
+            self._append(ids, sparse)
+            return self._step.logits.clone()
+
+    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
+        """What each sampler chooses from the logits of `step`; of one sequence on the device, of several the host
+        chooses where the likeliest token is not wanted."""
+        with self._kernels.on_device(self._device):
+            self._append(ids, sparse)
+            if self._ahead is None:
+                return self._chosen(samplers)
+            following = self._graph(sparse) if self._cache.lengths[0] < self._context else None
+            chosen = self._ahead.choose(samplers[0], sparse, following)
+            if following is None:
+                self._ids.known = [chosen]
+            return [chosen]
+
+    def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+        before = self._cache.sparse_from
+        if before is not None:
+            self._cache.sparse_from = replace(before, break_even=0)  # who measures a policy wants it as it is
+        try:
+            return self._teacher_forced(ids, sparse_from, sparse)
+        finally:
+            self._cache.sparse_from = before
+
+    def _teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+        logits = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
+        norm, eps = self._model.output_norm, self._model.architecture.norm_eps
+        with self._kernels.on_device(self._device):
+            first = 0
+            for chunk in self._chunks(ids[:sparse_from]):
+                hidden = reference.rms_norm(self._dense(chunk, 0), norm, eps)
+                logits[first : first + len(chunk)] = self._kernels.matmul(self._model.output, hidden)
+                first += len(chunk)
+            for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
+                self._append([id], sparse)
+                row.copy_(self._step.logits[0])
+        return logits
+
+    def _check_shared_memory(self, sequences: int) -> None:
+        sites = [site for layer in self._model.layers for site in layer.sites.values()]
+        most = min(self._kernels.most_inputs(site.matrix) for site in sites)
+        if sequences > most:
+            raise UserError(
+                f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once; take fewer"
+            )
+
+    def _chosen(self, samplers: Sequence[Sampler]) -> list[int]:
+        """What the samplers of several sequences choose; the likeliest tokens are found on the device."""
+        _, likeliest, bests = state_parts(self._step.state.cpu(), len(samplers))
+        chosen: list[int] = likeliest.tolist()
+        self._ids.known = list(chosen)
+        for n, best in enumerate(bests.tolist()):
+            if not math.isfinite(best):
+                raise not_finite(best)
+            if samplers[n].sampling.temperature:
+                chosen[n] = samplers[n].choose(self._step.logits[n])
+        return chosen
+
+    def _chunks(self, ids: Tensor) -> list[Tensor]:
+        """Ids on the GPU, int32, in chunks, none empty; brought at one time, since the host waits for a copy."""
+        return [chunk for chunk in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(chunk)]
+
+    def _dense(self, ids: Tensor, sequence: int) -> Tensor:
+        """Append a chunk of ids that are there; what the last block leaves: float32 [S, hidden]."""
+        self._drop()
+        return self._prefill.run(ids, sequence)
+
+    def _append(self, ids: Sequence[int], sparse: bool) -> None:
+        """A step, on the current stream, unless it runs already."""
+        if self._ahead is None or not self._ahead.taken(ids[0], sparse):
+            self._drop()
+            self._begin(list(ids), sparse)
+        lengths = self._cache.lengths
+        for sequence in range(len(lengths)):
+            self._cache.advance(1, sequence)
+        self._cache.positions.known = list(lengths)
+        self._stepped += 1
+
+    def _begin(self, ids: list[int], sparse: bool) -> None:
+        """Put a step on the current stream."""
+        graph = self._graph(sparse) or self._captured_step(sparse)
+        self._ids.write(ids)
+        self._cache.positions.write(self._cache.lengths)
+        self._ids.known = self._cache.positions.known = None  # should what follows be interrupted
+        self._kernels.replay(graph)
+
+    def _drop(self) -> None:
+        """Undo what a step ahead did that later steps would see."""
+        if self._ahead is None or not self._ahead.begun:
+            return
+        self._ids.known = self._cache.positions.known = None
+        with self._kernels.on_device(self._device):
+            self._ahead.undo()
+
+    def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
+        before, positions = self._step.active.clone(), self._cache.positions
+        self._ids.known = positions.known = None
+        self._step.ids.zero_()
+        positions.write(self._cache.lengths)  # what is cached there now is written again by the step itself
+        graph = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
+        positions.known = None
+        self._step.active.copy_(before)
+        self._steps[self._key(sparse)] = graph
+        return graph
+
+    def _graph(self, sparse: bool) -> torch.cuda.CUDAGraph | None:
+        """The step that comes next, where one of its kind has been made."""
+        return self._steps.get(self._key(sparse))
+
+    def _key(self, sparse: bool) -> tuple[bool, int | None]:
+        """What tells the graphs of steps apart."""
+        return sparse, self._cache.selecting(sparse)

@@ -1,0 +1,130 @@
+"""A packed model on the GPU, at its stored size."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedLayer, PackedModel, PackedSite
+from sparsepack.models.architecture import Architecture
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.rows import RowsMatrix
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
+from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
+from sparsepack.runtime.reference.attention import rotary_table
+
+ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
+"""The activations have the numbers that `kernels/common/activations.cuh` gives them."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns a site's product reads, and what it lacks then.
+
+    threshold -- float32 [1] or [columns]; None: every column
+    offset    -- taken from the input first: float32 [columns] or None
+    bias      -- to add to the product: the site's own and, with an offset, W offset; float32 [rows] or None
+    """
+
+    threshold: Tensor | None = None
+    offset: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site on the GPU: its matrix, and what products take in dense and in sparse steps (without a rule the same).
+    Prefill is dense."""
+
+    matrix: ZigzagMatrix
+    dense: Columns
+    sparse: Columns
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder block but for its attention."""
+
+    sites: Mapping[str, Site]
+    attn_norm: Tensor
+    mlp_norm: Tensor
+
+
+@dataclass(frozen=True)
+class CudaModel:
+    """Everything that does not change. `output` is the embedding itself where the two are tied."""
+
+    architecture: Architecture
+    device: torch.device
+    layers: tuple[Layer, ...]
+    embedding: RowsMatrix
+    output: RowsMatrix
+    output_norm: Tensor
+
+    @property
+    def activation(self) -> int:
+        """The gate's function, as kernels take it."""
+        return ACTIVATIONS[self.architecture.activation]
+
+
+def load_model(packed: PackedModel, device: torch.device, kernels: Kernels) -> CudaModel:
+    """Copy a model to a GPU; waits until it is there.
+
+    Rows of gate and up are interleaved where they fill whole bands: a product can then finish both.
+    """
+    embedding = kernels.load_rows(packed.embedding, device)
+    tied = packed.output is packed.embedding
+    model = CudaModel(
+        architecture=packed.architecture,
+        device=device,
+        layers=tuple(_layer(layer, device, kernels) for layer in packed.layers),
+        embedding=embedding,
+        output=embedding if tied else kernels.load_rows(packed.output, device),
+        output_norm=_vector(packed.output_norm, device),
+    )
+    kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
+    return model
+
+
+def load_attention(packed: PackedModel, device: torch.device, context: int, sequences: int) -> AttentionShape:
+    """What a cache for a model is made of, its norms and rotary tables on a GPU."""
+    a = packed.architecture
+    cos, sin = rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context)
+    norms = [
+        {name: _vector(norm, device) for name, norm in layer.norms.items() if name in ("q_norm", "k_norm")}
+        for layer in packed.layers
+    ]
+    pairs = [(of.get("q_norm"), of.get("k_norm")) for of in norms]
+    return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences, packed.attention)
+
+
+def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> Layer:
+    sites = {name: _site(site, device, name == "mlp_in", kernels) for name, site in layer.sites.items()}
+    return Layer(sites, _vector(layer.norms["attn_norm"], device), _vector(layer.norms["mlp_norm"], device))
+
+
+def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) -> Site:
+    gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
+    load = partial(kernels.load_zigzag, site.matrix, device)
+    bias = None if site.bias is None else _vector(site.bias, device)
+    dense = Columns(bias=bias)
+    if site.rule is None:
+        return Site(load(gate=gate), dense, dense)
+    threshold = _vector(site.rule.limits, device)
+    if site.rule.offset is None:
+        return Site(load(gate=gate), dense, Columns(threshold, bias=bias))
+    offset = _vector(site.rule.offset, device)
+    matrix = load()
+    with_offset = torch.empty(site.matrix.rows, device=device)
+    kernels.synchronize(device)
+    kernels.gemv(matrix, Input(offset), with_offset, bias=bias)
+    if gate:  # rows of such a matrix come in pairs from the product that was just made
+        matrix = load(gate=True)
+    return Site(matrix, dense, Columns(threshold, offset, with_offset))
+
+
+def _vector(x: Tensor, device: torch.device) -> Tensor:
+    return x.detach().to(device, torch.float32).reshape(-1).contiguous()

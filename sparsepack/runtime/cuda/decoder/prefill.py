@@ -1,0 +1,51 @@
+"""Many positions through the model at once, every site dense."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
+from sparsepack.runtime.cuda.attention.prefill_attention import BACKENDS
+from sparsepack.runtime.cuda.decoder.model import CudaModel, Layer
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
+
+
+class Prefill:
+    """A model's blocks over a chunk of positions. Takes about 15 bytes * intermediate of memory for each of them, and
+    `zigzag.SCRATCH_BYTES` at most, kept, for weights in float16."""
+
+    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels) -> None:
+        self._model, self._cache, self._kernels = model, cache, kernels
+        matrices = [site.matrix for layer in model.layers for site in layer.sites.values()]
+        self._scratch = kernels.new_scratch(matrices, model.device)
+
+    def run(self, ids: Tensor, sequence: int) -> Tensor:
+        """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,
+        before the output norm: float32 [S, hidden]."""
+        model, kernels, eps = self._model, self._kernels, self._model.architecture.norm_eps
+        x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
+        kernels.embed(model.embedding, ids, x)
+        update: Product | None = None  # that x still lacks
+        with sdpa_kernel(BACKENDS):
+            for number, layer in enumerate(model.layers):
+                attn_output = self._attention(number, kernels.to_scaled_fp16(x, update, layer.attn_norm, eps), sequence)
+                update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
+                update = self._mlp(layer, kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps))
+        if update is not None:
+            kernels.add(x, update)
+        self._cache.advance(len(ids), sequence)
+        return x
+
+    def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
+        """float32 [S, heads * head_dim]"""
+        q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
+        return self._cache.attend(number, q, sequence)
+
+    def _mlp(self, layer: Layer, x: ScaledFp16) -> Product:
+        mid = self._kernels.gated(self._product(layer, "mlp_in", x), self._model.activation)
+        return self._product(layer, "mlp_mid", mid)
+
+    def _product(self, layer: Layer, name: str, x: ScaledFp16) -> Product:
+        site = layer.sites[name]
+        return self._kernels.multiply(site.matrix, x, self._scratch, site.dense.bias)

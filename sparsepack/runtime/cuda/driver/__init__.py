@@ -1,0 +1,1 @@
+"""NVIDIA's driver: compiling, loading and launching kernels, graphs, memory that host and device share."""

@@ -1,0 +1,54 @@
+"""CUDA graphs: what a function puts on the stream, kept, and replayed without Python."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+_lock = Lock()
+_last: dict[int, torch.cuda.Stream] = {}
+"""A GPU's last turn was on this stream."""
+
+
+def captured(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Run a function once, so that its kernels are compiled and loaded, and once more while its launches are recorded.
+
+    stream -- of the recording, on the current device; not the current stream
+    pool   -- memory that graphs share of which one runs at a time (`torch.cuda.graph_pool_handle`)
+
+    What the first run leaves in memory is for the caller to undo; the second computes nothing.
+    """
+    before = torch.cuda.current_stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream), _turn():
+        run()
+    before.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # Of this thread alone: engines of other threads may go on meanwhile.
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> None:
+    """Put what was recorded on the current stream."""
+    with _turn():
+        graph.replay()
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """What is put on the current stream meanwhile runs after what was put on other streams of the GPU in earlier turns.
+
+    The blocks of a product wait for each other. If products of two engines ran at one time, each might keep the other's
+    last blocks from a multiprocessor, for ever.
+    """
+    here = torch.cuda.current_stream()
+    with _lock:
+        last = _last.get(here.device_index, here)
+        if last != here:
+            here.wait_stream(last)
+        _last[here.device_index] = here
+        yield

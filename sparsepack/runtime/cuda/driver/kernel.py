@@ -1,0 +1,141 @@
+"""Compiled kernels as Python values, launched one after the other by programmatic dependent launch."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cuda.driver.compiler import cubin
+
+Argument = Any
+"""A tensor or None is passed as a pointer, an int as a 32-bit integer, a float as a 32-bit float, a structure of the
+driver (a tensor map) as it is."""
+
+STATIC_SHARED = 48 << 10
+"""A block gets this many bytes of shared memory without asking."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel loaded on a device.
+
+    arch    -- the device's compute capability times ten
+    allowed -- what it was allowed beyond the defaults, by name
+    """
+
+    function: Any
+    arch: int
+    name: str
+    allowed: dict[str, int] = field(default_factory=dict)
+
+
+@cache
+def kernel(file: str, name: str, defines: tuple[str, ...] = (), device: int = 0) -> Kernel:
+    """Kernel `name` of the file FILE.cu in a folder of `kernels/`, compiled with macros for a device and loaded there.
+
+    Raises `UserError` where it cannot be compiled for want of something on this machine.
+    """
+    from cuda.bindings import driver
+
+    arch = architecture(device)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes torch's context current
+        module = checked(driver.cuModuleLoadData(cubin(file, arch, defines)))
+        function = checked(driver.cuModuleGetFunction(module, name.encode()))
+    return Kernel(function, arch, name)
+
+
+def architecture(device: int) -> int:
+    """Compute capability times ten."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def launch(
+    kernel: Kernel,
+    grid: Sequence[int],
+    threads: int,
+    *arguments: Argument,
+    shared: int = 0,
+) -> None:
+    """Put a kernel on torch's current stream. It may begin before the one ahead has ended (`common.cuh`).
+
+    grid   -- blocks, up to three numbers
+    shared -- bytes of dynamic shared memory
+    """
+    from cuda.bindings import driver
+
+    _allow(kernel, shared)
+    # Of a device by its number: to find out which it is, torch takes a third of a launch.
+    stream = torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
+    config = _config(kernel.arch, tuple(grid), threads, shared, stream)
+    values, types = zip(*(_argument(a) for a in arguments), strict=True)
+    checked(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0), kernel.name)
+
+
+def _argument(value: Argument) -> tuple[Any, Any]:
+    if value is None:
+        return 0, ctypes.c_void_p
+    if isinstance(value, Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    if isinstance(value, int | float):
+        return value, ctypes.c_int if isinstance(value, int) else ctypes.c_float
+    return value, None
+
+
+@lru_cache(maxsize=4096)
+def _config(arch: int, grid: tuple[int, ...], threads: int, shared: int, stream: int) -> Any:
+    """Kept, since making one takes the host 5 us."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    if arch >= 90:
+        dependent = driver.CUlaunchAttribute()
+        dependent.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        dependent.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [dependent]
+        config.numAttrs = 1
+    return config
+
+
+def _allow(kernel: Kernel, shared: int) -> None:
+    """Ask for more shared memory than a kernel has by default, or was allowed before."""
+    from cuda.bindings import driver
+
+    if shared <= kernel.allowed.get("shared", STATIC_SHARED):
+        return
+    what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(driver.cuFuncSetAttribute(kernel.function, what, shared), kernel.name)
+    kernel.allowed["shared"] = shared
+
+
+@cache
+def blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: int) -> int:
+    """How many of its blocks, with so much dynamic shared memory, run on a GPU at the same time."""
+    from cuda.bindings import driver
+
+    _allow(kernel, shared)
+    each = checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, threads, shared), kernel.name)
+    return int(each) * multiprocessors(device)
+
+
+def checked(result: tuple[Any, ...], name: str = "") -> Any:
+    """What a call of the driver returns, without its error. Raises `RuntimeError` where there is one."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"CUDA: {error.name}{f' in {name}' if name else ''}")
+    return values[0] if values else None

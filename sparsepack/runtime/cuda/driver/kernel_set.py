@@ -1,0 +1,83 @@
+"""Everything that a decoder asks of the GPU, in one place, so that tests can pass functions of their own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cuda.attention import attention, double_sparsity, offload, prefill_attention
+from sparsepack.runtime.cuda.decoder import sampling
+from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
+from sparsepack.runtime.cuda.products import gate as gate_alone
+from sparsepack.runtime.cuda.products import gemm_fp16 as dense
+from sparsepack.runtime.cuda.products import rows, zigzag
+
+
+class Kernels:
+    """The functions that launch kernels, and what else a decoder needs of the device.
+
+    Holds no state. It is a class, and no dataclass of callables, so that each call is checked against the signature of
+    the real function; who wants others derives from it and replaces them (`tests/runtime/cuda/simulated.py`).
+    """
+
+    __slots__ = ()
+
+    # The device: which one, what runs there in which order.
+    usable = staticmethod(device.usable)
+    on_device = staticmethod(torch.cuda.device)
+    device_name = staticmethod(torch.cuda.get_device_name)
+    synchronize = staticmethod(torch.cuda.synchronize)
+    new_stream = staticmethod(torch.cuda.Stream)
+    new_event = staticmethod(torch.cuda.Event)
+    new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
+    captured = staticmethod(graph.captured)
+    replay = staticmethod(graph.replay)
+
+    # Loading.
+    load_zigzag = staticmethod(zigzag.load_zigzag)
+    load_rows = staticmethod(rows.load_rows)
+
+    double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
+    host_tensors = staticmethod(host_memory.host_tensors)
+    token_slots = staticmethod(offload.token_slots)
+
+    # Steps.
+    flag_in_data_buffers = staticmethod(flag_in_data.flag_in_data_buffers)
+    blocks = staticmethod(zigzag.blocks)
+    most_inputs = staticmethod(zigzag.most_inputs)
+    new_candidates = staticmethod(rows.new_candidates)
+    embed = staticmethod(rows.embed)
+    gemv = staticmethod(zigzag.gemv)
+    batch = staticmethod(zigzag.batch)
+    attend = staticmethod(attention.attend)
+    attend_double_sparsity = staticmethod(double_sparsity.attend)
+    attend_offloaded = staticmethod(offload.attend_offloaded)
+    label_append = staticmethod(double_sparsity.label_append)
+    gate = staticmethod(gate_alone.gate)
+    product = staticmethod(rows.product)
+    pick_likeliest = staticmethod(sampling.pick_likeliest)
+    sample = staticmethod(sampling.sample)
+
+    # Prefill.
+    new_scratch = staticmethod(dense.new_scratch)
+    to_scaled_fp16 = staticmethod(dense.to_scaled_fp16)
+    multiply = staticmethod(dense.multiply)
+    split_heads = staticmethod(dense.split_heads)
+    prefill_attention = staticmethod(prefill_attention.attention)
+    gated = staticmethod(dense.gated)
+    add = staticmethod(dense.add)
+    matmul = staticmethod(rows.matmul)
+
+    @staticmethod
+    def host_memory(like: Tensor) -> Tensor:
+        """The host's memory in which the host reads what lies on the GPU: copies to this memory need not be waited for
+        one by one."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    @staticmethod
+    def host_values(values: Sequence[int]) -> Tensor:
+        """int32 that a GPU copies without the host waiting; torch keeps the memory until that is done."""
+        return torch.tensor(values, dtype=torch.int32, pin_memory=True)
+
+
+KERNELS = Kernels()

@@ -1,0 +1,146 @@
+// Rows of keys and values: which of them a block takes, how they come from the cache, and how the new ones are loaded.
+//
+//     cache      CacheType [B, kv_heads, context, HEAD_DIM], keys and values apart
+//     positions  | before the window | block 0's share | block 1's | .. | block splits - 1's | new |
+
+#pragma once
+
+#include "attention/attention_layout.cuh"
+#include "common/flag_in_data.cuh"
+
+// Of a power of two.
+__device__ __forceinline__ int log2_of(int x) { return 31 - __clz(x); }
+
+// A block's share of the positions before the new one: first, first + 1, .. splits is a power of two.
+struct PositionShare {
+    int first, count;
+    __device__ __forceinline__ PositionShare(int position, int window, int splits, int split) {
+        const int oldest = window ? max(0, position + 1 - window) : 0;
+        const int old = position - oldest;
+        const int each = (old + splits - 1) >> log2_of(splits);
+        const int begin = min(split * each, old);
+        first = oldest + begin;
+        count = min(each, old - begin);
+    }
+};
+
+__device__ __forceinline__ void widen(u32 word, float* x) {
+#if KV == 1
+    x[0] = bfloat_to_float((u16)word);
+    x[1] = __uint_as_float(word & 0xffff0000);
+#else
+    x[0] = half_to_float((u16)word);
+    x[1] = half_to_float((u16)(word >> 16));
+#endif
+}
+
+// CacheType channels as floats; `at` is aligned to all of them.
+template <int CHANNELS>
+__device__ __forceinline__ void load_cached(const u8* at, float* x) {
+#if KV == 3
+    if (CHANNELS == 4) {
+        const float4 v = *(const float4*)at;
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else {
+        const float2 v = *(const float2*)at;
+        x[0] = v.x, x[1] = v.y;
+    }
+#else
+    if (CHANNELS == 8) {
+        const uint4 v = *(const uint4*)at;
+        widen(v.x, x), widen(v.y, x + 2), widen(v.z, x + 4), widen(v.w, x + 6);
+    } else if (CHANNELS == 4) {
+        const uint2 v = *(const uint2*)at;
+        widen(v.x, x), widen(v.y, x + 2);
+    } else {
+        widen(*(const u32*)at, x);
+    }
+#endif
+}
+
+// A lane's channels of a row of q, k or v, and of the norm's weight.
+struct NewRow {
+    u32 words[2 * LANE_PAIRS];
+    float first[LANE_PAIRS], second[LANE_PAIRS], norm_first[LANE_PAIRS], norm_second[LANE_PAIRS];
+
+    __device__ __forceinline__ void load(const float* row, const float* norm) {
+        request(row);
+        if (!norm) return;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+            const int c = threadIdx.x % 32 + 32 * i;
+            norm_first[i] = c < HALF ? load_l2(norm + c) : 0;
+            norm_second[i] = c < HALF ? load_l2(norm + c + HALF) : 0;
+        }
+    }
+
+    __device__ __forceinline__ void request(const float* row) {
+#pragma unroll
+        for (int i = 0; i < 2 * LANE_PAIRS; ++i) {  // the first channels, then the second
+            const int c = threadIdx.x % 32 + 32 * (i % LANE_PAIRS);
+            words[i] = c < HALF ? ll_load(row + c + i / LANE_PAIRS * HALF) : 0;
+        }
+    }
+
+    // Where they have their flag in the data: until all of them are there.
+    __device__ __forceinline__ void receive(const float* row) {
+        const auto missing = [&] {
+            bool any = false;
+#pragma unroll
+            for (int i = 0; i < 2 * LANE_PAIRS; ++i) any |= words[i] == SENTINEL;
+            return any;
+        };
+        while (FLAG_IN_DATA && missing()) request(row);
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i)
+            first[i] = __uint_as_float(words[i]), second[i] = __uint_as_float(words[i + LANE_PAIRS]);
+    }
+
+    __device__ __forceinline__ void scale_to_norm(float eps) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) squares += first[i] * first[i] + second[i] * second[i];
+        const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) first[i] *= scale * norm_first[i], second[i] *= scale * norm_second[i];
+    }
+};
+
+// A lane's chunks of a cached row, on their way to a stage of the ring; zeros unless the row is `there`.
+//
+// key, value -- the lane's first chunk
+__device__ __forceinline__ void fetch_row(u8* to, const CacheType* key, const CacheType* value, bool there) {
+    const int lane_chunk = threadIdx.x % LANES;
+#pragma unroll
+    for (int i = 0; i < LANE_CHUNKS; ++i) {
+        const int chunk = lane_chunk + i * LANES, from = i * LANES * CHUNK;
+        const bool real = there && chunk < CHUNKS;
+        u8* at = to + i * LANES * 16;
+        if (ALIGNED) {
+            copy_async(at, key + from, real);
+            copy_async(at + KEY_BYTES, value + from, real);
+        } else {
+#pragma unroll
+            for (int c = 0; c < CHUNK; ++c) {
+                const bool channel = real && chunk * CHUNK + c < HEAD_DIM;
+                ((CacheType*)at)[c] = channel ? load_l2(key + from + c) : CacheType(0);
+                ((CacheType*)(at + KEY_BYTES))[c] = channel ? load_l2(value + from + c) : CacheType(0);
+            }
+        }
+    }
+}
+
+// A lane's chunks of a batch of rows, one after the other in the cache.
+//
+// keys, values -- the lane's first chunk
+// left         -- rows from the lane's first on; those beyond are zeros
+// without_new  -- the first row is left alone
+__device__ __forceinline__ void fetch_rows(u8* to, const CacheType* keys, const CacheType* values, int left,
+                                           bool without_new) {
+#pragma unroll
+    for (int d = 0; d < DEEP; ++d) {
+        if (d == 0 && without_new) continue;
+        const int row = d * ABREAST;
+        fetch_row(to + row * ROW_BYTES, keys + row * HEAD_DIM, values + row * HEAD_DIM, row < left);
+    }
+}

@@ -1,0 +1,248 @@
+// What prefill does between its products. Those run on the tensor cores through cuBLAS, float16 in and float32 out, so
+// every row that goes in is multiplied by a power of two that brings its largest magnitude just below 2^15:
+//
+//     scaled   float16 [S, columns]      what goes in
+//     factor   float32 [S]               the powers of two that undo it
+//     product  float32 [S, rows]         what comes out: W scaled; W x = product * factor[s] * inverse, `inverse` of
+//                                        what the weights were multiplied by
+//
+// Launch: add_rows, gate_rows: grid (S), a block a row; a thread has the columns VECTOR (r * THREADS + thread) .. of
+// round r.
+//         split_heads: grid (S, heads / 8 rounded up), a warp for each head.
+//
+// Macros: VECTOR 4 where every row begins at a multiple of 16 bytes, 1 elsewhere; ROUNDS: width / (VECTOR * THREADS),
+//         rounded up; ACTIVATION: number of the gate's function; or HEADS 1 for split_heads, with HEAD_DIM and the
+//         cache's type KV: 1 bfloat16, 2 float16, 3 float32
+
+#include "common/common.cuh"
+#include "common/activations.cuh"
+
+#ifndef VECTOR
+#define VECTOR 4
+#define ROUNDS 2
+#endif
+#ifndef ACTIVATION
+#define ACTIVATION 0
+#endif
+#ifndef HEADS
+#define HEADS 0
+#endif
+
+#if !HEADS
+static constexpr int THREADS = 512;
+
+__device__ __forceinline__ int column(int round) { return VECTOR * (round * THREADS + threadIdx.x); }
+
+__device__ __forceinline__ void load(float (&v)[VECTOR], const float* p) {
+#if VECTOR == 4
+    const float4 x = load_l2((const float4*)p);
+    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+#else
+    v[0] = load_l2(p);
+#endif
+}
+
+__device__ __forceinline__ void store(float* p, const float (&v)[VECTOR]) {
+#if VECTOR == 4
+    *(float4*)p = make_float4(v[0], v[1], v[2], v[3]);
+#else
+    *p = v[0];
+#endif
+}
+
+__device__ __forceinline__ void store_scaled_fp16(u16* p, const float (&v)[VECTOR]) {
+#if VECTOR == 4
+    *(uint2*)p = make_uint2(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]));
+#else
+    *p = float_to_half(v[0]);
+#endif
+}
+
+// The sum and the maximum over a block, in every thread. scratch: float [2][THREADS / 32] of shared memory.
+__device__ __forceinline__ void over_block(float& sum, float& largest, float (*scratch)[THREADS / 32]) {
+    sum = warp_sum(sum);
+    largest = warp_max(largest);
+    if (threadIdx.x % 32 == 0) {
+        scratch[0][threadIdx.x / 32] = sum;
+        scratch[1][threadIdx.x / 32] = largest;
+    }
+    __syncthreads();
+    sum = largest = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) {
+        sum += scratch[0][w];
+        largest = fmaxf(largest, scratch[1][w]);
+    }
+}
+
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
+
+// e of 2^e that leaves `largest` below 2^15. Of infinity it is small enough to matter no more.
+__device__ __forceinline__ int exponent_for(float largest) {
+    const int e = (int)(__float_as_uint(largest) >> 23 & 0xff) - 126;  // largest < 2^e
+    return min(15 - e, 120);
+}
+
+// v[r] = product * factor * inverse + bias, of a row that begins at `at`.
+__device__ __forceinline__ void finished(float (&v)[VECTOR], const float* product, float factor, float inverse,
+                                         const float* bias) {
+    load(v, product);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+        v[j] = v[j] * factor * inverse;
+        if (bias) v[j] += bias[j];
+    }
+}
+
+// x        float32 [S, width]; what a product adds to it is written back
+// product  float32 [S, width] or null, with its factors, `inverse`, and bias [width] or null
+// norm     float32 [width]: RMSNorm comes before `scaled`; or null
+// scaled   float16 [S, width] and factor float32 [S]; or null: x is all that is wanted
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_rows(float* x, int width, const float* product, const float* product_factor, float inverse, const float* bias,
+             const float* norm, float eps, u16* scaled, float* factor) {
+    __shared__ float scratch[2][THREADS / 32];
+    launch_dependents();
+    wait_for_previous();
+    const u64 at = (u64)blockIdx.x * width;
+    float v[ROUNDS][VECTOR];
+    float sum = 0, largest = 0;
+    const float known = product ? load_l2(product_factor + blockIdx.x) : 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int k = column(r);
+        if (k >= width) break;
+        load(v[r], x + at + k);
+        if (product) {
+            float more[VECTOR];
+            finished(more, product + at + k, known, inverse, bias ? bias + k : nullptr);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) v[r][j] += more[j];
+            store(x + at + k, v[r]);
+        }
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+            sum += v[r][j] * v[r][j];
+            if (norm) v[r][j] *= norm[k + j];
+            largest = fmaxf(largest, fabsf(v[r][j]));
+        }
+    }
+    if (!scaled) return;
+    over_block(sum, largest, scratch);
+    const float scale = norm ? 1 / sqrtf(sum / width + eps) : 1;
+    const int exponent = exponent_for(largest * scale);
+    const float up = power_of_two(exponent);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int k = column(r);
+        if (k >= width) break;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) v[r][j] = v[r][j] * scale * up;
+        store_scaled_fp16(scaled + at + k, v[r]);
+    }
+    if (threadIdx.x == 0) factor[blockIdx.x] = power_of_two(-exponent);
+}
+
+// activation(gate) * up of product [S, 2 width] and bias [2 width] or null -> scaled [S, width], factor [S].
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gate_rows(const float* product, int width, const float* product_factor, float inverse, const float* bias,
+              u16* scaled, float* factor) {
+    __shared__ float scratch[2][THREADS / 32];
+    launch_dependents();
+    wait_for_previous();
+    const float* from = product + (u64)blockIdx.x * 2 * width;
+    float v[ROUNDS][VECTOR];
+    float none = 0, largest = 0;
+    const float known = load_l2(product_factor + blockIdx.x);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int k = column(r);
+        if (k >= width) break;
+        float up[VECTOR];
+        finished(v[r], from + k, known, inverse, bias ? bias + k : nullptr);
+        finished(up, from + width + k, known, inverse, bias ? bias + width + k : nullptr);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+            v[r][j] = activated(ACTIVATION, v[r][j]) * up[j];
+            largest = fmaxf(largest, fabsf(v[r][j]));
+        }
+    }
+    over_block(none, largest, scratch);
+    const int exponent = exponent_for(largest);
+    const float up = power_of_two(exponent);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int k = column(r);
+        if (k >= width) break;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) v[r][j] *= up;
+        store_scaled_fp16(scaled + (u64)blockIdx.x * width + k, v[r]);
+    }
+    if (threadIdx.x == 0) factor[blockIdx.x] = power_of_two(-exponent);
+}
+
+#else  // ---- Heads --------------------------------------------------------------------------------------------------
+
+#include "attention/cache_type.cuh"
+
+static constexpr int HALF = HEAD_DIM / 2;
+static constexpr int LANE_PAIRS = (HALF + 31) / 32;
+
+// Norm and rotate queries and keys (channels c and c + HALF together), and append keys and values to the cache.
+//
+// product       float32 [S, heads + 2 kv_heads, HEAD_DIM]: q, then k, then v; factors, `inverse` and bias as above
+// q_norm, k_norm  float32 [HEAD_DIM] or null: RMSNorm of every head
+// cos, sin      float32 [context, HEAD_DIM / 2]; row s is position first + s
+// q             CacheType [S, heads, HEAD_DIM]
+// keys, values  CacheType [kv_heads, context, HEAD_DIM]
+extern "C" __global__ void __launch_bounds__(256)
+    split_heads(const float* product, const float* product_factor, float inverse, const float* bias,
+                const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, int first,
+                int context, int heads, int kv_heads, CacheType* q, CacheType* keys, CacheType* values) {
+    launch_dependents();
+    wait_for_previous();
+    const int row = blockIdx.x, lane = threadIdx.x % 32, head = blockIdx.y * 8 + threadIdx.x / 32;
+    const int all = heads + 2 * kv_heads;
+    if (head >= all) return;
+    const float* from = product + ((u64)row * all + head) * HEAD_DIM;
+    const float known = load_l2(product_factor + row);
+    float a[LANE_PAIRS], b[LANE_PAIRS];
+    float sum = 0;
+#pragma unroll
+    for (int p = 0; p < LANE_PAIRS; ++p) {
+        const int i = p * 32 + lane;
+        a[p] = b[p] = 0;
+        if (i >= HALF) continue;
+        a[p] = load_l2(from + i) * known * inverse;
+        b[p] = load_l2(from + HALF + i) * known * inverse;
+        if (bias) {
+            a[p] += bias[head * HEAD_DIM + i];
+            b[p] += bias[head * HEAD_DIM + HALF + i];
+        }
+        sum += a[p] * a[p] + b[p] * b[p];
+    }
+    const int position = first + row;
+    const bool rotated = head < heads + kv_heads;
+    const float* norm = head < heads ? q_norm : rotated ? k_norm : nullptr;
+    const float scale = norm ? 1 / sqrtf(warp_sum(sum) / HEAD_DIM + eps) : 1;
+    CacheType* to = head < heads ? q + ((u64)row * heads + head) * HEAD_DIM
+                    : rotated    ? keys + ((u64)(head - heads) * context + position) * HEAD_DIM
+                                 : values + ((u64)(head - heads - kv_heads) * context + position) * HEAD_DIM;
+#pragma unroll
+    for (int p = 0; p < LANE_PAIRS; ++p) {
+        const int i = p * 32 + lane;
+        if (i >= HALF) continue;
+        if (norm) {
+            a[p] *= scale * norm[i];
+            b[p] *= scale * norm[HALF + i];
+        }
+        if (rotated) {
+            const float c = cos[(u64)position * HALF + i], s = sin[(u64)position * HALF + i], old = a[p];
+            a[p] = old * c - b[p] * s;
+            b[p] = b[p] * c + old * s;
+        }
+        to[i] = to_cache_type(a[p]);
+        to[HALF + i] = to_cache_type(b[p]);
+    }
+}
+#endif

@@ -1,0 +1,307 @@
+// Which columns a block of a product takes, and which of them are active (SpQt, section 4.2.3).
+//
+// The columns of a product are split over the SPLITS blocks of a tile (CUTLASS's split-K), CHUNK at a time in turns, so
+// that neighbours that are active together fall to different blocks:
+//
+//     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
+//     block       |    0    |    1     | ..               |    0    | ...
+//
+// A block then needs only its own part of the input (and all of it for a norm without SQUARES), and nobody's count of
+// active columns but its own. compact_active() leaves a list of them in shared memory, in ascending order (a stream
+// compaction), filled up to whole k_tiles by columns with value 0. Inputs that are multiplied together share the list:
+// a column is active where it is in any of them.
+//
+// Launch: grid (SPLITS, tiles); the first WARPS warps of a block list its columns.
+
+#pragma once
+
+#include "products/k_tile.cuh"
+#include "common/flag_in_data.cuh"
+
+// Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
+//         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as they are stored (common/flag_in_data.cuh), not
+//         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
+//         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
+//         PER_CHANNEL 1: a threshold for each column; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA
+#ifndef SPLITS
+#define SPLITS 2
+#define ROUNDS 4
+#define PASSES 1
+#define FLAG_IN_DATA 0
+#define NORM 1
+#define SQUARES 0
+#define OFFSET 1
+#define PER_CHANNEL 1
+#endif
+#ifndef INPUTS
+#define INPUTS 1
+#endif
+static_assert(INPUTS == 1 || !FLAG_IN_DATA, "one input can have its flag in the data");
+
+static constexpr int CHUNK = 32;
+
+// What a site does with its inputs, float32 [INPUTS][columns].
+struct Site {
+    const float* x;
+    int columns;
+    const float* norm;  // RMSNorm's weight [columns]
+    float eps;
+    const float* squares;  // parts of the sums of x^2, in order: [INPUTS][parts]
+    int parts;
+    const float* threshold;  // [1] or [columns]
+    const float* offset;     // [columns]
+};
+
+// A number for each input.
+struct PerInput {
+    float of[INPUTS] = {};
+};
+
+// Sums over the lanes of a warp, in the same order every time: lane b gets that of input b. Lanes give half of their
+// values away as long as they have several, so that 8 inputs take 9 shuffles instead of 40.
+__device__ __forceinline__ float warp_sums(const PerInput& each) {
+    constexpr int VALUES = INPUTS > 4 ? 8 : INPUTS > 2 ? 4 : INPUTS;
+    float x[VALUES] = {};
+#pragma unroll
+    for (int b = 0; b < INPUTS; ++b) x[b] = each.of[b];
+#pragma unroll
+    for (int half = VALUES / 2; half; half /= 2) {
+        const bool upper = threadIdx.x & half;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float kept = upper ? x[i + half] : x[i], given = upper ? x[i] : x[i + half];
+            x[i] = kept + __shfl_xor_sync(ALL_LANES, given, half);
+        }
+    }
+#pragma unroll
+    for (int step = 16; step >= VALUES; step /= 2) x[0] += __shfl_xor_sync(ALL_LANES, x[0], step);
+    return x[0];
+}
+
+// The chunks of a block, and their columns.
+struct ColumnSplit {
+    int columns, split, chunks;
+
+    __device__ __forceinline__ ColumnSplit(int columns, int split)
+        : columns(columns), split(split), chunks(((columns + CHUNK - 1) / CHUNK - split + SPLITS - 1) / SPLITS) {}
+
+    // The first column of a chunk.
+    __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * CHUNK; }
+    // How many columns it has in all.
+    __device__ __forceinline__ int count() const {
+        return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
+    }
+    // As many as any block of the tile may have, filled up to whole chunks.
+    __device__ __forceinline__ static int most(int columns) {
+        return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
+    }
+};
+
+// Active columns: entry i is column index[i]; input b has value[b * stride + i] there.
+struct List {
+    float* value;
+    int* index;
+    int stride, count;
+
+    // Entry i: the inputs have v(b) at column k.
+    template <typename Value>
+    __device__ __forceinline__ void put(int i, Value v, int k) const {
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) value[b * stride + i] = v(b);
+        index[i] = k;
+    }
+    // The same where `is`, without a branch, which compilers would make of it.
+    template <typename Value>
+    __device__ __forceinline__ void put_if(u32 is, int i, Value v, int k) const {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
+            "@p st.shared.f32 [%1], %2;\n@p st.shared.u32 [%3], %4;\n}" ::"r"(is),
+            "r"(shared_address(value + i)), "f"(v(0)), "r"(shared_address(index + i)), "r"(k)
+            : "memory");
+#pragma unroll
+        for (int b = 1; b < INPUTS; ++b) {
+            asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.shared.f32 [%1], %2;\n}" ::"r"(is),
+                         "r"(shared_address(value + b * stride + i)), "f"(v(b))
+                         : "memory");
+        }
+    }
+    // Up to a whole k_tile. For all threads of a block.
+    __device__ __forceinline__ void fill_up() const {
+        if (threadIdx.x < (-count & (K_TILE - 1))) put(count + threadIdx.x, [](int) { return 0.0f; }, 0);
+    }
+};
+
+// A warp's part of the inputs: round r has the 32 columns of the block's chunk first + r, one in each lane.
+struct InputChunks {
+    float v[INPUTS][ROUNDS], norm[ROUNDS], threshold[ROUNDS], offset[ROUNDS];
+
+    __device__ __forceinline__ static bool real(const ColumnSplit& column_split, int chunk, int k) {
+        return chunk < column_split.chunks && k < column_split.columns;
+    }
+
+    // What may be loaded before the input is there.
+    __device__ __forceinline__ void prepare(const Site& site, const ColumnSplit& column_split, int first) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int k = column_split.column(first + r) + threadIdx.x % 32;
+            const bool is = real(column_split, first + r, k);
+            if (NORM) norm[r] = is ? site.norm[k] : 0;
+            if (PER_CHANNEL) threshold[r] = is ? site.threshold[k] : 0;
+            if (OFFSET) offset[r] = is ? site.offset[k] : 0;
+        }
+    }
+
+    // Returns what the thread has of the sums of squares: PARTS parts of each, which it waits for at the same time.
+    template <int PARTS, int THREADS>
+    __device__ __forceinline__ PerInput load(const Site& site, const ColumnSplit& column_split, int first) {
+        const auto at = [&](int r) {
+            if (r >= ROUNDS) {
+                const int part = (r - ROUNDS) * THREADS + threadIdx.x;
+                return part < site.parts ? site.squares + part : nullptr;
+            }
+            const int k = column_split.column(first + r) + threadIdx.x % 32;
+            return real(column_split, first + r, k) ? site.x + k : nullptr;
+        };
+        float both[INPUTS][ROUNDS + PARTS];
+        if (FLAG_IN_DATA) {
+            ll_wait(both[0], at);
+        } else {
+#pragma unroll
+            for (int r = 0; r < ROUNDS + PARTS; ++r) {
+                const int apart = r < ROUNDS ? site.columns : site.parts;
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) both[b][r] = at(r) ? load_l2(at(r) + b * apart) : 0;
+            }
+        }
+        PerInput sums;
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) v[b][r] = both[b][r];
+#pragma unroll
+            for (int r = 0; r < PARTS; ++r) sums.of[b] += both[b][ROUNDS + r];
+        }
+        return sums;
+    }
+
+    __device__ __forceinline__ void finish(const PerInput& scale) {
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                if (NORM) v[b][r] *= scale.of[b] * norm[r];
+                if (OFFSET) v[b][r] -= offset[r];
+            }
+        }
+    }
+
+    // Is the lane's column of a round active?
+    __device__ __forceinline__ bool active(int r, float limit) const {
+        bool is = false;
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) is |= fabsf(v[b][r]) > (PER_CHANNEL ? threshold[r] : limit);
+        return is;
+    }
+};
+
+// A thread's share of the sums of x^2.
+template <int THREADS>
+__device__ __forceinline__ PerInput own_squares(const Site& site) {
+    PerInput sums;
+#pragma unroll 4
+    for (int k = threadIdx.x; k < site.columns; k += THREADS) {
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) {
+            const float v = load_l2(site.x + b * site.columns + k);
+            sums.of[b] += v * v;
+        }
+    }
+    return sums;
+}
+
+// Lists the active columns of a block, or with ALL the values of all of them, and returns the largest magnitudes that a
+// thread has seen. For BLOCK_WARPS warps. found: an integer of shared memory for each warp; sums: likewise a float for
+// each input. before_input() is called once everything that may be loaded before the input is on its way.
+template <int BLOCK_WARPS, bool ALL, typename BeforeInput>
+__device__ __forceinline__ PerInput compact_active(const Site& site, const ColumnSplit& column_split, List& list,
+                                                   int* found, float* sums, BeforeInput before_input) {
+    constexpr int THREADS = BLOCK_WARPS * 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    InputChunks in;
+    in.prepare(site, column_split, warp * ROUNDS);
+    const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
+    before_input();
+    PerInput squares = in.load<SQUARES, THREADS>(site, column_split, warp * ROUNDS), scale;
+    if (NORM) {
+        if (!SQUARES) squares = own_squares<THREADS>(site);
+        const float warps = warp_sums(squares);
+        if (lane < INPUTS) sums[warp * INPUTS + lane] = warps;
+        sync_consumers<THREADS>();
+        float sum = 0;  // in lane b of input b
+#pragma unroll
+        for (int w = 0; w < BLOCK_WARPS; ++w) sum += sums[w * INPUTS + lane % INPUTS];
+        const float mine = rsqrtf(sum * share + site.eps);
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) scale.of[b] = INPUTS > 1 ? __shfl_sync(ALL_LANES, mine, b) : mine;
+    }
+    PerInput max_abs;
+    list.count = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const int first = (pass * BLOCK_WARPS + warp) * ROUNDS;
+        if (pass) {
+            in.prepare(site, column_split, first);
+            in.load<0, THREADS>(site, column_split, first);
+        }
+        in.finish(scale);
+        if (ALL) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const int chunk = first + r;
+                if (chunk >= column_split.chunks) continue;
+                const bool is = column_split.column(chunk) + lane < column_split.columns;
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) {
+                    const float v = is ? in.v[b][r] : 0;
+                    list.value[b * list.stride + chunk * CHUNK + lane] = v;
+                    max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(v));
+                }
+            }
+            continue;
+        }
+        u32 masks[ROUNDS];
+        int mine = 0;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int k = column_split.column(first + r) + lane;
+            const bool is = InputChunks::real(column_split, first + r, k) && in.active(r, limit);
+            if (is) {
+#pragma unroll
+                for (int b = 0; b < INPUTS; ++b) max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(in.v[b][r]));
+            }
+            masks[r] = __ballot_sync(ALL_LANES, is);
+            mine += __popc(masks[r]);
+        }
+        if (lane == 0) found[warp] = mine;
+        sync_consumers<THREADS>();
+        int at = list.count;
+#pragma unroll
+        for (int w = 0; w < BLOCK_WARPS; ++w) {
+            if (w < warp) at += found[w];
+            list.count += found[w];
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const auto v = [&](int b) { return in.v[b][r]; };
+            list.put_if(masks[r] >> lane & 1, at + lanes_before(masks[r]), v, column_split.column(first + r) + lane);
+            at += __popc(masks[r]);
+        }
+        if (pass + 1 < PASSES) sync_consumers<THREADS>();
+    }
+    if (ALL) {
+        list.count = column_split.chunks * CHUNK;
+    } else {
+        list.fill_up();
+    }
+    return max_abs;
+}

@@ -1,0 +1,69 @@
+// Zigzag Q4_K to float16, for products with many inputs on the tensor cores through cuBLAS.
+//
+//     in   [tiles, columns, tile_bands, 144 bytes]  as zigzag.cuh draws it
+//     out  [columns, width] float16                 out[k][256 (band - first) + row] = weight * scale
+//
+// Launch: grid (any, tiles), 256 threads a block. Warps take the superblocks of a tile in the order of memory, AT_ONCE
+// each time, of which those of bands first .. first + bands - 1 count: 144 bytes become 512 in a row. A lane has 4
+// bytes of nibbles: rows 64 p + l .. l + 3 and 32 further, p = lane / 8, l = lane % 8 * 4. No divisions in the loop:
+// with them, and one superblock at a time, it took a third longer.
+//
+// Macros: AT_ONCE
+
+#include "common/common.cuh"
+
+static constexpr int BLOCK_BYTES = 144;
+
+// The scale and the minimum of sub-block s, twelve bits of a header's last 96.
+__device__ __forceinline__ void unpack(const uint4& h, int s, float& scale, float& minimum) {
+    const u32 both = __funnelshift_r(s >= 6 ? h.w : s >= 3 ? h.z : h.y, s >= 3 ? h.w : h.z, 12 * s & 31);
+    scale = both & 63;
+    minimum = both >> 6 & 63;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    zigzag_dequantise(const u8* __restrict__ blocks, int columns, int tile_bands, int gate_bands, int first, int bands,
+                      float scale, u16* __restrict__ out, int width) {
+    launch_dependents();
+    wait_for_previous();  // the scratch may still be read
+    const int lane = threadIdx.x % 32, p = lane / 8;
+    // Where gate and up share tiles (gate_bands > 0), the second half of a tile are bands of up.
+    const int each = gate_bands ? tile_bands / 2 : tile_bands, shift = __ffs(tile_bands) - 1;
+    const int count = columns * tile_bands, bands_before = blockIdx.y * each;
+    blocks += (long long)blockIdx.y * count * BLOCK_BYTES;
+    out += 64 * p + lane % 8 * 4;
+    for (int i = (blockIdx.x * 8 + threadIdx.x / 32) * AT_ONCE; i < count; i += gridDim.x * 8 * AT_ONCE) {
+        uint4 header[AT_ONCE];
+        u32 nibbles[AT_ONCE];
+        int band[AT_ONCE];  // counted from the first; -1: none of them
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const int member = i + n & tile_bands - 1, up = member >= each;
+            const int own = bands_before + member - up * each;  // among bands of its part, or of zeros beyond them
+            band[n] = own + up * gate_bands - first;
+            if (i + n >= count || band[n] >= bands || gate_bands && own >= gate_bands) band[n] = -1;
+            if (band[n] < 0) continue;
+            const u8* block = blocks + (long long)(i + n) * BLOCK_BYTES;
+            header[n] = *(const uint4*)block;
+            nibbles[n] = *(const u32*)(block + 16 + 4 * lane);
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            if (band[n] < 0) continue;
+            const uint4& h = header[n];
+            const float d = half_to_float(h.x & 0xffff) * scale, dmin = half_to_float(h.x >> 16) * scale;
+            u16* to = out + (long long)(i + n >> shift) * width + band[n] * 256;
+#pragma unroll
+            for (int high = 0; high < 2; ++high) {
+                float sub, minimum;
+                unpack(h, 2 * p + high, sub, minimum);
+                sub *= d;
+                minimum *= dmin;
+                float w[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) w[j] = sub * (float)(nibbles[n] >> (8 * j + 4 * high) & 15) - minimum;
+                *(uint2*)(to + 32 * high) = make_uint2(pack_half2(w[0], w[1]), pack_half2(w[2], w[3]));
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+// How products with zigzag matrices read them. TILE_BANDS bands of 256 rows lie together in a tile, column by column,
+// so that what an active column needs is read in longer pieces (SpQt, section 4.1.2):
+//
+//                column 0                            column 1                            column K - 1
+//     tile 0   | band 0 | band 1 | .. TILE_BANDS - 1 | band 0 | band 1 | .. TILE_BANDS - 1 | ... |
+//     tile 1   | band TILE_BANDS | ...
+//
+// A band's piece of a column is a superblock of 144 bytes, its scales and minima in an order that a lane can take apart
+// faster than the stored one:
+//
+//     byte      0 .. 3     4 .. 15                        16 .. 143
+//             | d, dmin  | bits 12 s .. 12 s + 5: scale | 32 p + l: row 64 p + l (low nibble), 64 p + 32 + l (high)  |
+//             |          |      12 s + 6 .. 12 s + 11: min |
+//
+//     weight = d * scale[s] * q - dmin * min[s],  s = row / 32
+//
+// The columns of a block travel through a pipeline of STAGES (a ring in shared memory), a k_tile at a time. Warps are
+// specialised, as in CUTLASS: the last PRODUCERS warps of a block are producers and fetch, each of them one k_tile
+// after the other; the other WARPS are consumers and multiply: warp w has band w % TILE_BANDS, and every K_SLICES-th
+// k_tile (CUTLASS's sliced-K). From sm_90 on the copy engine (TMA) takes a column in one piece. A block that reads few
+// columns needs no ring: its warps read their k_tiles themselves, and there are no producers.
+//
+//     ring in shared memory   | stage 0: 16 columns, PITCH bytes apart | stage 1 | .. STAGES - 1 |
+//     mbarriers of a stage    | full: producers -> consumers | empty: consumers -> producers |
+//
+// Launch: grid (SPLITS, tiles), ALL_THREADS threads a block. tile_config.py computes the same shared memory on the
+// host.
+//
+// Macros: WARPS, STAGES, TILE_BANDS, PRODUCERS; STAGES 0: no ring; DENSE 1: every column is active, and weights begin
+//         to travel before the input is there, into a ring; BULK 0: as before sm_90
+
+#pragma once
+
+#include "products/k_tile.cuh"
+
+#ifndef BULK
+#define BULK 1
+#endif
+#if __CUDA_ARCH__ < 900
+#undef BULK
+#define BULK 0
+#endif
+
+static constexpr int THREADS = WARPS * 32;  // that multiply
+static constexpr int ALL_THREADS = THREADS + (STAGES ? 32 * PRODUCERS : 0);
+static constexpr int RING_STAGES = STAGES ? STAGES : 1;  // for arrays and remainders
+static constexpr int K_SLICES = WARPS / TILE_BANDS;      // warps that share a band
+static_assert(STAGES % K_SLICES == 0 && STAGES % PRODUCERS == 0, "a stage always has the same warps");
+static_assert(STAGES || !DENSE, "a ring that fills before the input is there");
+static constexpr int BAND_ROWS = 256;
+static constexpr int TILE_ROWS = TILE_BANDS * BAND_ROWS;
+static constexpr int BLOCK_BYTES = 144;
+static constexpr int COLUMN_BYTES = TILE_BANDS * BLOCK_BYTES;
+static constexpr int PIECES = COLUMN_BYTES / 16;  // of 16 bytes in a column
+// From a column to the next in the ring: an odd number of pieces, so that columns fall on different banks; where DENSE
+// as in memory, since neighbours travel in one copy.
+static constexpr int PITCH = DENSE || PIECES % 2 ? COLUMN_BYTES : COLUMN_BYTES + 16;
+static constexpr int STAGE_BYTES = K_TILE * PITCH;
+static constexpr float NIBBLE = 16777216.0f;  // 2^24: what a nibble in the lowest bits of a float16 lacks
+
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// For weights: they leave the L2 cache first, which makes a token 2 % faster (benchmarks/notes/cuda.md).
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// What fetches columns into the ring, and tells how many there are: CUTLASS's mainloop pipeline.
+struct ColumnPipeline {
+    const u8* base;  // of the tile, column 0
+    u8* ring;
+    u64 *full, *empty;  // [RING_STAGES]
+    const int* index;   // of the block's columns
+    ColumnSplit column_split;
+    int* listed;  // shared: how many k_tiles there are, once that is announced
+    int k_tiles;
+
+    __device__ __forceinline__ int number(int entry) const {
+        return DENSE ? min(column_split.column(entry / CHUNK) + entry % CHUNK, column_split.columns - 1) : index[entry];
+    }
+
+    // Before anything else, by all producer warps, a share of the stages each: a warp's barriers are set up one after
+    // the other (16 take most of a microsecond).
+    __device__ __forceinline__ void set_up() const {
+        constexpr int SHARE = STAGES / PRODUCERS;
+        const int stage = (threadIdx.x / 32 - WARPS) * SHARE + threadIdx.x % 32;
+        if (threadIdx.x % 32 < SHARE) {
+            barrier_init(full + stage, BULK ? 1 : 32 * PRODUCERS);
+            barrier_init(empty + stage, TILE_BANDS * ARRIVALS);
+        }
+#if BULK
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
+
+    // By those who list the columns: how many there are.
+    __device__ __forceinline__ void announce(int count) const {
+        if (threadIdx.x == 0) *listed = ::k_tiles(count);
+    }
+
+    // Until the ring is set up and the columns are listed. Where DENSE, producers need no list, and go on.
+    __device__ __forceinline__ void wait_for_list(bool is_producer) {
+        if (is_producer && DENSE) {
+            arrive<BLOCK_BARRIER, ALL_THREADS>();
+            sync<PRODUCER_BARRIER, 32 * PRODUCERS>();
+        } else {
+            sync<BLOCK_BARRIER, ALL_THREADS>();
+        }
+        k_tiles = DENSE ? column_split.chunks * (CHUNK / K_TILE) : *listed;
+    }
+
+    // What producers do: each of them one k_tile after the other, or before sm_90 all of them each k_tile.
+    __device__ __forceinline__ void run() const {
+        for (int i = BULK ? threadIdx.x / 32 - WARPS : 0; i < k_tiles; i += BULK ? PRODUCERS : 1) {
+            if (i >= RING_STAGES) barrier_wait(empty + i % RING_STAGES, (i / RING_STAGES - 1) & 1);
+            fetch(i);
+        }
+    }
+
+    __device__ __forceinline__ void fetch(int i) const {
+        const int lane = threadIdx.x % 32, entry = i * K_TILE;
+        u8* to = ring + i % RING_STAGES * STAGE_BYTES;
+        const u32 arrived = shared_address(full + i % RING_STAGES);
+#if BULK
+        if (lane == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived),
+                         "n"(K_TILE * COLUMN_BYTES)
+                         : "memory");
+        __syncwarp();
+        const bool neighbours = DENSE && number(entry) + K_TILE - 1 < column_split.columns;  // here and there
+        if (lane < (neighbours ? 1 : K_TILE))
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to + lane * PITCH)),
+                "l"(base + (u64)number(entry + lane) * COLUMN_BYTES), "r"((neighbours ? K_TILE : 1) * COLUMN_BYTES),
+                "r"(arrived), "l"(read_once())
+                : "memory");
+#else
+        for (int piece = threadIdx.x - THREADS; piece < K_TILE * PIECES; piece += 32 * PRODUCERS) {
+            const int c = piece / PIECES, part = piece % PIECES;
+            copy_async(to + c * PITCH + part * 16, base + (u64)number(entry + c) * COLUMN_BYTES + part * 16);
+        }
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(arrived) : "memory");
+#endif
+    }
+};
+
+// A power of two that leaves `bound` below 2^15.
+__device__ __forceinline__ int exponent_for(float bound) {
+    const int e = (int)(__float_as_uint(bound) >> 23 & 0xff) - 126;  // bound < 2^e
+    return min(max(15 - e, -100), 100);
+}
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }

@@ -1,0 +1,284 @@
+// Y = X[:, active] W[:, active]^T for INPUTS inputs that share their active columns: those that are active in any of
+// them. The matrix lies as zigzag.cuh shows, and is read once for all.
+//
+//     blocks  [tiles, columns, TILE_BANDS, 144 bytes]  ->  pipeline (zigzag.cuh)  ->  tensor cores  ->  sums of a warp
+//     X       float32 [INPUTS, columns]  ->  one list of active columns (column_split.cuh)
+//     sums of warps  ->  of the block  ->  workspace  ->  Y float32 [INPUTS, rows]     (split_k_reduce.cuh)
+//
+// Launch: grid (SPLITS, tiles), ALL_THREADS threads a block; where SPLITS > 1, no more blocks than run at once, since
+// they wait for each other. On the tensor cores:
+//
+//     mma.m16n8k16:  A [16 rows, 16 columns] = q * scale, exact: up to 15 * 63, times 2^-24
+//                    B [16 columns, 8]       = x d, n = input, as the sum of two float16
+//
+// Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns, which are rows of the sub-blocks 2
+// (g / 2) and 2 (g / 2) + 1, and computes B for input g. Minima are a product of their own: A [sub-block, column] =
+// min, B = x dmin. Sums: over the columns of a warp, the warps of a block, the blocks of a tile, each in order. Each
+// of these blocks finishes a share of the rows, for all inputs.
+//
+// Macros: those of zigzag.cuh and column_split.cuh; INPUTS 1 to 8; FLAG_IN_DATA 0
+//         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
+//         ACTIVATION: number of the function, see activations.cuh
+
+#include "common/activations.cuh"
+
+#ifndef WARPS
+#define WARPS 8
+#define STAGES 16
+#define TILE_BANDS 2
+#define GATE 0
+#define DENSE 0
+#define ACTIVATION 0
+#define PRODUCERS 4
+#define INPUTS 8
+#define SPLITS 2
+#define ROUNDS 2
+#define PASSES 1
+#define NORM 1
+#define SQUARES 1
+#define OFFSET 1
+#define PER_CHANNEL 1
+#endif
+#define FLAG_IN_DATA 0
+
+#include "products/column_split.cuh"
+#include "products/split_k_reduce.cuh"
+
+struct BatchAccumulator {
+    float low[8][4], high[8][4];  // of two bytes' nibbles
+    float minimum[4];
+};
+
+// Two float16 of small integers: exact as they are, times 2^-24.
+__device__ __forceinline__ u32 pair(u32 first, u32 second) { return first | second << 16; }
+
+// The same as float16 of their value: such a one times a nibble in the lowest bits is exact, too.
+__device__ __forceinline__ u32 numbers(u32 first, u32 second) {
+    u32 c;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(pair(first, second) | 0x64006400), "r"(0x64006400));
+    return c;
+}
+
+// Add 16 columns. value: of the lane's input; scale: a power of two that brings x d into the range of float16.
+__device__ __forceinline__ void multiply(BatchAccumulator& sums, const u8* stage, const float* value, float scale) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, p = g / 2;
+    uint4 q[4];
+    u32 bits[4];
+    float xd[4], xm[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int column = 2 * t + (i & 1) + 8 * (i >> 1);
+        const uint4 h = *(const uint4*)(stage + column * PITCH);
+        q[i] = *(const uint4*)(stage + column * PITCH + 16 + 16 * g);
+        // Scale and minimum of sub-block 2 p, then of 2 p + 1: 24 bits at 24 p.
+        bits[i] = __funnelshift_r(p == 0 ? h.y : p == 1 ? h.y : p == 2 ? h.z : h.w, p < 2 ? h.z : h.w, 24 * p & 31);
+        const float x = value ? value[column] * scale : 0;
+        xd[i] = x * half_to_float(h.x & 0xffff);
+        xm[i] = x * half_to_float(h.x >> 16);
+    }
+    u32 b[2][2], m[2][2], scales[2][2], minima[4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float* d = xd + 2 * i;
+        const float* e = xm + 2 * i;
+        b[0][i] = pack_half2(d[0], d[1]);
+        b[1][i] = pack_half2(d[0] - half_to_float(b[0][i] & 0xffff), d[1] - half_to_float(b[0][i] >> 16));
+        m[0][i] = pack_half2(e[0], e[1]);
+        m[1][i] = pack_half2(e[0] - half_to_float(m[0][i] & 0xffff), e[1] - half_to_float(m[0][i] >> 16));
+        const u32 first = bits[2 * i], second = bits[2 * i + 1];
+        scales[0][i] = numbers(first & 63, second & 63);
+        scales[1][i] = numbers(first >> 12 & 63, second >> 12 & 63);
+        minima[2 * i] = pair(first >> (6 + 12 * (g & 1)) & 63, second >> (6 + 12 * (g & 1)) & 63);
+    }
+    mma(sums.minimum, minima, m[0]);
+    mma(sums.minimum, minima, m[1]);
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+        u32 low[4], high[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4& one = q[i / 2 * 2];
+            const uint4& two = q[i / 2 * 2 + 1];
+            const int word = tile / 2, byte = tile % 2 * 2 + i % 2;
+            const u32 first = word == 0 ? one.x : word == 1 ? one.y : word == 2 ? one.z : one.w;
+            const u32 second = word == 0 ? two.x : word == 1 ? two.y : word == 2 ? two.z : two.w;
+            const u32 both = __byte_perm(first, second, byte | (4 + byte) << 8 | byte << 4 | (4 + byte) << 12);
+            low[i] = mul_half2(both & 0x000f000f, scales[0][i / 2]);
+            high[i] = mul_half2(both & 0x00f000f0, scales[1][i / 2]);
+        }
+        mma(sums.low[tile], low, b[0]);
+        mma(sums.high[tile], high, b[0]);
+        mma(sums.low[tile], low, b[1]);
+        mma(sums.high[tile], high, b[1]);
+    }
+}
+
+// The 256 rows of a warp's band for each input into shared memory: [INPUTS][PADDED_ROWS]. inverse: of the scale of the
+// lane's input.
+__device__ __forceinline__ void store_sums(const BatchAccumulator& sums, float inverse, float* rows) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int input = 2 * t + i;
+        // minimum[i]: sub-block g. This lane's rows are of the two of its pair.
+        const float mine = sums.minimum[i] * NIBBLE;
+        const float low = __shfl_sync(ALL_LANES, mine, (g & ~1) * 4 + t);
+        const float high = __shfl_sync(ALL_LANES, mine, (g | 1) * 4 + t);
+        const float factor = __shfl_sync(ALL_LANES, inverse, input * 4);
+        if (input >= INPUTS) continue;
+        float* at = rows + padded_index(input * BAND_ROWS + 64 * (g / 2) + 16 * (g & 1));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            *(float2*)(at + 2 * j) =
+                make_float2((sums.low[j][i] * NIBBLE - low) * factor, (sums.low[j][2 + i] * NIBBLE - low) * factor);
+            *(float2*)(at + 32 + 2 * j) = make_float2((sums.high[j][i] * (NIBBLE / 16) - high) * factor,
+                                                      (sums.high[j][2 + i] * (NIBBLE / 16) - high) * factor);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
+    const u8* __restrict__ blocks, int columns, int rows, float largest_d,
+    // what comes in: x [INPUTS][columns]; of x^2 parts of the sums [INPUTS][parts]
+    const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
+    const float* offset,
+    // what goes out: y [INPUTS][rows] = product + bias + residual, or of half as many rows activation(gate) * up; of
+    // y^2 the sums in each block [INPUTS][tiles * SPLITS]
+    float* y, const float* bias, const float* residual, float* squares_of_y,
+    // sums of active columns; the blocks' partial sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
+    u64* active, float* workspace) {
+    extern __shared__ uint4 memory[];
+    __shared__ float sums_of[WARPS][INPUTS], warp_max_abs[WARPS][INPUTS];
+    __shared__ int found[WARPS];
+    __shared__ u64 full[STAGES], empty[STAGES];
+    __shared__ int listed_k_tiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
+    const int split = blockIdx.x, tile = blockIdx.y;
+    const bool is_producer = warp >= WARPS;
+    const ColumnSplit column_split(columns, split);
+    init_consumer_barrier<THREADS>();
+
+    // ring [STAGES], later sums [WARPS][INPUTS][PADDED_ROWS]; list
+    u8* ring = (u8*)memory;
+    float* own = (float*)memory;
+    constexpr int RING = STAGES * STAGE_BYTES, OWN = WARPS * INPUTS * PADDED_ROWS * 4, FIRST = RING > OWN ? RING : OWN;
+    const int most = ColumnSplit::most(columns);
+    float* values = (float*)(ring + FIRST);
+    List list{values, (int*)(values + INPUTS * most), most, 0};
+
+    launch_dependents();
+    const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
+    ColumnPipeline pipeline{tile_base, ring, full, empty, list.index, column_split, &listed_k_tiles};
+    PerInput max_abs;
+    if (is_producer) {  // while the input is not there yet
+        pipeline.set_up();
+    } else {
+        const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
+        max_abs =
+            compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] { wait_for_previous(); });
+        pipeline.announce(list.count);
+    }
+    pipeline.wait_for_list(is_producer);
+    if (is_producer) {
+        pipeline.run();
+        return;
+    }
+    // Each input has a scale of its own: the largest of them must not cost the others their precision.
+#pragma unroll
+    for (int b = 0; b < INPUTS; ++b) {
+        const float largest = warp_max(max_abs.of[b]);
+        if (lane == 0) warp_max_abs[warp][b] = largest;
+    }
+    sync_consumers<THREADS>();
+    const int input = lane / 4;
+    float largest = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, input < INPUTS ? warp_max_abs[w][input] : 0);
+    const int exponent = exponent_for(largest * largest_d);
+    const float* value = input < INPUTS ? list.value + input * list.stride : nullptr;
+    BatchAccumulator sums = {};
+#pragma unroll 1
+    for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
+        const int stage = i % STAGES;
+        barrier_wait(full + stage, i / STAGES & 1);
+        multiply(sums, ring + stage * STAGE_BYTES + band * BLOCK_BYTES, value ? value + i * K_TILE : nullptr,
+                 power_of_two(exponent));
+        warp_arrive(empty + stage);
+    }
+    sync_consumers<THREADS>();  // the ring is read
+    store_sums(sums, power_of_two(-exponent), own + warp * INPUTS * PADDED_ROWS);
+    sync_consumers<THREADS>();
+
+    constexpr int COUNT = INPUTS * TILE_ROWS;
+    float* tile_workspace = workspace + tile * SPLITS * COUNT;
+    reduce_warps<COUNT>(own, tile_workspace + split * COUNT);
+
+    // The rows of y that this block finishes. A warp takes 32 of them at a time, so that a sum over its lanes is of one
+    // input, and for as many inputs as make up to 16 words of a thread, since each waits for them, but for no more than
+    // leave every warp some.
+    constexpr int EACH = GATE ? 2 : 1, FINISHED = TILE_ROWS / EACH;  // EACH: sums for a row of y
+    const RowShare<FINISHED> share(split);
+    constexpr int PIECES = (share.EACH + 31) / 32, MINE = (PIECES * INPUTS + WARPS - 1) / WARPS;
+    constexpr int MOST = SPLITS * EACH < 16 ? 16 / (SPLITS * EACH) : 1, FEW = MINE < MOST ? MINE : MOST;
+    constexpr int ONCE = FEW < INPUTS ? FEW : INPUTS, TIMES = (INPUTS + ONCE - 1) / ONCE;
+    const int width = rows / EACH, real = min(share.end, width - tile * FINISHED);
+    if (lane == 0) {
+#pragma unroll
+        for (int b = 0; b < INPUTS; ++b) sums_of[warp][b] = 0;
+    }
+#pragma unroll 1
+    for (int i = warp; i < PIECES * TIMES; i += WARPS) {
+        const int r = share.begin + i / TIMES * 32 + lane, row = tile * FINISHED + r;
+        const int first = i % TIMES * ONCE, inputs = min(ONCE, INPUTS - first);
+        const bool is = r < real;  // of the others only the partial sums have to be taken
+        float sum[ONCE * EACH] = {}, row_bias[EACH] = {}, row_residual[ONCE] = {};
+        if (bias && is) {
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) row_bias[e] = bias[e * width + row];
+        }
+        if (!GATE && residual && is) {
+#pragma unroll
+            for (int j = 0; j < ONCE; ++j) {
+                if (j < inputs) row_residual[j] = load_l2(residual + (first + j) * rows + row);
+            }
+        }
+        // Sums of a row for an input after the other, of gate and up in turns.
+        const int from = (r / BAND_ROWS * INPUTS + first) * BAND_ROWS + r % BAND_ROWS;
+        const int places = r < share.end ? inputs * EACH : 0;
+        const auto apart = [](int k) { return k / EACH * BAND_ROWS + k % EACH * (COUNT / 2); };
+        if (SPLITS > 1) {
+            reduce_splits<COUNT>(tile_workspace + from, sum, apart, places);
+        } else {
+#pragma unroll
+            for (int k = 0; k < ONCE * EACH; ++k) {
+                if (k < places) sum[k] = own[padded_index(from + apart(k))];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < ONCE; ++j) {
+            const bool finishes = is && j < inputs;
+            float v = sum[j * EACH] + row_bias[0];
+            if (GATE) {
+                const float up = sum[j * EACH + EACH - 1] + row_bias[EACH - 1];
+                v = __fmul_rn(activated(ACTIVATION, v), up);
+            } else {
+                v += row_residual[j];
+            }
+            if (finishes) y[(first + j) * width + row] = v;
+            if (squares_of_y && j < inputs) {  // all lanes
+                const float of_squares = warp_sum(finishes ? v * v : 0);
+                if (lane == 0) sums_of[warp][first + j] += of_squares;
+            }
+        }
+    }
+    if (squares_of_y) {
+        sync_consumers<THREADS>();
+        if (threadIdx.x < INPUTS) {
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum += sums_of[w][threadIdx.x];
+            squares_of_y[(threadIdx.x * gridDim.y + tile) * SPLITS + split] = sum;
+        }
+    }
+    if (active && tile == 0 && threadIdx.x == 0) atomic_add(active, DENSE ? column_split.count() : list.count);
+}

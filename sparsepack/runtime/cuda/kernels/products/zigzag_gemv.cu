@@ -1,0 +1,349 @@
+// y = W[:, active] x[active] for a matrix in zigzag Q4_K (SpQt, section 4.2.2), which lies as zigzag.cuh shows.
+//
+//     blocks  [tiles, columns, TILE_BANDS, 144 bytes]  ->  pipeline (zigzag.cuh)  ->  tensor cores  ->  sums of a warp
+//     x       float32 [columns]  ->  list of active columns (column_split.cuh)
+//     sums of warps  ->  of the block  ->  workspace  ->  y float32 [rows]       (split_k_reduce.cuh)
+//
+// Launch: grid (SPLITS, tiles), ALL_THREADS threads a block; where SPLITS > 1, no more blocks than run at once, since
+// they wait for each other. On the tensor cores:
+//
+//     mma.m16n8k16:  A [16 rows, 16 columns] = whole bytes, low + 16 high, and then their high nibbles alone, 16 high;
+//                        as float16 with nothing but their lowest bits, times 2^-24
+//                    B [16 columns, 8]       = x d scale[n], n = sub-block
+//
+// Lane (g, t) = (lane / 4, lane % 4) holds bytes 16 g .. 16 g + 15 of four columns; they belong to the sub-blocks 2 (g
+// / 2), in their low nibbles, and 2 (g / 2) + 1, in their high ones, and the result counts for these two n, that is, in
+// the lanes with t = g / 2. For even n it is the bytes less their high nibbles, for odd n the high nibbles: B has even
+// n for bytes, and for high nibbles odd n and even n negated, so that both add up in the same registers, and no low
+// nibble has to be masked. x d scale is the sum of two float16. Tensor cores cut sums off: 1e-6 of a result for 32
+// columns of a warp, 1.6e-5 for 4096 (H100).
+//
+// Sums: over the columns of a warp, then over the warps of a block, then over the blocks that share a tile, each in
+// order: the same bits every run. Each of these blocks finishes a share of the rows.
+//
+// Macros: those of zigzag.cuh and column_split.cuh
+//         GATE 1: the first half of a tile's bands is of gate, the second of up; activation(gate) * up is written
+//         ACTIVATION: number of the function, see activations.cuh
+
+#include "common/activations.cuh"
+
+#ifndef WARPS
+#define WARPS 8
+#define STAGES 4
+#define TILE_BANDS 4
+#define GATE 0
+#define DENSE 0
+#define ACTIVATION 0
+#define PRODUCERS 4
+#endif
+
+#include "products/column_split.cuh"
+#include "products/split_k_reduce.cuh"
+
+struct Accumulator {
+    float c[8][4];
+    float minimum;  // 64 times
+};
+
+// Of a lane: where a header has its sub-block, and how its bytes count.
+struct SubBlock {
+    int word, shift;       // its twelve bits begin in the word at this byte
+    u32 mask, magic;       // in registers, so that one instruction takes both
+    u32 of_byte, of_high;  // 0, 1 or -1, twice as float16
+
+    __device__ __forceinline__ explicit SubBlock(int sub)
+        : word(4 + 12 * sub / 32 * 4),
+          shift(12 * sub % 32),
+          mask(63),
+          magic(0x4b000000),
+          of_byte(sub & 1 ? 0 : 0x3c003c00),
+          of_high(sub & 1 ? 0x3c003c00 : 0xbc00bc00) {}
+
+    // As float, exactly.
+    __device__ __forceinline__ float number(u32 bits, u32 mask) const {
+        u32 x;
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(bits), "r"(mask), "r"(magic));  // bits & mask | magic
+        return __uint_as_float(x) - 8388608.0f;
+    }
+
+    // A scale, and 64 times a minimum, from the two words that have them.
+    __device__ __forceinline__ void take(u32 first, u32 second, float& scale, float& minimum) const {
+        const u32 both = __funnelshift_r(first, second, shift);
+        scale = number(both, mask);
+        minimum = number(both, mask << 6);
+    }
+};
+
+// Two words of each column's 16 bytes: four matrix products' 16 rows. Products into the same sums stand four apart,
+// since each waits for the one before.
+__device__ __forceinline__ void mma_tiles(float (*c)[4], const u32 (&q)[2][4], const u32 (&of_byte)[2][2],
+                                          const u32 (&of_high)[2][2]) {
+    u32 byte[4][4], high[4][4];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                // Two rows' bytes of one column, and of the next.
+                const u32 both = __byte_perm(q[w][2 * pair], q[w][2 * pair + 1], half ? 0x7632 : 0x5410);
+                byte[2 * w + half][2 * pair] = both & 0x00ff00ff;
+                byte[2 * w + half][2 * pair + 1] = __byte_perm(both, 0, 0x4341);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) high[2 * w + half][i] = byte[2 * w + half][i] & 0x00f000f0;
+        }
+    }
+#pragma unroll
+    for (int term = 0; term < 2; ++term) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mma(c[i], byte[i], of_byte[term]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mma(c[i], high[i], of_high[term]);
+    }
+}
+
+// How k_tiles are read: from the ring, or from the matrix in global memory.
+struct FromRing {
+    __device__ __forceinline__ u32 word(const u8* p) const { return *(const u32*)p; }
+    __device__ __forceinline__ uint4 words(const u8* p) const { return *(const uint4*)p; }
+};
+struct FromGlobal {
+    u64 policy;
+    __device__ __forceinline__ u32 word(const u8* p) const {
+        u32 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(x) : "l"(p), "l"(policy));
+        return x;
+    }
+    __device__ __forceinline__ uint4 words(const u8* p) const {
+        uint4 x;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "l"(p), "l"(policy));
+        return x;
+    }
+};
+
+// What a lane has of 16 columns: of four of them its bytes, d and dmin, and the words with its sub-block's twelve bits.
+struct KTile {
+    uint4 q[4];
+    u32 ends[4], first[4], second[4];
+
+    __device__ __forceinline__ static int column(int i) { return 2 * (threadIdx.x % 4) + (i & 1) + 8 * (i >> 1); }
+
+    // header(c): where the band's piece of column c begins.
+    template <typename Header, typename Reader>
+    __device__ __forceinline__ void read(Header header, const Reader& reader, const SubBlock& bits) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u8* at = header(column(i));
+            q[i] = reader.words(at + 16 + threadIdx.x % 32 / 4 * 16);
+            ends[i] = reader.word(at);
+            first[i] = reader.word(at + bits.word);
+            second[i] = reader.word(at + bits.word + 4);
+        }
+    }
+};
+
+// Add 16 columns. scale: a power of two that brings x d scale into the range of float16.
+__device__ __forceinline__ void multiply(Accumulator& sums, const KTile& k_tile, const float* value, float scale,
+                                         const SubBlock& bits) {
+    const uint4(&q)[4] = k_tile.q;
+    float factor[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float x = value[KTile::column(i)] * scale;
+        float sub, minimum;
+        bits.take(k_tile.first[i], k_tile.second[i], sub, minimum);
+        factor[i] = x * half_to_float(k_tile.ends[i] & 0xffff) * sub;
+        sums.minimum += x * half_to_float(k_tile.ends[i] >> 16) * minimum;
+    }
+    u32 of_byte[2][2], of_high[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 first = pack_half2(factor[2 * i], factor[2 * i + 1]);
+        const u32 rest =
+            pack_half2(factor[2 * i] - half_to_float(first & 0xffff), factor[2 * i + 1] - half_to_float(first >> 16));
+        of_byte[0][i] = mul_half2(first, bits.of_byte);
+        of_byte[1][i] = mul_half2(rest, bits.of_byte);
+        of_high[0][i] = mul_half2(first, bits.of_high);
+        of_high[1][i] = mul_half2(rest, bits.of_high);
+    }
+    const u32 first[2][4] = {{q[0].x, q[1].x, q[2].x, q[3].x}, {q[0].y, q[1].y, q[2].y, q[3].y}};
+    const u32 second[2][4] = {{q[0].z, q[1].z, q[2].z, q[3].z}, {q[0].w, q[1].w, q[2].w, q[3].w}};
+    mma_tiles(sums.c, first, of_byte, of_high);
+    mma_tiles(sums.c + 4, second, of_byte, of_high);
+}
+
+// The 256 rows of a warp's band into shared memory.
+__device__ __forceinline__ void store_sums(const Accumulator& sums, float inverse, float* rows) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float minimum = sums.minimum * (1.0f / 64);
+    minimum += __shfl_xor_sync(ALL_LANES, minimum, 1);
+    minimum += __shfl_xor_sync(ALL_LANES, minimum, 2);
+    const float low = __shfl_sync(ALL_LANES, minimum, 8 * t), high = __shfl_sync(ALL_LANES, minimum, 8 * t + 4);
+    if (t != g / 2) return;
+    float* at = rows + padded_index(64 * t + 16 * (g & 1));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float* c = sums.c[j];
+        *(float2*)(at + 2 * j) = make_float2((c[0] * NIBBLE - low) * inverse, (c[2] * NIBBLE - low) * inverse);
+        *(float2*)(at + 32 + 2 * j) =
+            make_float2((c[1] * (NIBBLE / 16) - high) * inverse, (c[3] * (NIBBLE / 16) - high) * inverse);
+    }
+}
+
+// Without a ring, few enough registers for the next kernel's block to wait beside this one.
+static constexpr int RESIDENT = STAGES || WARPS > 8 ? 1 : 2;
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
+    const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
+    // what comes in
+    const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
+    const float* offset,
+    // what goes out: y [rows] = product + bias + residual, or of half as many rows activation(gate) * up; of y^2 the
+    // sum in each block
+    float* y, const float* bias, const float* residual, float* squares_of_y,
+    // sums of active columns; the blocks' partial sums, every word SENTINEL: [tiles][splits][TILE_ROWS]
+    u64* active, float* workspace,
+    // flag-in-data words that nobody reads any more
+    u32* reset, int reset_count) {
+    extern __shared__ uint4 memory[];
+    __shared__ float sums_of[WARPS], warp_max_abs[WARPS];
+    __shared__ int found[WARPS];
+    __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
+    __shared__ int listed_k_tiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
+    const int split = blockIdx.x, tile = blockIdx.y;
+    const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
+    const bool is_producer = STAGES && warp >= WARPS;
+    const SubBlock bits(lane / 4);
+    const ColumnSplit column_split(columns, split);
+    init_consumer_barrier<THREADS>();
+
+    // ring [STAGES]; sums [WARPS][PADDED_ROWS]; list
+    u8* ring = (u8*)memory;
+    float* own = (float*)(ring + STAGES * STAGE_BYTES);
+    const int most = ColumnSplit::most(columns);
+    List list{own + WARPS * PADDED_ROWS, (int*)(own + WARPS * PADDED_ROWS + most), most, 0};
+
+    ColumnPipeline pipeline{tile_base, ring, full, empty, list.index, column_split, &listed_k_tiles};
+    KTile k_tile;
+    const auto fetch = [&](int i) {  // where there is no ring
+        const auto header = [&](int c) {
+            return tile_base + (u64)list.index[i * K_TILE + c] * COLUMN_BYTES + band * BLOCK_BYTES;
+        };
+        k_tile.read(header, FromGlobal{read_once()}, bits);
+    };
+    float max_abs = 0;
+    if (is_producer) {  // while the input is not there yet
+        pipeline.set_up();
+    } else {
+        // Constants that are needed later.
+        const int row = tile * TILE_ROWS + threadIdx.x * 32;
+        if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
+        const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
+        max_abs = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
+                      if (!FLAG_IN_DATA) wait_for_previous();
+                  }).of[0];
+        pipeline.announce(list.count);
+    }
+    pipeline.wait_for_list(is_producer);
+    if (!STAGES && k_slice < pipeline.k_tiles) fetch(k_slice);
+    if (!is_producer || !DENSE) launch_dependents();  // not before: see common/flag_in_data.cuh
+    if (is_producer) {
+        pipeline.run();
+        if (reset) {
+            wait_for_previous();
+            constexpr int EACH = PRODUCERS * 32;
+            const int number = (tile * SPLITS + split) * EACH + threadIdx.x - THREADS;
+            ll_reset(reset, reset_count, number, gridDim.y * SPLITS * EACH);
+        }
+        return;
+    }
+
+    // The rows of y that this block finishes.
+    constexpr int FINISHED = GATE ? TILE_ROWS / 2 : TILE_ROWS;
+    const RowShare<FINISHED> share(split);
+    const int real = (GATE ? rows / 2 : rows) - tile * FINISHED;
+
+    // What the first of them need besides.
+    const auto addend = [&](const float* from, int r) {
+        return !GATE && from && r < min(share.end, real) ? load_l2(from + tile * FINISHED + r) : 0;
+    };
+    float row_residual = addend(residual, share.begin + threadIdx.x);
+    float row_bias = addend(bias, share.begin + threadIdx.x);
+
+    // The scale, while the first columns travel.
+    max_abs = warp_max(max_abs);
+    if (lane == 0) warp_max_abs[warp] = max_abs;
+    sync_consumers<THREADS>();
+    float largest = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, warp_max_abs[w]);
+    const int exponent = exponent_for(largest * largest_scale);
+    const float scale = power_of_two(exponent);
+    Accumulator sums = {};
+#pragma unroll 1
+    for (int i = k_slice; i < pipeline.k_tiles; i += K_SLICES) {
+        if (STAGES) {
+            const u8* first = ring + i % RING_STAGES * STAGE_BYTES + band * BLOCK_BYTES;
+            barrier_wait(full + i % RING_STAGES, i / RING_STAGES & 1);
+            k_tile.read([&](int c) { return first + c * PITCH; }, FromRing(), bits);
+        }
+        multiply(sums, k_tile, list.value + i * K_TILE, scale, bits);
+        if (STAGES) {
+            warp_arrive(empty + i % RING_STAGES);
+        } else if (i + K_SLICES < pipeline.k_tiles) {
+            fetch(i + K_SLICES);
+        }
+    }
+    store_sums(sums, power_of_two(-exponent), own + warp * PADDED_ROWS);
+    if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
+    sync_consumers<THREADS>();
+
+    float* tile_workspace = workspace + tile * SPLITS * TILE_ROWS;
+    reduce_warps<TILE_ROWS>(own, tile_workspace + split * TILE_ROWS);
+    constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
+    float of_squares = 0;
+#pragma unroll 1
+    for (int r = share.begin + threadIdx.x; r < share.end; r += THREADS) {
+        float sum[EACH] = {};
+        if (SPLITS > 1) {
+            reduce_splits<TILE_ROWS>(tile_workspace + r, sum, [](int j) { return j * FINISHED; });
+        } else {
+            for (int j = 0; j < EACH; ++j) sum[j] = own[padded_index(r + j * FINISHED)];
+        }
+        if (r >= real) continue;  // only its partial sums had to be taken
+        const int row = tile * FINISHED + r;
+        float v = sum[0] + row_residual + row_bias;
+        if (GATE) {
+            float up = sum[EACH - 1];
+            if (bias) {
+                v += bias[row];
+                up += bias[rows / 2 + row];
+            }
+            v = __fmul_rn(activated(ACTIVATION, v), up);  // rounded here, as the next kernel will read it
+        }
+        ll_store(y + row, v);
+        of_squares += v * v;
+        row_residual = addend(residual, r + THREADS), row_bias = addend(bias, r + THREADS);
+    }
+    if (squares_of_y) {
+        of_squares = warp_sum(of_squares);
+        constexpr int WRITERS = share.EACH < THREADS ? (share.EACH + 31) / 32 : WARPS;  // warps that had rows
+        if (WRITERS > 1) {
+            if (lane == 0) sums_of[warp] = of_squares;
+            sync_consumers<THREADS>();
+            of_squares = 0;
+#pragma unroll
+            for (int w = 0; w < WRITERS; ++w) of_squares += sums_of[w];
+        }
+        if (threadIdx.x == 0) ll_store(squares_of_y + tile * SPLITS + split, of_squares);
+    }
+    if (!STAGES && reset) {
+        const int number = (tile * SPLITS + split) * THREADS + threadIdx.x;
+        ll_reset(reset, reset_count, number, gridDim.y * SPLITS * THREADS);
+    }
+    if (active && tile == 0 && threadIdx.x == 0) atomic_add(active, DENSE ? column_split.count() : list.count);
+}

@@ -1,0 +1,127 @@
+// Inputs of slid weights (SlideSparse, 4.2): quantised token by token, each with a scale of its own, and lifted.
+//
+//     x      [tokens, columns]            F32, F16 or BF16: read once
+//     row    bytes [columns]              in shared memory: the token's values, quantised
+//     q      bytes [tokens, stride]       word w of a row: the four values that window w sees, from input
+//                                         OF * (w / WINDOWS) + 2 * (w % WINDOWS) on; zeros behind the last window
+//     scale  float32 [tokens]             largest |x| / STEPS
+//
+// Launch: a block for each token. A thread keeps its inputs in registers between finding the largest and quantising,
+// and writes 16 bytes at a time. A token that is not finite gets a scale that is not, so that its outputs are not
+// either.
+//
+// Macros: INPUT 0 .. 2 for F32, F16, BF16; FP8 0 for int8, 1 for float8_e4m3fn (sm_89 and later); OF, WINDOWS: of a
+// group; CHUNKS: of eight inputs, that a thread has; WARPS, BLOCKS: of a multiprocessor
+
+#include "common/common.cuh"
+
+static constexpr int THREADS = WARPS * 32;
+static constexpr float STEPS = FP8 ? 448.0f : 127.0f;
+static constexpr float SMALLEST = 1e-30f;  // as formats/codecs/symmetric.py has it
+
+// Eight inputs as they lie in memory.
+struct Eight {
+    static constexpr int WORDS = INPUT == 0 ? 8 : 4;
+    u32 word[WORDS];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        if (INPUT == 0) return __uint_as_float(word[i % WORDS]);
+        const u16 half = (u16)(word[i / 2] >> 16 * (i % 2));
+        return INPUT == 1 ? half_to_float(half) : bfloat_to_float(half);
+    }
+    // From a column on; zeros beyond the last.
+    __device__ __forceinline__ void load(const u8* row, int column, int columns, bool aligned) {
+        constexpr int ELEMENT = INPUT == 0 ? 4 : 2;
+        if (aligned && column + 8 <= columns) {
+#pragma unroll
+            for (int i = 0; i < WORDS; i += 4) {
+                const uint4 four = load_l2((const uint4*)(row + column * ELEMENT) + i / 4);
+                word[i] = four.x, word[i + 1] = four.y, word[i + 2] = four.z, word[i + 3] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) word[i] = 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (column + i < columns) {
+                    if (INPUT == 0)
+                        word[i % WORDS] = load_l2((const u32*)row + column + i);
+                    else
+                        word[i / 2] |= (u32)load_l2((const u16*)row + column + i) << 16 * (i % 2);
+                }
+            }
+        }
+    }
+};
+
+// Two values as bytes, the first in the low one.
+__device__ __forceinline__ u32 quantised(float first, float second) {
+#if FP8
+    u16 bits;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
+    return bits;
+#else
+    return (u32)(u8)__float2int_rn(first) | (u32)(u8)__float2int_rn(second) << 8;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    quantise_slide(const u8* __restrict__ x, int columns, int element, int stride, u8* __restrict__ q,
+                   float* __restrict__ scale) {
+    launch_dependents();
+    extern __shared__ __align__(16) u8 row[];  // whole groups of columns
+    __shared__ u32 largest_of[WARPS];
+    wait_for_previous();
+    const u64 token = blockIdx.x;
+    const u8* const from = x + token * columns * element;
+    const bool aligned = ((u64)x | (u64)columns * element) % 16 == 0;
+
+    Eight v[CHUNKS];
+    u32 largest = 0;  // float32 without its sign: a NaN is larger than any number
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int column = (c * THREADS + threadIdx.x) * 8;
+        if (column < columns) {
+            v[c].load(from, column, columns, aligned);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(v[c][i]) & 0x7fffffff);
+        }
+    }
+    largest = __reduce_max_sync(ALL_LANES, largest);
+    if (threadIdx.x % 32 == 0) largest_of[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) largest = max(largest, largest_of[w]);
+    const float top = __uint_as_float(largest);
+    const float inverse = top > SMALLEST ? __fdiv_rn(STEPS, top) : 0;
+    if (threadIdx.x == 0) scale[token] = top <= SMALLEST ? 0 : __fdiv_rn(top, STEPS);
+
+    const int groups = (columns + OF - 1) / OF;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int column = (c * THREADS + threadIdx.x) * 8;
+        if (column < columns) {
+            u32 low = quantised(v[c][0] * inverse, v[c][1] * inverse);
+            u32 high = quantised(v[c][4] * inverse, v[c][5] * inverse);
+            low |= quantised(v[c][2] * inverse, v[c][3] * inverse) << 16;
+            high |= quantised(v[c][6] * inverse, v[c][7] * inverse) << 16;
+            *(uint2*)(row + column) = make_uint2(low, high);
+        }
+    }
+    // What a shorter last group lacks. The chunk that the last input lies in has its zeros.
+    for (int column = (columns + 7) / 8 * 8 + threadIdx.x; column < groups * OF; column += THREADS) row[column] = 0;
+    __syncthreads();
+
+    const int words = groups * WINDOWS;
+    u8* const to = q + token * stride;
+    for (int first = threadIdx.x * 4; first * 4 < stride; first += THREADS * 4) {
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int w = first + i;
+            const u16* const seen = (const u16*)(row + w / WINDOWS * OF + w % WINDOWS * 2);
+            word[i] = w < words ? (u32)seen[0] | (u32)seen[1] << 16 : 0;
+        }
+        *(uint4*)(to + first * 4) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}

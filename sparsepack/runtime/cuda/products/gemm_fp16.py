@@ -1,0 +1,167 @@
+"""Products of many inputs at once, through cuBLAS in float16, and the kernels between them
+(`kernels/decoder/prefill.cu`)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters
+from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
+from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
+from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, dequantise
+
+THREADS = 512  # of a block that takes a row
+HEADS = 8  # that a block takes
+
+
+@dataclass(frozen=True)
+class ScaledFp16:
+    """Rows x = values * factor in float16, with the largest magnitude of each row's values just below 2^15.
+
+    values -- float16 [S, columns]
+    factor -- float32 [S], powers of two
+    """
+
+    values: Tensor
+    factor: Tensor
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rows y = sums * factor * inverse + bias, put together by who reads them.
+
+    sums    -- float32 [S, rows]
+    factor  -- float32 [S], powers of two
+    inverse -- a power of two
+    bias    -- float32 [rows] or None
+    """
+
+    sums: Tensor
+    factor: Tensor
+    inverse: float
+    bias: Tensor | None
+
+
+def new_scratch(matrices: Iterable[ZigzagMatrix], device: torch.device) -> Tensor:
+    """Room for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`."""
+    largest = max(m.columns * BAND_ROWS * min(_bands(m), _bands_at_once(m)) for m in matrices)
+    return torch.empty(largest, dtype=torch.float16, device=device)
+
+
+def multiply(matrix: ZigzagMatrix, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
+    """W x + bias for every row, with every column.
+
+    Weights and inputs are rounded to float16, the inputs relative to the largest of their row; sums are float32.
+
+    scratch -- of `new_scratch`; products on one stream may share it
+    """
+    sums = torch.empty(len(x.values), matrix.rows, device=x.values.device)
+    step = _bands_at_once(matrix)
+    for first in range(0, _bands(matrix) if len(sums) else 0, step):
+        bands = min(step, _bands(matrix) - first)
+        weights = scratch[: matrix.columns * bands * BAND_ROWS].view(matrix.columns, -1)
+        dequantise(matrix, weights, first, bands)
+        part = sums[:, first * BAND_ROWS : (first + bands) * BAND_ROWS]
+        _fp16_product(x.values, weights[:, : part.shape[1]], part)
+    return Product(sums, x.factor, 1 / matrix.fp16_scale, bias)
+
+
+def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    torch.mm(x, weights, out_dtype=torch.float32, out=out)
+
+
+def _bands(matrix: ZigzagMatrix) -> int:
+    return -(-matrix.rows // BAND_ROWS)
+
+
+def _bands_at_once(matrix: ZigzagMatrix) -> int:
+    return max(zigzag.SCRATCH_BYTES // (2 * BAND_ROWS * matrix.columns), 1)
+
+
+def to_scaled_fp16(
+    x: Tensor, update: Product | None = None, norm: Tensor | None = None, eps: float = 0.0
+) -> ScaledFp16:
+    """x, or its RMSNorm, as input of a product.
+
+    x      -- float32 [S, columns], contiguous
+    update -- a product that is added to x (the residual stream) before, and x written back
+    norm   -- weight of the RMSNorm, float32 [columns], with `eps`
+    """
+    scaled = _new_scaled(x)
+    _add_rows(x, update, norm, eps, scaled)
+    return scaled
+
+
+def add(x: Tensor, update: Product) -> None:
+    """x += update: float32 [S, columns], contiguous."""
+    _add_rows(x, update, None, 0.0, None)
+
+
+def gated(stacked: Product, activation: int) -> ScaledFp16:
+    """activation(gate) * up, as input of a product: [S, 2 * width] -> [S, width].
+
+    activation -- number of the function, see `kernels/common/activations.cuh`
+    """
+    sums = stacked.sums
+    width = sums.shape[1] // 2
+    scaled = _new_scaled(sums[:, :width])
+    if len(sums):
+        launch(
+            _row_kernel("gate_rows", width, sums, activation=activation),
+            (len(sums),),
+            THREADS,
+            *(sums, width, stacked.factor, stacked.inverse, stacked.bias, scaled.values, scaled.factor),
+        )
+    return scaled
+
+
+def split_heads(parameters: AttentionParameters, qkv: Product, first: int, sequence: int = 0) -> Tensor:
+    """Norm and rotate q and k of the positions `first` .. first + S - 1 of a sequence, and append k and v to its cache.
+
+    qkv -- [S, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
+
+    Returns q: [S, heads, head_dim] of the cache's type.
+    """
+    shape, layer = parameters.shape, parameters.layer
+    keys, values = parameters.keys[sequence], parameters.values[sequence]
+    kv_heads, context, head_dim = keys.shape
+    q = torch.empty(len(qkv.sums), shape.heads, head_dim, dtype=keys.dtype, device=keys.device)
+    if len(q):
+        defines = ("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[keys.dtype]}")
+        launch(
+            kernel("prefill", "split_heads", defines, keys.device.index or 0),
+            (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),
+            HEADS * 32,
+            *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, float(shape.eps)),
+            *(shape.cos, shape.sin, first, context, shape.heads, kv_heads, q, keys, values),
+        )
+    return q
+
+
+def _new_scaled(x: Tensor) -> ScaledFp16:
+    values = torch.empty(x.shape, dtype=torch.float16, device=x.device)
+    return ScaledFp16(values, torch.empty(len(x), device=x.device))
+
+
+def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float, scaled: ScaledFp16 | None) -> None:
+    if not len(x):
+        return
+    product = (update.sums, update.factor, update.inverse, update.bias) if update else (None, None, 0.0, None)
+    launch(
+        _row_kernel("add_rows", x.shape[1], x, product[0]),
+        (len(x),),
+        THREADS,
+        *(x, x.shape[1], *product, norm, float(eps)),
+        *((scaled.values, scaled.factor) if scaled else (None, None)),
+    )
+
+
+def _row_kernel(name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0) -> Kernel:
+    """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
+    places = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
+    vector = 1 if places % 16 else 4
+    defines = (f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}", f"ACTIVATION={activation}")
+    return kernel("prefill", name, defines, x.device.index or 0)

@@ -1,0 +1,173 @@
+"""How a product with a zigzag matrix is laid over the GPU: the parameters that `kernels/products/zigzag_gemv.cu` leaves
+open, and the shared memory that follows from them.
+
+`sparsepack tune --device cuda` measures them once per kind of GPU (`tuning.py`); what it found is kept below ~/.cache.
+Where nothing was measured, `default_tile_config` chooses.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsepack.runtime import tuning
+from sparsepack.runtime.cuda.driver.kernel import multiprocessors
+from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
+from sparsepack.runtime.tuning import Shape
+
+SCHEMA = 2
+BAND_ROWS = 256
+PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
+BLOCK_BYTES = 144
+K_TILE = 16  # columns that are multiplied together
+CHUNK = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
+STATIC_BYTES = 2048
+"""Products declare at most this many bytes of a block's shared memory themselves."""
+PRODUCERS = 4
+"""A block has this many producer warps, which fetch columns, where there is a ring."""
+MOST_WARPS = 32
+"""A block has at most this many warps, producers included."""
+MOST_STAGES = 32
+"""No configuration that is tried has more stages than this."""
+STAGES = {8: 8, 4: 8, 2: 16, 1: 24}
+"""A ring has this many stages by default, for each number of bands of a tile."""
+MOST_SPLITS = {8: 16, 4: 16, 2: 32, 1: 32}
+"""A product has at most this many splits, by the bands of a tile: the sums of the splits have to be added up."""
+MANY_COLUMNS = 1024
+"""For a block with this many columns, tiles of 4 bands are faster at 50 % than tiles of 2 (an H100)."""
+FEW_COLUMNS = 224
+"""A block of one band with no more columns than this is faster without a ring (an H100)."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """What CUTLASS calls a kernel's tile shape, stages and split-K slices.
+
+    tile_bands -- bands of 256 rows that lie together in a tile, column by column: 1, 2, 4 or 8
+    warps      -- of a block that multiply; a multiple of `tile_bands`
+    stages     -- of the pipeline, 16 columns each, that a block has on their way at once, fetched by producer warps; 0:
+                  warps that multiply read their columns themselves, which suits blocks that read few (where all are
+                  active, and for several inputs, there is a ring all the same)
+    splits     -- blocks that share the columns of a tile (split-K)
+    """
+
+    tile_bands: int = 1
+    warps: int = 8
+    stages: int = 16
+    splits: int = 8
+
+    def __post_init__(self) -> None:
+        slices, rest = divmod(self.warps, self.tile_bands)
+        if rest or self.stages % slices or self.stages % PRODUCERS:
+            raise ValueError(
+                f"{self}: warps must be a multiple of tile_bands, stages of warps / tile_bands and of {PRODUCERS}"
+            )
+        if self.warps + PRODUCERS > MOST_WARPS or self.stages > MOST_STAGES:
+            raise ValueError(f"{self}: at most {MOST_WARPS - PRODUCERS} warps and {MOST_STAGES} stages")
+
+    @property
+    def threads(self) -> int:
+        """The threads of a block."""
+        return 32 * (self.warps + (PRODUCERS if self.stages else 0))
+
+    def chunks(self, columns: int) -> int:
+        """The chunks of a matrix's columns that a block takes at most."""
+        return -(-columns // (CHUNK * self.splits))
+
+    @property
+    def ring_bytes(self) -> int:
+        """The bytes of shared memory for the columns on their way (`kernels/products/zigzag.cuh`)."""
+        column = self.tile_bands * BLOCK_BYTES // 16 // 2 * 32 + 16  # an odd number of 16 bytes
+        return self.stages * K_TILE * column
+
+
+def shared_bytes(columns: int, config: TileConfig) -> int:
+    """Dynamic shared memory of a block of `zigzag_gemv`: the ring, the warps' sums, and the list of its columns."""
+    return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * CHUNK * config.chunks(columns)
+
+
+def fitted(config: TileConfig, needed: Callable[[TileConfig], int], device: torch.device) -> TileConfig:
+    """With fewer stages where a block would need more dynamic shared memory than there is."""
+    step = math.lcm(PRODUCERS, config.warps // config.tile_bands)
+    choices = range(config.stages, 0, -step)
+    stages = deepest_pipeline(choices, lambda n: STATIC_BYTES + needed(replace(config, stages=n)), device)
+    return replace(config, stages=stages)
+
+
+def with_ring(config: TileConfig) -> TileConfig:
+    """The same layout of a matrix, for kernels that need a ring."""
+    return config if config.stages else replace(config, warps=8, stages=STAGES[config.tile_bands])
+
+
+def default_tile_config(bands: int, columns: int, device: torch.device, gate: bool = False) -> TileConfig:
+    """The configuration if nothing was measured: tiles of 2 bands, or of 4, whose pieces are longer, where that leaves
+    a block for almost every multiprocessor and each of them many columns; as many stages as fit. A gate's tiles are of
+    2: in a decoder those of 4 lose more dense than they gain sparse. Small matrices are in tiles of 1, without a ring
+    (benchmarks/notes/cuda.md)."""
+
+    def needed(config: TileConfig) -> int:
+        return shared_bytes(columns, config)
+
+    def of(tile_bands: int) -> TileConfig:
+        splits = filling_splits(bands, columns, device, tile_bands)
+        return fitted(TileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
+
+    one = TileConfig(1, warps=8, stages=0, splits=filling_splits(bands, columns, device, 1))
+    if not gate and CHUNK * one.chunks(columns) <= FEW_COLUMNS:
+        return one
+    four = of(4)
+    enough = -(-bands // 4) * _most_splits(columns, 4) >= 0.95 * multiprocessors(device)
+    fits = STATIC_BYTES + needed(four) <= shared_limit(device)
+    if not gate and enough and columns // four.splits >= MANY_COLUMNS and fits:
+        return four
+    return of(2 if gate or bands >= 4 else 1)
+
+
+def filling_splits(bands: int, columns: int, device: torch.device, tile_bands: int) -> int:
+    """How many blocks share a tile's columns where there is about a block for each multiprocessor."""
+    return max(1, min(_most_splits(columns, tile_bands), multiprocessors(device) // -(-bands // tile_bands)))
+
+
+def _most_splits(columns: int, tile_bands: int) -> int:
+    """Blocks that may share a tile's columns: each needs some."""
+    return min(MOST_SPLITS[tile_bands], -(-columns // CHUNK))
+
+
+def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> TileConfig | None:
+    """What was measured to suit a matrix on this kind of GPU; None where nothing was, or nothing that serves a gate."""
+    found = tuned(torch.cuda.get_device_name(device)).get(shape)
+    return None if found is None or (gate and found.tile_bands % 2) else found
+
+
+def tuned_path(gpu: str) -> Path:
+    """The file that keeps what was measured on a kind of GPU, by the GPU's name."""
+    return tuning.tuned_path("cuda", gpu)
+
+
+def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
+    """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
+    return tuning.read_rows(path, SCHEMA, tile_config_of)
+
+
+@cache
+def tuned(gpu: str) -> Mapping[Shape, TileConfig]:
+    """The configurations measured on a kind of GPU; empty where `sparsepack tune` never ran there."""
+    return {shape: tile_config_of(row) for shape, row in read_tuned(tuned_path(gpu)).items()}
+
+
+def tile_config_of(row: Mapping[str, Any]) -> TileConfig:
+    """A configuration from a row of such a file, in which `tile_bands` was `group` once.
+
+    Raises `ValueError`, `KeyError` or `TypeError` where it is impossible.
+    """
+    values = {
+        "tile_bands": int(row["tile_bands"] if "tile_bands" in row else row["group"]),
+        **{name: int(row[name]) for name in ("warps", "stages", "splits")},
+    }
+    if not all((name == "stages" or value) and 0 <= value <= 64 for name, value in values.items()):
+        raise ValueError(f"{values}: expected 1 to 64, stages from 0 on")
+    return TileConfig(**values)

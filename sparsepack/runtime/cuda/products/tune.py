@@ -1,0 +1,138 @@
+"""Measure which tile configuration suits this GPU, once, and remember it (SpQt, section 3.2: hardware profiling)."""
+
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.runtime.cuda.driver.device import usable
+from sparsepack.runtime.cuda.driver.graph import captured
+from sparsepack.runtime.cuda.products.tile_config import (
+    BAND_ROWS,
+    SCHEMA,
+    TileConfig,
+    default_tile_config,
+    filling_splits,
+    read_tuned,
+    tuned,
+    tuned_path,
+)
+from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
+from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
+
+CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
+    {"tile_bands": (1, 2, 4, 8), "splits": (1, 2, 4, 8, 16, 32), "warps": (8, 16), "stages": (0, 8, 16, 24)}
+)
+"""The fields of the configuration may have these values."""
+TOGETHER = (("tile_bands", "stages"), ("splits",), ("warps", "stages"))
+"""The fields of a group are chosen at one time, since together they fill shared memory; the groups come in this order.
+With other tiles come as many splits as fill the GPU."""
+TURNS = 2
+"""Every group of fields is chosen this many times, the other fields as they were chosen last."""
+COPIES = 64
+"""There are at most this many copies of a matrix, so that matrices too small to matter do not take the most time."""
+REPLAYS = 15
+
+
+def measure(
+    shapes: Iterable[Shape], device: torch.device | str = "cuda", gates: Collection[Shape] = ()
+) -> dict[str, Any]:
+    """Search for the fastest configuration of every shape, and return what was found as JSON-able values.
+
+    Half of the columns are active, the weights come from memory, and collecting the columns is part of the time. What
+    was measured before for other shapes stays.
+
+    gates -- of the shapes, those of gate and up, which are measured as the decoder runs them
+
+    Raises `UserError` where the cuda backend cannot run, `OutputError` where the result cannot be kept.
+    """
+    device = usable(device)
+    gpu = torch.cuda.get_device_name(device)
+    path = tuned_path(gpu)
+    with torch.cuda.device(device):
+        head = {"schema": SCHEMA, "gpu_info": gpu}
+        found = measure_shapes(shapes, path, head, read_tuned(path), lambda shape: _best(shape, device, shape in gates))
+    tuned.cache_clear()
+    return found
+
+
+def _best(shape: Shape, device: torch.device, gate: bool) -> dict[str, Any]:
+    """The configuration with the least median time, searched for field by field, from the one that runs where nothing
+    was measured."""
+    gate = gate and shape[0] % (2 * BAND_ROWS) == 0
+    trial = _Trial(shape, device, gate)
+    best = default_tile_config(trial.bands, shape[1], device, gate)
+    times = {best: trial.nanoseconds(best)}
+    for _ in range(TURNS):
+        for names in TOGETHER:
+            for values in product(*(CHOICES[name] for name in names)):
+                chosen = dict(zip(names, values, strict=True))
+                if "tile_bands" in chosen:
+                    chosen["splits"] = filling_splits(trial.bands, shape[1], device, chosen["tile_bands"])
+                try:
+                    candidate = replace(best, **chosen)
+                    if candidate not in times:
+                        times[candidate] = trial.nanoseconds(candidate)
+                except (RuntimeError, ValueError):
+                    continue  # more than a multiprocessor has, or than columns and multiprocessors allow
+            best = min(times, key=lambda config: times[config])
+    trial.check()
+    return row_of(shape, asdict(best), times.values(), times[best])
+
+
+class _Trial:
+    """Products of one shape. Copies of the matrix take turns, in one layout at a time."""
+
+    def __init__(self, shape: Shape, device: torch.device, gate: bool) -> None:
+        self._shape, self._gate = shape, gate
+        self._blocks = random_blocks(shape).to(device)
+        self.bands = self._blocks.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        self._x = torch.randn(shape[1], generator=generator).to(device)
+        self._threshold = self._x.abs().quantile(1 - ACTIVE).reshape(1)
+        self._y = torch.empty(shape[0], device=device)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._layout: tuple[int, list[Tensor]] | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError where the GPU stopped: one that merely refuses a configuration does not."""
+        torch.cuda.synchronize(self._blocks.device)
+
+    def nanoseconds(self, config: TileConfig) -> float:
+        """The time of a product: the median over replays of a CUDA graph of one for each copy.
+
+        Raises RuntimeError or ValueError where the GPU cannot run it.
+        """
+        matrices = self._matrices(config)
+
+        def run() -> None:
+            for matrix in matrices:
+                gemv(matrix, Input(self._x, threshold=self._threshold), self._y, activation=0 if self._gate else None)
+
+        graph = captured(run, self._stream)
+        return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
+
+    def _matrices(self, config: TileConfig) -> list[ZigzagMatrix]:
+        packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
+        first = load_zigzag(packed, self._blocks.device, config, gate=self._gate)
+        if self._layout is None or self._layout[0] != config.tile_bands:
+            self._layout = None  # before the next one is made
+            copies = copies_of(self._blocks, ROTATION, COPIES)
+            self._layout = config.tile_bands, [first.blocks.clone() for _ in range(copies)]
+        return [replace(first, blocks=blocks) for blocks in self._layout[1]]
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Nanoseconds of a replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e6

@@ -1,0 +1,351 @@
+"""Zigzag matrices on the GPU: loading, the product that skips inactive columns, and the dense one for many inputs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.q4_k import scales_and_mins
+from sparsepack.runtime.cuda.driver.flag_in_data import workspace
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
+from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
+from sparsepack.runtime.cuda.products.tile_config import (
+    BAND_ROWS,
+    CHUNK,
+    PADDED_ROWS,
+    PRODUCERS,
+    STATIC_BYTES,
+    TileConfig,
+    default_tile_config,
+    fitted,
+    measured_tile_config,
+    shared_bytes,
+    with_ring,
+)
+
+LARGEST_FACTOR = 63  # of d: scales have 6 bits
+MOST_ROUNDS = 8  # of a warp's chunks at a time
+MOST_VALUES = 32  # of several inputs, that a lane has at a time
+MOST_INPUTS = 8
+MOST_TILE_BANDS = 8  # of a matrix with room for so many
+SCRATCH_BYTES = 1 << 28
+"""This many bytes of a matrix are dequantised at a time."""
+
+
+@dataclass(frozen=True)
+class ZigzagMatrix:
+    """A zigzag matrix in the order in which `kernels/products/zigzag_gemv.cu` reads it.
+
+    blocks        -- uint8 [tiles, columns, tile_bands, 144]
+    config        -- what it is laid out for
+    gate_bands    -- bands of gate, where each tile has as many bands of gate as of up; 0: bands in their order
+    largest_scale -- largest |d| of a superblock times 63: bounds what a nibble is multiplied by
+    largest_d     -- largest |d| or |dmin| of a superblock
+    fp16_scale    -- power of two that brings the largest weight near the largest float16
+    """
+
+    blocks: Tensor
+    rows: int
+    columns: int
+    config: TileConfig
+    gate_bands: int
+    largest_scale: float
+    largest_d: float
+    fp16_scale: float
+
+
+def load_zigzag(
+    matrix: PackedMatrix,
+    device: torch.device | str = "cuda",
+    config: TileConfig | None = None,
+    *,
+    gate: bool = False,
+) -> ZigzagMatrix:
+    """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to whole tiles.
+
+    gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
+    """
+    if matrix.type != ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    if gate and matrix.rows % (2 * BAND_ROWS):
+        raise ValueError(f"{matrix.rows} rows of gate and up, expected a multiple of {2 * BAND_ROWS}")
+    if gate and config and config.tile_bands % 2:
+        raise ValueError(f"{config}: gate and up need an even number of bands in a tile")
+    blocks = matrix.blocks.to(device)
+    config = config or measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
+    config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
+    # d and dmin of every superblock; NaN and infinity count as nothing here, and show in the products.
+    ends = blocks[..., :4].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
+    d, dmin = (float(x) for x in ends.flatten(0, 1).amax(0)) if ends.numel() else (0.0, 0.0)
+    largest = LARGEST_FACTOR * max(15 * d, dmin)
+    fp16_scale = 2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30))))
+    gate_bands = blocks.shape[0] // 2 if gate else 0
+    tiled = _tiled(_headers_in_order(blocks), config.tile_bands, gate)
+    return ZigzagMatrix(
+        tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale
+    )
+
+
+def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
+    """uint8 [bands, columns, 144] -> [tiles, columns, tile_bands, 144], filled up with bands of zeros."""
+    parts = blocks.chunk(2) if gate else (blocks,)
+    each = tile_bands // len(parts)
+    tiled = [_padded(part, each).view(-1, each, *part.shape[1:]).transpose(1, 2) for part in parts]
+    return torch.cat(tiled, dim=2).contiguous()
+
+
+def _headers_in_order(blocks: Tensor) -> Tensor:
+    """Superblocks with the six bits of each scale and each minimum side by side, as the kernels take them apart."""
+    scales, mins = scales_and_mins(blocks)
+    both = scales.short() | mins.short() << 6
+    even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
+    packed = torch.stack([even & 255, even >> 8 | (odd & 15) << 4, odd >> 4], dim=-1).flatten(-2)
+    return torch.cat([blocks[..., :4], packed.byte(), blocks[..., 16:]], dim=-1)
+
+
+def _padded(blocks: Tensor, multiple: int) -> Tensor:
+    blocks = blocks.contiguous()
+    missing = -blocks.shape[0] % multiple
+    return torch.cat([blocks, blocks.new_zeros(missing, *blocks.shape[1:])]) if missing else blocks
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a product takes and which columns it reads. Fields not given have no effect.
+
+    x               -- float32 [columns]; [B, columns] of several inputs
+    norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
+    squares         -- parts of the sum of x^2, which the norm needs: float32 [..], of several inputs [B, ..]; else the
+                       product adds them up
+    threshold       -- float32 [1] or [columns]; None: every column is active
+    offset          -- float32 [columns], taken from x before it is compared and multiplied
+    flag_in_data    -- x and squares are in words of `flag_in_data.py`: read as soon as they are stored; no norm without
+                       squares
+    """
+
+    x: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
+    squares: Tensor | None = None
+    threshold: Tensor | None = None
+    offset: Tensor | None = None
+    flag_in_data: bool = False
+
+    @property
+    def dense(self) -> bool:
+        return self.threshold is None
+
+
+def gemv(
+    matrix: ZigzagMatrix,
+    input: Input,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
+    active: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> None:
+    """Put y = W[:, active] x[active] + bias + residual on the current stream.
+
+    y          -- float32 [rows]; [rows / 2] with an activation
+    bias       -- float32 [rows]
+    residual   -- float32 [rows], may be y itself; where the input has its flag in the data, not what the kernel just
+                  before writes
+    activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`
+    squares    -- float32 [blocks(matrix)]: what the blocks' rows add to the sum of y^2
+    active     -- int64 []: the number of active columns is added to it
+    reset      -- int32 [..]: flag-in-data words that become SENTINEL again, since all have read them
+    """
+    device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
+    if input.flag_in_data and input.norm is not None and input.squares is None:
+        raise ValueError("an input with its flag in the data, with a norm and without squares")
+    _check_gate(matrix, activation, residual)
+    if input.dense and not matrix.config.stages:
+        matrix = _with_ring(matrix, shared_bytes)
+    config = matrix.config
+    _check_blocks(matrix, 1)
+    launch(
+        kernel("zigzag_gemv", "zigzag_gemv", _defines(matrix, input, activation), device.index or 0),
+        (config.splits, tiles),
+        config.threads,
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
+        *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
+        *(input.threshold, input.offset),
+        *(y, bias, residual, squares),
+        *(active, workspace(device)),
+        *(reset, 0 if reset is None else reset.numel()),
+        shared=shared_bytes(matrix.columns, config),
+    )
+
+
+def blocks(matrix: ZigzagMatrix) -> int:
+    """The thread blocks of a product with the matrix."""
+    return matrix.blocks.shape[0] * matrix.config.splits
+
+
+def _check_gate(matrix: ZigzagMatrix, activation: int | None, residual: Tensor | None) -> None:
+    if activation is not None and residual is not None:
+        raise ValueError("an activation, with a residual: activation(gate) * up is taken as it is")
+    if (activation is not None) != (matrix.gate_bands > 0):
+        raise ValueError(f"activation {activation} for {matrix.gate_bands} bands of gate: one needs the other")
+
+
+def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
+    """Raises `ValueError` where a block would have no columns, or blocks would wait for each other in vain."""
+    config, device = matrix.config, matrix.blocks.device
+    if config.splits > -(-matrix.columns // CHUNK):
+        raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
+    if config.splits == 1:
+        return
+    if blocks(matrix) > multiprocessors(device):
+        raise ValueError(f"{config}: {blocks(matrix)} blocks that wait for each other, more than run at once")
+    sums, room = blocks(matrix) * config.tile_bands * BAND_ROWS * inputs, workspace(device).numel()
+    if sums > room:
+        raise ValueError(
+            f"{config}: {sums} sums of blocks with {inputs} inputs, more than {room}; take tiles of up to "
+            f"{MOST_TILE_BANDS} bands"
+        )
+
+
+def batch(
+    matrix: ZigzagMatrix,
+    input: Input,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int | None = None,
+    squares: Tensor | None = None,
+    active: Tensor | None = None,
+) -> None:
+    """Put y = W[:, active] x[active] + bias + residual for several inputs on the current stream; W is read once.
+
+    input      -- of B, at most `MOST_INPUTS`; a column is active where it is in any of them; its flag not in the data
+    y          -- float32 [B, rows]; [B, rows / 2] with an activation
+    bias       -- float32 [rows]
+    residual   -- float32 [B, rows], may be y itself
+    activation -- for rows of gate and up, as `gemv` takes it
+    squares    -- float32 [B, blocks(matrix)]: what the blocks' rows add to the sums of y^2
+    active     -- int64 []: the number of active columns is added to it
+    """
+    inputs = len(input.x)
+    if not 1 <= inputs <= MOST_INPUTS:
+        raise ValueError(f"{inputs} inputs, expected 1 to {MOST_INPUTS}")
+    if input.flag_in_data:
+        raise ValueError("several inputs with their flag in the data: gemv takes one such input")
+    _check_gate(matrix, activation, residual)
+    matrix = _for_inputs(matrix, inputs)
+    device, config = matrix.blocks.device, matrix.config
+    _check_blocks(matrix, inputs)
+    launch(
+        kernel("zigzag_batch", "zigzag_batch", _batch_defines(matrix, input, activation), device.index or 0),
+        (config.splits, matrix.blocks.shape[0]),
+        config.threads,
+        *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d),
+        *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
+        *(input.threshold, input.offset),
+        *(y, bias, residual, squares),
+        *(active, workspace(device)),
+        shared=_batch_bytes(matrix.columns, config, inputs),
+    )
+
+
+def most_inputs(matrix: ZigzagMatrix) -> int:
+    """Inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as a block's shared memory has room."""
+    limit = shared_limit(matrix.blocks.device)
+
+    def needed(inputs: int) -> int:
+        return STATIC_BYTES + _batch_bytes(matrix.columns, _for_inputs(matrix, inputs).config, inputs)
+
+    return sum(needed(inputs) <= limit for inputs in range(1, MOST_INPUTS + 1))
+
+
+def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
+    return _with_ring(matrix, lambda columns, config: _batch_bytes(columns, config, inputs))
+
+
+def _with_ring(matrix: ZigzagMatrix, needed: Callable[[int, TileConfig], int]) -> ZigzagMatrix:
+    """The same matrix with a ring of as many stages as there is shared memory for."""
+    config = fitted(with_ring(matrix.config), lambda config: needed(matrix.columns, config), matrix.blocks.device)
+    return replace(matrix, config=config)
+
+
+def _batch_bytes(columns: int, config: TileConfig, inputs: int) -> int:
+    """Dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list of its
+    columns."""
+    first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
+    return first + 4 * (inputs + 1) * CHUNK * config.chunks(columns)
+
+
+def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+    values = {
+        **_macros(matrix),
+        **_of_input(matrix, input, activation),
+        "FLAG_IN_DATA": int(input.flag_in_data),
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _batch_defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+    inputs = len(input.x)
+    values = {
+        **_macros(matrix, min(MOST_ROUNDS, MOST_VALUES // inputs)),
+        **_of_input(matrix, input, activation),
+        "INPUTS": inputs,
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dict[str, int]:
+    """What a product does with what it takes."""
+    return {
+        "GATE": int(activation is not None),
+        "ACTIVATION": activation or 0,
+        "DENSE": int(input.dense),
+        "NORM": int(input.norm is not None),
+        "SQUARES": 0
+        if input.norm is None or input.squares is None
+        else -(-input.squares.shape[-1] // (32 * matrix.config.warps)),
+        "OFFSET": int(input.offset is not None),
+        "PER_CHANNEL": _per_channel(input.threshold),
+    }
+
+
+def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
+    """What every product with a matrix is compiled for."""
+    config = matrix.config
+    each = -(-config.chunks(matrix.columns) // config.warps)  # chunks of a warp
+    passes = -(-each // most_rounds)
+    return {
+        "WARPS": config.warps,
+        "STAGES": config.stages,
+        "PRODUCERS": PRODUCERS,
+        "TILE_BANDS": config.tile_bands,
+        "SPLITS": config.splits,
+        "ROUNDS": -(-each // passes),
+        "PASSES": passes,
+    }
+
+
+def _per_channel(threshold: Tensor | None) -> int:
+    return int(threshold is not None and threshold.numel() > 1)
+
+
+def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> None:
+    """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
+    device, (tiles, columns, tile_bands, _) = matrix.blocks.device, matrix.blocks.shape
+    warps, at_once = 8, 4
+    filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
+    launch(
+        kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}",), device.index or 0),
+        (min(filling, -(-columns * tile_bands // (warps * at_once))), tiles),
+        warps * 32,
+        *(matrix.blocks, columns, tile_bands, matrix.gate_bands),
+        *(first, bands, matrix.fp16_scale, out, out.stride(0)),
+    )

@@ -1,0 +1,166 @@
+"""What a decoder out of operations (`runtime/operations_decoder.py`) loads of a block: its sites, and its MLP.
+
+Every part counts for itself what decoded positions read of it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedLayer, PackedSite
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.runtime.operations import Operations
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class Mode(Enum):
+    """How a block treats the positions at hand; all but the first are counted."""
+
+    PREFILL = "dense, not counted"
+    DENSE = "dense, counted"
+    STEP = "one position, inactive columns and neurons not read"
+    MASKED = "several positions, what is inactive read but zero: the same sums as STEP"
+
+
+class Mlp(Protocol):
+    """A loaded MLP."""
+
+    @property
+    def active(self) -> Mapping[str, Tensor]:
+        """For each matrix, by its name there, the units that were read: int64 []."""
+
+    def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
+        """What the MLP makes of x [S, hidden]: [S, hidden]."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A loaded site.
+
+    sparse_bias -- what its sparse product lacks: bias + W offset, None where both are absent
+    active      -- int64 []: the columns that were read
+    """
+
+    operations: Operations
+    matrix: Any
+    bias: Tensor | None
+    rule: SiteRule | None
+    sparse_bias: Tensor | None
+    active: Tensor
+
+    def product(self, x: Tensor, mode: Mode) -> Tensor:
+        """The output rows for x [S, columns]: [S, rows]."""
+        if mode in (Mode.PREFILL, Mode.DENSE) or self.rule is None:
+            if mode is not Mode.PREFILL:
+                self.active.add_(x.numel())
+            return _plus(self.operations.zigzag_matmul(self.matrix, x), self.bias)
+        threshold, offset = self.rule.limits, self.rule.offset
+        d = x if offset is None else x - offset
+        if mode is Mode.STEP:
+            indices, count = self.operations.collect(d[0], threshold)
+            y = self.operations.zigzag_gemv(self.matrix, d[0], indices, count)[None]
+        else:
+            active = d.abs() > threshold
+            count = active.sum()
+            y = self.operations.zigzag_matmul(self.matrix, torch.where(active, d, 0))
+        self.active.add_(count)
+        return _plus(y, self.sparse_bias)
+
+
+@dataclass(frozen=True)
+class _DenseMlp:
+    sites: Mapping[str, Site]
+
+    @property
+    def active(self) -> Mapping[str, Tensor]:
+        return {name: site.active for name, site in self.sites.items()}
+
+    def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
+        gate, up = self.sites["mlp_in"].product(x, mode).chunk(2, dim=-1)
+        return self.sites["mlp_mid"].product(activation(gate) * up, mode)
+
+
+@dataclass(frozen=True)
+class _NeuronMlp:
+    operations: Operations
+    gate: Any
+    records: Any
+    active: Mapping[str, Tensor]
+
+    def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
+        gate = activation(self.operations.zigzag_matmul(self.gate, x))  # [S, neurons]
+        if mode is not Mode.PREFILL:
+            self.active[MLP_GATE].add_(x.numel())
+        if mode is Mode.STEP:
+            indices, count = self.operations.collect(gate[0], torch.zeros((), device=gate.device))
+            self.active[MLP_RECORDS].add_(count)
+            return self.operations.neuron_ffn(self.records, x[0], gate[0], indices, count)[None]
+        if mode is Mode.DENSE:
+            self.active[MLP_RECORDS].add_(gate.numel())
+        elif mode is Mode.MASKED:
+            self.active[MLP_RECORDS].add_(gate.count_nonzero())
+        return self.operations.neuron_matmul(self.records, x, gate)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A loaded block."""
+
+    attention: Mapping[str, Site]
+    norms: Mapping[str, Tensor]
+    mlp: Mlp
+
+    @property
+    def active(self) -> Mapping[str, Tensor]:
+        """For each matrix, by its name in the block, the units that were read: int64 []."""
+        return {**{name: site.active for name, site in self.attention.items()}, **self.mlp.active}
+
+
+def load_layer(layer: PackedLayer, operations: Operations, device: torch.device) -> Layer:
+    """A block on a device, its counts at zero."""
+    norms = {name: norm.to(device) for name, norm in layer.norms.items()}
+    mlp = _LOADERS[layer.mlp.kind](layer.mlp, operations, device)
+    return Layer(_loaded_sites(layer.attention, operations, device), norms, mlp)
+
+
+def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:
+    return _DenseMlp(_loaded_sites(mlp.sites, operations, device))
+
+
+def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:
+    gate, records = operations.load_zigzag(mlp.gate, device), operations.load_neurons(mlp.records, device)
+    return _NeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
+
+
+_LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
+    DENSE: _loaded_dense,
+    NEURONS: _loaded_neurons,
+}
+
+
+def _loaded_sites(sites: Mapping[str, PackedSite], operations: Operations, device: torch.device) -> dict[str, Site]:
+    return {name: _loaded_site(site, operations, device) for name, site in sites.items()}
+
+
+def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> Site:
+    matrix = operations.load_zigzag(site.matrix, device)
+    bias = None if site.bias is None else site.bias.to(device)
+    rule = None if site.rule is None else site.rule.to(device)
+    sparse_bias = bias
+    if rule is not None and rule.offset is not None:
+        sparse_bias = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
+    return Site(operations, matrix, bias, rule, sparse_bias, _zero(device))
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias

@@ -1,0 +1,115 @@
+"""The oracle's attention in plain torch: rotary embedding, masks, softmax, and the cache that attends to everything."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.reference.products import rms_norm
+
+CACHE_TYPES: Mapping[str, torch.dtype] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+"""The types of cached keys and values stand under the names that benchmarks print."""
+
+
+def rotary_table(inv_freq: Tensor, scale: float, context: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles: float32 [head_dim / 2] -> twice float32 [context, head_dim / 2]."""
+    angles = torch.arange(context, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, halves apart: channel i is rotated together with i + head_dim / 2.
+
+    x: float32 [heads, S, head_dim]; cos, sin: [S, head_dim / 2], the rows of the positions in question.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def visible(first: int, queries: int, keys_from: int, window: int, device: torch.device | str = "cpu") -> Tensor:
+    """Which positions a query sees: those up to its own, with a window at most that many.
+
+    first     -- position of the first query
+    keys_from -- position of the first key; the last key is the last query's
+    window    -- 0: no limit
+
+    Returns bool [queries, first + queries - keys_from].
+    """
+    query = torch.arange(first, first + queries, device=device)[:, None]
+    key = torch.arange(keys_from, first + queries, device=device)
+    seen = key <= query
+    return seen & (key > query - window) if window else seen
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v with grouped queries: query head h reads key head h * kv_heads // heads.
+
+    q            -- float32 [heads, S, head_dim]
+    keys, values -- float32 [kv_heads, T, head_dim]
+    seen         -- bool [S, T]; every query sees at least one key
+
+    Returns float32 [S, heads * head_dim].
+    """
+    heads, length, head_dim = q.shape
+    grouped = q.reshape(keys.shape[0], -1, head_dim)  # [kv_heads, group * S, head_dim]
+    scores = torch.matmul(grouped, keys.transpose(1, 2)) * head_dim**-0.5
+    scores = scores.view(heads, length, -1).masked_fill(~seen, float("-inf"))
+    weights = scores.softmax(-1).view(*grouped.shape[:2], -1)
+    attn_output = torch.matmul(weights, values).view(heads, length, head_dim)
+    return attn_output.transpose(0, 1).reshape(length, -1)
+
+
+class DenseKvCache:
+    """See `runtime.kv_cache.KvCache`. Every query attends to every position that its layer's window shows it.
+
+    Layout: keys and values [layers, sequences, kv_heads, context, head_dim], of `type`, 8 bytes * layers * kv_heads *
+    head_dim a position for "f32". Queries are float32 [heads, S, head_dim]; sums are float32.
+    """
+
+    def __init__(self, shape: AttentionShape, type: str, device: torch.device | str) -> None:
+        self.type, self.sparse_from = type, shape.sparse_from
+        self._shape = shape
+        room = (len(shape.layers), shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
+        self._keys, self._values = (torch.zeros(room, dtype=CACHE_TYPES[type], device=device) for _ in range(2))
+        self._lengths = [0] * shape.sequences
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._lengths
+
+    def append(self, layer: int, qkv: Tensor, sequence: int = 0) -> Tensor:
+        shape, norms = self._shape, self._shape.layers[layer]
+        rows = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        q, k, v = torch.split(qkv, rows, dim=-1)
+        new = slice(self._lengths[sequence], self._lengths[sequence] + len(qkv))
+        self._keys[layer, sequence, :, new] = self._apply_rope(k, norms.k_norm, new)
+        self._values[layer, sequence, :, new] = self._by_head(v)
+        return self._apply_rope(q, norms.q_norm, new)
+
+    def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
+        window, first = self._shape.layers[layer].window, self._lengths[sequence]
+        last = first + queries.shape[1]
+        oldest = max(0, first + 1 - window) if window else 0
+        seen = visible(first, queries.shape[1], oldest, window, queries.device)
+        keys, values = (cached[layer, sequence, :, oldest:last].float() for cached in (self._keys, self._values))
+        return attention(queries, keys, values, seen)
+
+    def advance(self, positions: int, sequence: int = 0) -> None:
+        self._lengths[sequence] += positions
+
+    def truncate(self, length: int, sequence: int = 0) -> None:
+        self._lengths[sequence] = length
+
+    def reset(self) -> None:
+        self._lengths = [0] * self._shape.sequences
+
+    def _apply_rope(self, rows: Tensor, norm: Tensor | None, positions: slice) -> Tensor:
+        """Queries or keys, normed where the model does that, and rotated: [heads, S, head_dim]."""
+        x = self._by_head(rows)
+        if norm is not None:
+            x = rms_norm(x, norm, self._shape.eps)
+        return rotate(x, self._shape.cos[positions], self._shape.sin[positions])
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        return rows.view(len(rows), -1, self._shape.head_dim).transpose(0, 1)  # [heads, S, head_dim]

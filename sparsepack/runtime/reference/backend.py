@@ -1,0 +1,82 @@
+"""The reference as a backend: on every device that torch has; see `runtime.backends.BackendModule`."""
+
+import torch
+
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.hybrid.decoder import HybridDecoder
+from sparsepack.runtime.kv_cache import AttentionShape
+from sparsepack.runtime.operations import NeuronFfn
+from sparsepack.runtime.operations_decoder import OperationsDecoder
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.reference import neurons, products
+from sparsepack.runtime.reference.attention import DenseKvCache
+from sparsepack.runtime.reference.double_sparsity import DoubleSparsityKvCache
+
+
+def new_cache(shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> DenseKvCache:
+    """An empty cache, sparse where the shape has a policy: of float32, or to compare with another backend's, of "f16"
+    or "bf16"."""
+    return (DenseKvCache if shape.policy is None else DoubleSparsityKvCache)(shape, type or "f32", device)
+
+
+class ReferenceOperations:
+    """The oracle's functions, as decoders that chain them take them (`runtime/operations.py`)."""
+
+    load_zigzag = staticmethod(products.load_zigzag)
+    load_rows = staticmethod(products.load_rows)
+    collect = staticmethod(products.collect)
+    zigzag_gemv = staticmethod(products.zigzag_gemv)
+    zigzag_matmul = staticmethod(products.zigzag_matmul)
+    matmul = staticmethod(products.matmul)
+    load_neurons = staticmethod(neurons.load_neurons)
+    new_neurons = staticmethod(neurons.new_neurons)
+    copy_neurons = staticmethod(neurons.copy_neurons)
+    neuron_ffn = staticmethod(neurons.neuron_ffn)
+    neuron_matmul = staticmethod(neurons.neuron_matmul)
+    new_cache = staticmethod(new_cache)
+
+
+operations = ReferenceOperations()
+
+
+def usable(device: torch.device) -> None:
+    """Raise `UserError` for a device that torch does not find."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0].split(". ")[0]
+        raise UserError(
+            f"device {device}: torch finds no {device.type.upper()} device of that number on this machine ({reason}); "
+            "use cpu"
+        ) from error
+
+
+def decoder(
+    packed: PackedModel,
+    device: torch.device,
+    context: int,
+    cache_type: str,
+    options: EngineOptions,
+) -> OperationsDecoder | HybridDecoder:
+    usable(device)
+    if options.cached is not None:
+        return HybridDecoder(packed, operations, _beside, device, context, cache_type, options)
+    return OperationsDecoder(packed, operations, device, context, options.threads, cache_type)
+
+
+def _beside(threads: int) -> NeuronFfn:
+    """Torch runs for several threads at a time, and has the number of its own from what runs it."""
+    return neurons.neuron_ffn
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)

@@ -1,0 +1,59 @@
+"""The oracle's MLPs by neurons in plain torch: records, and what the active ones add up to."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepack.formats.codecs import neurons as codec
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.runtime.reference.products import active_values
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """Decoded neuron records: of each neuron its row of up and its column of down, float32 [neurons, hidden] each."""
+
+    up: Tensor
+    down: Tensor
+
+
+def load_neurons(records: PackedMatrix, device: torch.device | str = "cpu") -> Neurons:
+    """Decode stored neuron records on a device. Takes 4 bytes a weight."""
+    up, down = codec.unpack(records.blocks.to(device))
+    return Neurons(up, down.t())
+
+
+def new_neurons(count: int, hidden: int, device: torch.device | str = "cpu") -> Neurons:
+    """Room for so many records, all of zeros: slots in another memory, or a buffer on the way there."""
+    return Neurons(*(torch.zeros(count, hidden, device=device) for _ in range(2)))
+
+
+def copy_neurons(to: Neurons, slots: Tensor, source: Neurons, records: Tensor) -> None:
+    """Copy records of `source` to slots of `to`: int32 [n] each. Nobody may read these slots meanwhile."""
+    to.up[slots] = source.up[records].to(to.up.device)
+    to.down[slots] = source.down[records].to(to.down.device)
+
+
+def neuron_ffn(neurons: Neurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """y = sum over active n of gate_n (up_n . x) down_n: an MLP that reads the records of active neurons alone (KAIROX,
+    section 8). The same as with every neuron, as far as the others have a gate of exactly zero.
+
+    x              -- float32 [hidden]
+    gate           -- float32 [neurons], after the activation
+    indices, count -- as `collect` returns them, of the gate
+
+    Returns float32 [hidden], summed over the active neurons in ascending order, in float32: the same bits every run. No
+    active neuron gives zeros.
+    """
+    active, values = active_values(gate, indices, count)
+    inner = values * torch.mv(neurons.up[active], x)
+    bag = torch.zeros(1, dtype=active.dtype, device=x.device)
+    # One bag: a weighted sum of the active rows of down, added one after the other.
+    return F.embedding_bag(active, neurons.down, offsets=bag, mode="sum", per_sample_weights=inner)[0]
+
+
+def neuron_matmul(neurons: Neurons, x: Tensor, gate: Tensor) -> Tensor:
+    """`neuron_ffn` for several positions and every neuron: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
+    return (gate * F.linear(x, neurons.up)) @ neurons.down

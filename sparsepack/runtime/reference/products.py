@@ -1,0 +1,125 @@
+"""The oracle's products in plain torch, written to be right and read, not to be fast.
+
+The products of faster backends pass the same tests (`tests/runtime/test_operations.py`). Here a
+zigzag matrix is held decoded, in the order in which it is stored, so that an active column is one row of 256 weights
+per band:
+
+                  column 0            column 1                  column K - 1
+    band 0      | 256 float32       | 256 float32       | ... | 256 float32        |     rows   0 .. 255
+    band 1      | 256 float32       | 256 float32       | ... | 256 float32        |     rows 256 .. 511
+
+That takes 32 bits a weight instead of the stored 4.5, 7.1 times the file; a matrix decoded anew for each token would
+make every step cost as much as loading.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepack.formats.codecs import q4_k
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix, decode_rows
+
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+"""The gate's function stands under the name in `Architecture.activation`."""
+
+
+@dataclass(frozen=True)
+class ZigzagMatrix:
+    """A decoded zigzag matrix: tiles float32 [bands, columns, 256]; the last band's rows beyond `rows` are padding."""
+
+    tiles: Tensor
+    rows: int
+
+
+def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> ZigzagMatrix:
+    """Decode a stored zigzag matrix on a device. Takes 4 bytes a weight, padding rows included."""
+    if matrix.type != ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
+    return ZigzagMatrix(q4_k.decode(matrix.blocks.to(device)), matrix.rows)
+
+
+def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Tensor:
+    """Decode a matrix stored by rows (the output matrix) on a device: float32 [rows, columns]."""
+    if matrix.type == ZIGZAG:
+        raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows")
+    return decode_matrix(PackedMatrix(matrix.blocks.to(device), matrix.type, matrix.rows, matrix.columns))
+
+
+def embed(matrix: PackedMatrix, ids: Tensor) -> Tensor:
+    """Look up rows of a stored embedding, decoding no others: ids int64 [S] -> float32 [S, columns]."""
+    return decode_rows(matrix.blocks[ids], matrix.type)
+
+
+def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """List the active columns of an input vector (TEAL's magnitude criterion; SpQt, section 4.2.3).
+
+    x         -- [columns], any floating type; compared in float32
+    threshold -- float32 scalar or [columns]; column j is active where |x_j| > threshold_j, strictly; NaN never is
+
+    Returns (indices, count). indices: int32 [columns], the first `count` of them the active columns in ascending
+    order; the rest is unspecified and never read. count: int32 scalar. Both stay on x's device, and nothing waits
+    for it.
+    """
+    active = x.float().abs() > threshold
+    # A stable sort by activity keeps the columns in order, and has the same shape whatever is active.
+    indices = torch.argsort(active.byte(), descending=True, stable=True)
+    return indices.int(), active.sum(dtype=torch.int32)
+
+
+def zigzag_gemv(matrix: ZigzagMatrix, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+    """y = W[:, active] x[active]: the product that skips inactive columns (SpQt, section 4.1.2).
+
+    x              -- float32 [columns]
+    indices, count -- as `collect` returns them
+
+    Returns float32 [rows], without the padding rows. Each row's sum runs over the active columns in ascending order,
+    in float32: the same bits every run, however many threads there are. No active column gives zeros.
+    """
+    bands, columns, band_rows = matrix.tiles.shape
+    active, values = active_values(x, indices, count)
+    tile = torch.arange(bands, dtype=torch.int32, device=x.device)
+    tiles = (tile[:, None] * columns + active).reshape(-1)  # band by band, within a band the active columns
+    # One bag per band: a weighted sum of its tiles, added one after the other, none of them copied.
+    y = F.embedding_bag(
+        tiles,
+        matrix.tiles.view(-1, band_rows),
+        offsets=tile * active.numel(),
+        mode="sum",
+        per_sample_weights=values.repeat(bands),
+    )
+    return y.reshape(-1)[: matrix.rows]
+
+
+def active_values(x: Tensor, indices: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns to read and their values. On the CPU those are cut at the count, which costs nothing to read there;
+    elsewhere all columns stay and those beyond the count weigh zero, so that the host need not wait for it."""
+    if x.device.type == "cpu":
+        active = indices[: int(count)]
+        return active, x[active]
+    inside = torch.arange(indices.numel(), device=x.device) < count
+    active = torch.where(inside, indices, 0)
+    return active, torch.where(inside, x[active], 0)
+
+
+def zigzag_matmul(matrix: ZigzagMatrix, x: Tensor) -> Tensor:
+    """Y = X W^T with every column, for prefill and dense sites: float32 [S, columns] -> float32 [S, rows]."""
+    y = torch.matmul(x, matrix.tiles)  # [bands, S, 256]
+    return y.transpose(0, 1).reshape(x.shape[0], -1)[:, : matrix.rows]
+
+
+def matmul(weight: Tensor, x: Tensor) -> Tensor:
+    """Y = X W^T for a matrix loaded by `load_rows`: float32 [S, columns] -> float32 [S, rows]."""
+    return F.linear(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension: float32 [..., width]."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight

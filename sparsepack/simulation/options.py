@@ -1,0 +1,85 @@
+"""What a simulation is asked for. Nothing heavy is imported here: the command line reads the defaults."""
+
+import re
+from dataclasses import dataclass
+
+from sparsepack.errors import PlacementError
+from sparsepack.option import check_options, default_of, option
+from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
+
+ORDERS = ("frequency", "random", "metis")
+"""The names of `simulation.groups`."""
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What is played, for how many slots."""
+
+    cached: str = option(
+        "Shares of the neurons that have slots, with commas between them.", default="0.1,0.2,0.3,0.5,0.7"
+    )
+    policy: str | None = option(
+        f"What moves neurons, with commas between the names: of {', '.join(POLICIES)} (default: all but "
+        f"{', '.join(EXTRA)}; with --group, without {' and '.join(SINGLE)}).",
+        default=None,
+    )
+    group: int = option("Neurons of a block that move together.", default=1, least=1, most=255)
+    order: str = option(
+        "How groups are formed: of neurons that are active equally often, at random, or by METIS of those that are "
+        "active together, which needs a trace as --calibration.",
+        default="frequency",
+        choices=ORDERS,
+    )
+    machine: str | None = option(
+        "Also model tokens per second, on pcie3, pcie4, pcie5 or server, or on what a .json file describes "
+        "(default: no).",
+        default=None,
+    )
+    shape: str = option("The model whose speed is modelled.", default="70b", choices=("7b", "13b", "70b"))
+    vram: str | None = option(
+        "The GPU's memory, 24GB for one, instead of --cached: slots are what it has beside all else (default: no).",
+        default=None,
+    )
+
+    def check(self) -> None:
+        """Raise `PlacementError` for values that make no sense."""
+        check_options(self, PlacementError)
+        if self.group == 1 and self.order != default_of(SimulateOptions, "order"):
+            raise PlacementError(f"--order {self.order}: each neuron moves alone; give the size of groups, --group 16")
+        if self.vram is not None and self.machine is None:
+            raise PlacementError(f"--vram {self.vram}: give the machine too, --machine pcie5 for one")
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """What `policy` says, in the order of POLICIES. Raises `PlacementError`."""
+        left_out = EXTRA if self.group == 1 else EXTRA + SINGLE
+        asked = [name for name in POLICIES if name not in left_out] if self.policy is None else self.policy.split(",")
+        for name in asked:
+            if name not in POLICIES:
+                raise PlacementError(f"--policy {name}: expected one of {', '.join(POLICIES)}")
+            if name in SINGLE and self.group != 1:
+                raise PlacementError(
+                    f"--policy {name}, --group {self.group}: it is the best for single neurons only; leave one out"
+                )
+        return tuple(name for name in POLICIES if name in asked)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What `cached` says. Raises `PlacementError`."""
+        try:
+            found = tuple(float(part) for part in self.cached.split(","))
+        except ValueError:
+            found = ()
+        if not found or not all(0 <= share <= 1 for share in found):
+            raise PlacementError(f"--cached {self.cached}: expected shares from 0 to 1, as in 0.1,0.3,0.5")
+        return found
+
+    @property
+    def vram_bytes(self) -> float | None:
+        """What `vram` says, GB being 10^9 bytes. Raises `PlacementError`."""
+        if self.vram is None:
+            return None
+        found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) ?([GM])B", self.vram, re.IGNORECASE)
+        if not found:
+            raise PlacementError(f"--vram {self.vram}: expected gigabytes or megabytes, as in 24GB")
+        return float(found[1]) * (1e9 if found[2] in "gG" else 1e6)

@@ -1,0 +1,76 @@
+"""A simulation as a picture: what has a slot, and what is read from host memory, for every policy and share."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsepack.errors import OutputError, UserError
+from sparsepack.files.atomic import atomic_file, check_output
+from sparsepack.placement.names import POLICIES as NAMES
+from sparsepack.placement.policies import POLICIES
+
+FORMATS = (".png", ".svg")
+_STYLE = {"svg.hashsalt": "sparsepack"}  # the same result gives the same bytes
+_PANELS = {
+    "hit_rate": "share of what is needed that has a slot",
+    "host_reads": "neurons read from host memory per token",
+}
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before there is anything to draw.
+
+    Raises `OutputError` for a name that does not end as FORMATS do or cannot be written, `UserError` where matplotlib
+    is missing.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise OutputError(f"{path}: no kind of picture that is drawn here; expected a name that ends in .png or .svg")
+    check_output(path, overwrite=True)
+    _matplotlib()
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draw what `simulate` returned into a PNG or SVG file, which is replaced if it exists.
+
+    Error bars are standard errors over sessions; policies that know the future have broken lines. Raises what
+    `check_plot` does.
+    """
+    check_plot(path)
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.2, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(_PANELS))
+    for panel, (field, label) in zip(panels, _PANELS.items(), strict=True):
+        for policy in result["policies"]:
+            rows = sorted((row for row in result["results"] if row["policy"] == policy), key=lambda row: row["cached"])
+            panel.errorbar(
+                [100 * row["cached"] for row in rows],
+                [row[field]["value"] for row in rows],
+                [row[field]["stderr"] or 0 for row in rows],  # a single session has none
+                label=policy,
+                color=matplotlib.colormaps["tab20"](NAMES.index(policy)),  # the same in every picture
+                linestyle="--" if POLICIES[policy].clairvoyant else "-",
+                marker="o",
+                markersize=3.5,
+                capsize=2,
+            )
+        panel.set_ylabel(label)
+        panel.set_xlabel("share of the neurons that have slots, %")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    form = path.suffix.lower().removeprefix(".")
+    with atomic_file(path, overwrite=True) as temporary, matplotlib.rc_context(_STYLE):
+        figure.savefig(temporary, format=form, dpi=130, metadata={"Date": None} if form == "svg" else None)
+
+
+def _matplotlib() -> Any:
+    """The module. Raises `UserError` where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError(
+            f"--plot needs matplotlib ({error}); install it with: pip install 'sparsepack[plot]'"
+        ) from error
+    return matplotlib

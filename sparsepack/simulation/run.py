@@ -1,0 +1,198 @@
+"""`simulate`: the sessions of a trace under several policies and numbers of slots, with errors, as one result."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsepack.calibration.folder import Calibration
+from sparsepack.errors import PlacementError
+from sparsepack.eval.standard_error import mean
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
+from sparsepack.placement.oracles import bound
+from sparsepack.placement.policies import POLICIES, Start
+from sparsepack.placement.policy_run import play
+from sparsepack.progress import progress
+from sparsepack.simulation.groups import ORDERS, Known, grouped_frequency, groups_of, needed_of
+from sparsepack.simulation.options import SimulateOptions
+from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
+from sparsepack.tracing.trace import Trace, load
+
+PRICES = (1.0, 0.25)
+"""Bounds are computed for moves at these prices, in neurons that the processor would compute otherwise."""
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is played: the policies, for so many slots."""
+
+    policies: tuple[str, ...]
+    shares: tuple[float, ...]
+    group: int
+
+
+def simulate(
+    trace: Trace | Path, calibration: Calibration | Trace | Path, options: SimulateOptions | None = None
+) -> dict[str, Any]:
+    """Play a trace; JSON-able.
+
+    calibration -- says how often each neuron is active; or another trace does, of other text and the same model
+
+    results -- for each share of `cached` and each policy: places, how many slots; hit_rate, the share of the active
+        neurons that had slots, of all sessions together, with its standard error over sessions; difference, of the
+        sessions' hit rates from those of the first policy; per token: needed, moves, unused (moves that were taken back
+        before they were of use), host_reads (neurons read from host memory: what had no slot, and moves; with its
+        standard error over sessions); with a machine tokens_per_second, where the processor reads what has no slot, and
+        where the GPU helps over the bus
+    bounds -- for each share and price of a move: what hits less `price` times moves cannot exceed, as a share of the
+        active neurons; of single neurons only
+
+    Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
+    has counted others than the trace has, which is of those above thresholds; or groups by METIS are asked for, and it
+    is no trace, or one of sessions that are played. Raises `UserError` where pymetis is missing for these.
+    """
+    options = options or SimulateOptions()
+    options.check()
+    machine = None if options.machine is None else machine_of(options.machine)
+    vram = options.vram_bytes
+    shares = options.shares if vram is None else (share_in(vram, SHAPES[options.shape]),)
+    setting = _Setting(options.policies, shares, options.group)
+    trace = trace if isinstance(trace, Trace) else load(trace)
+    made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
+    frequency = _frequency(trace, made)
+    groups = _groups(trace, made, frequency, options)
+    outcomes, limits = _played(trace, grouped_frequency(frequency, groups), groups, setting)
+    total = _total(next(iter(outcomes.values())))
+    density = total.needed / total.tokens / frequency.size  # the share of the neurons that a decoded token needs
+    results = [
+        {"cached": share, "places": round(share * frequency.size), "policy": name}
+        | _summary(found, outcomes[share, setting.policies[0]], options.group)
+        | _speeds(machine, options.shape, density, found, options.group, frequency.size)
+        for (share, name), found in outcomes.items()
+    ]
+    return {
+        "kind": "simulation",
+        "trace": {"name": str(trace.path), "sha256": trace.sha256, "sessions": len(trace.sessions)},
+        "calibration": {"sha256": made.sha256},
+        "model": trace.manifest["model"],
+        "neurons": frequency.size,
+        "density": density,
+        "group": {"neurons": options.group, "order": options.order},
+        "policies": {name: POLICIES[name].summary for name in setting.policies},
+        "results": results,
+        "bounds": [{"cached": share, "price": price, "value": value} for (share, price), value in limits.items()],
+        "machine": _machine(machine, options, shares),
+    }
+
+
+def _frequency(trace: Trace, calibration: Calibration | Trace) -> np.ndarray:
+    """How often each neuron is active: float64 [blocks, neurons]."""
+    trace.check_same_model(calibration.manifest["model"]["sha256"], "the calibration")
+    rule = calibration.manifest["rule"] if isinstance(calibration, Trace) else {"active": "nonzero"}
+    if rule != trace.manifest["rule"]:
+        raise PlacementError(
+            f"{trace.path}: who is active there is decided otherwise than in the calibration, which gives out the "
+            "slots; give as --calibration a trace of other text that was made with the same --share and thresholds"
+        )
+    counts = neuron_counts(calibration)
+    blocks, neurons = counts.active.shape
+    if (blocks, neurons) != (trace.layers, trace.neurons):
+        raise PlacementError(
+            f"{trace.path}: {trace.layers} blocks of {trace.neurons} neurons, the calibration has {blocks} of "
+            f"{neurons}; trace and calibrate again"
+        )
+    return counts.frequency.numpy()
+
+
+def _groups(
+    trace: Trace, calibration: Calibration | Trace, frequency: np.ndarray, options: SimulateOptions
+) -> np.ndarray:
+    sessions = calibration if isinstance(calibration, Trace) else None
+    if sessions is not None and ORDERS[options.order].together and not _ids(trace).isdisjoint(_ids(sessions)):
+        raise PlacementError(
+            f"--order {options.order}: a session of {trace.path} is in the calibration {sessions.path} too, and would "
+            "be played with groups that were formed of it; give as --calibration a trace of other text"
+        )
+    return groups_of(Known(frequency, sessions), options.order, options.group)
+
+
+def _ids(trace: Trace) -> set[bytes]:
+    """The tokens of each session."""
+    return {trace.ids(session).tobytes() for session in range(len(trace.sessions))}
+
+
+def _played(
+    trace: Trace, frequency: np.ndarray, groups: np.ndarray, setting: _Setting
+) -> tuple[dict[tuple[float, str], list[HitCounts]], dict[tuple[float, float], float]]:
+    """Every session for each share and policy, and the bound for each share and price."""
+    outcomes: dict[tuple[float, str], list[HitCounts]] = {
+        (share, name): [] for share in setting.shares for name in setting.policies
+    }
+    prices = PRICES if setting.group == 1 else ()
+    limits = {(share, price): 0.0 for share in setting.shares for price in prices}
+    with progress("simulating", len(trace.sessions) * (len(outcomes) + len(limits))) as advance:
+        for number, session in enumerate(trace.sessions):
+            needed = needed_of(trace, number, groups)
+            decoded = needed[session.prompt :].reshape(session.tokens - session.prompt, -1)
+            for share, name in outcomes:
+                start = Start(frequency, round(share * frequency.size), needed, session.prompt, setting.group)
+                outcomes[share, name].append(play(POLICIES[name].begin, start))
+                advance()
+            for share, price in limits:
+                limits[share, price] += bound(decoded, round(share * frequency.size), price)
+                advance()
+    total = _total(next(iter(outcomes.values())))
+    return outcomes, {key: value / max(total.needed, 1) for key, value in limits.items()}
+
+
+def _total(outcomes: Sequence[HitCounts]) -> HitCounts:
+    """All sessions together."""
+    return sum(outcomes, HitCounts())
+
+
+def _summary(outcomes: Sequence[HitCounts], first: Sequence[HitCounts], group: int) -> dict[str, Any]:
+    total = _total(outcomes)
+    rates, others = (torch.tensor([each.hit_rate for each in found]) for found in (outcomes, first))
+    tokens, moves = total.tokens, group * total.moves
+    reads = torch.tensor([(each.needed - each.hits + group * each.moves) / each.tokens for each in outcomes])
+    return {
+        "hit_rate": {"value": total.hit_rate, "stderr": mean(rates)["stderr"]},
+        "difference": mean(rates - others),
+        "needed": total.needed / tokens,
+        "moves": moves / tokens,
+        "unused": group * total.unused / tokens,
+        "host_reads": {
+            "value": (total.needed - total.hits + moves) / tokens,
+            "stderr": mean(reads)["stderr"],
+        },
+    }
+
+
+def _speeds(
+    machine: Machine | None, shape: str, density: float, outcomes: Sequence[HitCounts], group: int, neurons: int
+) -> dict[str, Any]:
+    if machine is None:
+        return {}
+    total = _total(outcomes)
+    moved = group * total.moves / total.tokens / neurons
+    by = {"processor": False, "and_bus": True}
+    given = (machine, SHAPES[shape], density, total.hit_rate, moved)
+    return {"tokens_per_second": {name: tokens_per_second(*given, over) for name, over in by.items()}}
+
+
+def _machine(machine: Machine | None, options: SimulateOptions, shares: Sequence[float]) -> dict[str, Any] | None:
+    if machine is None:
+        return None
+    shape = SHAPES[options.shape]
+    vram = [shape.least + share * shape.neurons * shape.record_bytes for share in shares]
+    return {
+        "name": options.machine,
+        **asdict(machine),
+        "shape": options.shape,
+        "vram": [options.vram_bytes or each for each in vram],
+        "dense_split": [dense_split(machine, shape, options.vram_bytes or each) for each in vram],
+    }

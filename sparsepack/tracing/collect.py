@@ -1,0 +1,187 @@
+"""`trace`: run text through a model and record which neurons of the MLP are active for each token.
+
+One decoder block in memory at a time. After each block its bit sets and the hidden states that enter the next one are
+saved beside the output, in `.NAME.unfinished`; a run that was killed goes on from there.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsepack.calibration import folder as calibration_folder
+from sparsepack.calibration.collectors import histogram
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.made_from import made_from
+from sparsepack.errors import PlacementError, TextError
+from sparsepack.files.hashing import fingerprint
+from sparsepack.files.resume import ResumeState, state_beside
+from sparsepack.files.text import Text, read_text
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.families import MLP_MID
+from sparsepack.models.precision import arithmetic
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.tokenizer.windows import session_windows
+from sparsepack.progress import progress, say
+from sparsepack.tracing import trace as traces
+from sparsepack.tracing.options import TraceOptions
+from sparsepack.tracing.trace import Trace
+from sparsepack.version import __version__
+
+DENSE = 0.99
+"""A block that has more of its neurons active than this has none that could be left out."""
+
+
+def trace(
+    model: Checkpoint | str | Path,
+    text: Text | str | Sequence[str],
+    output: Path,
+    options: TraceOptions | None = None,
+    calibration: Calibration | Path | None = None,
+    overwrite: bool = False,
+) -> Trace:
+    """Record who is active over text into the folder `output`.
+
+    model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
+    calibration -- of the model, needed with `options.share`: whose thresholds have that share
+
+    A neuron is active where what enters the last matrix of the MLP is not zero, or is above the block's threshold.
+    Raises `CheckpointError`, `CalibrationError`, `TextError`, `OutputError` and `PlacementError`: for a model whose
+    neurons are all active.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    text = text if isinstance(text, Text) else read_text(text)
+    output, options = Path(output), options or TraceOptions()
+    options.check()
+    traces.check_output(output, overwrite)
+    rule = _rule(checkpoint, options, calibration)
+    windows, documents = _windows(checkpoint, text, options)
+    manifest = _manifest(checkpoint, text, options, rule, windows, documents)
+    with state_beside(output) as folder:
+        state = ResumeState(folder, fingerprint([manifest, windows.tolist()]))
+        with torch.inference_mode():
+            _run(checkpoint, windows, options, rule, state)
+        return traces.save(manifest, _files(windows, state), output, overwrite)
+
+
+def _files(windows: torch.Tensor, state: ResumeState) -> Iterator[tuple[str, bytes]]:
+    """Everything that a trace holds, a block in memory at a time."""
+    for session, ids in enumerate(windows.numpy()):
+        yield traces.ids_file(session), traces.packed_ids(ids)
+    for layer in range(state.done):
+        for session, data in enumerate(_bytes(state.block(layer))):
+            yield traces.layer_file(session, layer), data
+
+
+def _rule(checkpoint: Checkpoint, options: TraceOptions, calibration: Calibration | Path | None) -> dict[str, Any]:
+    """Who is active, JSON-able: all that are not zero, or those above a threshold of each block."""
+    if options.share is None:
+        if calibration is not None:
+            raise PlacementError("a calibration is read for the thresholds of --share alone; give both or neither")
+        return {"active": "nonzero"}
+    if calibration is None:
+        raise PlacementError(
+            f"--share {options.share:g}: its thresholds come from a calibration; give --calibration, "
+            "a folder made by `sparsepack calibrate`"
+        )
+    made = calibration if isinstance(calibration, Calibration) else calibration_folder.load(calibration)
+    made.check_model(checkpoint)
+    counts = [layer[f"{MLP_MID}.histogram.magnitude"] for layer in made.layers]
+    thresholds = [histogram.quantile(each, 1 - options.share) for each in counts]
+    return {"active": "threshold", "share": options.share, "thresholds": thresholds, "calibration": made.sha256}
+
+
+def _windows(checkpoint: Checkpoint, text: Text, options: TraceOptions) -> tuple[torch.Tensor, list[int | None]]:
+    limit = checkpoint.config.max_position_embeddings
+    if options.tokens > limit:
+        raise PlacementError(f"tokens {options.tokens}: {checkpoint.name} was made for at most {limit}")
+    windows, documents = session_windows(checkpoint.tokenizer, text, options.tokens, options.sessions)
+    if windows.max() >= checkpoint.config.vocab_size:
+        raise TextError(
+            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
+            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
+        )
+    if len(windows) < options.sessions:
+        say(f"note: the text has no more than {len(windows)} sessions of {options.tokens} tokens")
+    return windows, documents
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    text: Text,
+    options: TraceOptions,
+    rule: dict[str, Any],
+    windows: torch.Tensor,
+    documents: list[int | None],
+) -> dict[str, Any]:
+    dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
+    made = made_from(checkpoint, text, options.device, dtype, options.batch)
+    return {
+        "schema": traces.SCHEMA,
+        "kind": "trace",
+        "sparsepack": __version__,
+        **made,
+        "model": {**made["model"], "activation": _activation(checkpoint)},
+        "intermediate": checkpoint.stacked_shape(MLP_MID)[1],
+        "rule": rule,
+        "sessions": [
+            {"text": 0, "document": document, "tokens": windows.shape[1], "prompt": options.prompt}
+            for document in documents
+        ],
+    }
+
+
+def _run(
+    checkpoint: Checkpoint, windows: torch.Tensor, options: TraceOptions, rule: dict[str, Any], state: ResumeState
+) -> None:
+    """Leave the bit sets of every block and session in the state."""
+    dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
+    stream = BlockStream(checkpoint, options.device, dtype)
+    hidden = state.hidden()
+    if hidden is None:
+        hidden = stream.embed(windows)
+    batches = -(-len(windows) // options.batch)
+    with progress("tracing", checkpoint.layers * batches, state.done * batches) as advance:
+        for layer in range(state.done, checkpoint.layers):
+            stream.load(layer)
+            found: list[tuple[float, bytes]] = []  # of each session the share that is active, and the bit sets
+            threshold = rule["thresholds"][layer] if "thresholds" in rule else 0.0
+
+            def record(_: int, site: str, x: torch.Tensor, into: Any = found, above: float = threshold) -> None:
+                if site == MLP_MID:
+                    active = (x.float().abs() > above).cpu().numpy()
+                    into.extend((float(each.mean()), traces.packed_bits(each)) for each in active)
+
+            with site_hooks([(layer, stream.block)], checkpoint.family, record):
+                for batch in torch.split(hidden, options.batch):
+                    batch.copy_(stream(batch))  # in place: the states of all sessions are there once
+                    advance()
+            density = float(np.mean([share for share, _ in found]))
+            if density > DENSE and "thresholds" not in rule:  # else so many are what was asked for
+                raise PlacementError(_all_active(checkpoint, layer, density))
+            state.save_block(layer, _tensors([data for _, data in found]), hidden)
+
+
+def _activation(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.family.setting(checkpoint.config, "hidden_act"))
+
+
+def _all_active(checkpoint: Checkpoint, layer: int, density: float) -> str:
+    return (
+        f"{checkpoint.name}: {density:.1%} of the neurons of block {layer} are active for a token "
+        f"(activation {_activation(checkpoint)}); expected a model whose activation makes most of them zero, as "
+        "ReLU does. To trace those that matter most, give --share and --calibration"
+    )
+
+
+def _tensors(sessions: list[bytes]) -> dict[str, torch.Tensor]:
+    return {
+        f"{number:05}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for number, data in enumerate(sessions)
+    }
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> list[bytes]:
+    return [tensors[name].numpy().tobytes() for name in sorted(tensors)]

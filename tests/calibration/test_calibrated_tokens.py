@@ -1,0 +1,90 @@
+"""What a calibration says of tokens that attention misses: counted, merged, shown."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sparsepack.calibration import folder
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.calibration.tokens import MEASURED, missed
+from sparsepack.cli.inspect import inspect
+from sparsepack.errors import CalibrationError
+
+OPTIONS = CalibrateOptions(context=40, samples=5, sinks=3)
+NAMES = ("missed", "missed_positions")
+
+
+def test_what_is_missed_grows_with_fewer_tokens(tiny_calibration):
+    for layer in missed(tiny_calibration):
+        assert len(layer) == len(MEASURED)
+        assert 0 < layer[0] < layer[1] < layer[2] < layer[3] < 1
+
+
+@pytest.fixture
+def old(small_calibration):
+    """As calibrations were before this was measured."""
+    without = [f"attention.{name}" for name in NAMES]
+    layers = [{k: v for k, v in layer.items() if k not in without} for layer in small_calibration.layers]
+    return replace(small_calibration, layers=tuple(layers))
+
+
+def test_a_calibration_from_before_is_read_and_says_what_is_missing(old, tmp_path):
+    folder.save(old, tmp_path / "c")
+    again = folder.load(tmp_path / "c")
+    with pytest.raises(CalibrationError, match=r"has no attention\.missed: it was made before") as caught:
+        missed(again)
+    assert "\n" not in str(caught.value)
+    told = CliRunner().invoke(inspect, [str(tmp_path / "c")])
+    assert told.exit_code == 0
+    assert "  tokens: the calibration of" in told.output
+    assert "misses" not in told.output
+
+
+def test_merged_calibrations_have_the_means_of_both(small, text, small_calibration, tmp_path):
+    other = calibrate(small, text, tmp_path / "c", CalibrateOptions(context=64, samples=3, seed=1))
+    merged = folder.merge(small_calibration, other)
+    for name in NAMES:
+        parts = [each.layers[1][f"attention.{name}"] for each in (small_calibration, other, merged)]
+        assert torch.equal(parts[0] + parts[1], parts[2])
+    assert missed(merged)[1][0] == pytest.approx((8 * missed(small_calibration)[1][0] + 3 * missed(other)[1][0]) / 11)
+
+
+def test_merged_with_one_from_before_there_is_none_and_a_note(old, small_calibration, capfd):
+    earlier = replace(old, manifest={**old.manifest, "parts": ["earlier"]})
+    merged = folder.merge(small_calibration, earlier)
+    assert "made before attention.missed was measured" in capfd.readouterr().err
+    assert merged.layers[0].keys() == old.layers[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("missed_positions", [0.0] * 4), ("missed", [5e9] * 4)],
+)
+def test_what_is_no_mean_of_shares_is_refused(small_calibration, name, value):
+    changed = {f"attention.{name}": torch.tensor(value, dtype=torch.float64)}
+    layers = (small_calibration.layers[0] | changed, *small_calibration.layers[1:])
+    with pytest.raises(CalibrationError, match=r"of block 0 is no mean of shares; calibrate again"):
+        missed(replace(small_calibration, layers=layers))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3, dtype=torch.float64), torch.full((4,), -1.0, dtype=torch.float64)])
+def test_a_folder_with_counts_that_are_none_is_refused(small_calibration, tmp_path, value):
+    layers = (small_calibration.layers[0] | {"attention.missed": value}, *small_calibration.layers[1:])
+    folder.save(replace(small_calibration, layers=layers), tmp_path / "c")
+    with pytest.raises(CalibrationError, match=r"attention\.missed is .*calibrate again"):
+        folder.load(tmp_path / "c")
+
+
+def test_inspect_shows_it_beside_the_channels(small_calibration, tmp_path):
+    folder.save(small_calibration, tmp_path / "c")
+    told = CliRunner().invoke(inspect, [str(tmp_path / "c")])
+    head, row = [line for line in told.output.splitlines() if line.startswith("| ")][:2]
+    assert "| 1/4 misses | 1/8 misses | 1/16 misses | 1/32 misses |" in head
+    assert row.count("|") == head.count("|")
+    written = json.loads(CliRunner().invoke(inspect, [str(tmp_path / "c"), "--json", "-"]).output)["attention_tokens"]
+    assert written["shares"] == ["1/4", "1/8", "1/16", "1/32"]
+    assert [row["missed"] for row in written["layers"]] == [list(layer) for layer in missed(small_calibration)]

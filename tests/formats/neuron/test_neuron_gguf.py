@@ -1,0 +1,208 @@
+"""The neuron GGUF: what is written is read back in any order, other programs show it truthfully, others are refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from artifacts_for_tests import neuron_counts, plan_neurons, write_zigzag
+from codec_cases import relative_error
+from models_for_tests import make_model
+
+from sparsepack.errors import ArtifactError, PackingError
+from sparsepack.formats.codecs import neurons, zigzag
+from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.containers.gguf.values import MANIFEST
+from sparsepack.formats.inspect import describe
+from sparsepack.formats.open import open_artifact, read_packed
+from sparsepack.formats.packed import NeuronMlp
+from sparsepack.formats.plan import PlannedGroup
+from sparsepack.formats.stock import dequantised
+from sparsepack.formats.table import FORMATS
+from sparsepack.formats.verify import verify, verify_against
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.records.rule import SiteRule
+
+pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")
+
+RELU = {"hidden_act": "relu", "intermediate_size": 300}
+
+
+@pytest.fixture(scope="module")
+def relu(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(make_model(tmp_path_factory.mktemp("relu") / "m", "qwen2", **RELU))
+
+
+@pytest.fixture(scope="module")
+def file(relu: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("file") / "m.gguf"
+    plan_neurons(relu, {(1, "attn_out"): SiteRule(torch.tensor(0.25))}).write(path)
+    return path
+
+
+def test_every_tensor_comes_back_within_its_types_error(relu: Checkpoint, file: Path) -> None:
+    tensor = dequantised(read_packed(file))
+    for source in relu.source.shapes:
+        found, expected = tensor(source), relu.tensor(source).float()
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) < (0.09 if expected.dim() == 2 else 1e-7), source
+
+
+def test_neurons_stand_by_falling_frequency(relu: Checkpoint, file: Path) -> None:
+    counts, packed = neuron_counts(relu), read_packed(file)
+    for layer, block in zip(counts.active, packed.layers, strict=True):
+        stored = block.mlp
+        assert isinstance(stored, NeuronMlp)
+        assert torch.equal(stored.order, neurons.by_frequency(layer))
+        assert torch.equal(stored.frequency, (layer[stored.order].double() / 1000).float())
+        assert (stored.frequency[0], stored.frequency[-1]) == (1, 0)
+    assert packed.manifest["neurons"] == {
+        "calibration": "ab" * 32,
+        "tokens": 1000,
+        "density": [pytest.approx(float(layer.double().mean() / 1000)) for layer in counts.active],
+    }
+    assert set(packed.rules) == {(1, "attn_out")}
+
+
+def test_down_columns_are_those_of_the_zigzag_file_byte_for_byte(relu: Checkpoint, file: Path, tmp_path: Path) -> None:
+    write_zigzag(relu, {}, tmp_path / "z.gguf")
+    for block, other in zip(read_packed(file).layers, read_packed(tmp_path / "z.gguf").layers, strict=True):
+        assert isinstance(block.mlp, NeuronMlp)
+        down, gate_and_up = other.sites["mlp_mid"].matrix.blocks, decode_matrix(other.sites["mlp_in"].matrix)
+        columns = down[:, block.mlp.order].transpose(0, 1).reshape(300, -1)
+        assert torch.equal(block.mlp.records.blocks[:, 144:], columns)
+        gate = decode_matrix(block.mlp.gate)
+        assert relative_error(gate, gate_and_up[block.mlp.order]) < 0.12
+
+
+def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file: Path) -> None:
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for layer in range(2):
+        gate, up = relu.projections(layer, "mlp_in")
+        (down,) = relu.projections(layer, "mlp_mid")
+        order = torch.from_numpy(stored[f"blk.{layer}.mlp_order"].data.copy()).long()
+        tensor = stored[f"blk.{layer}.mlp_records.weight"]
+        theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        packed = read_packed(file).layers[layer].mlp
+        assert isinstance(packed, NeuronMlp)
+        assert torch.equal(theirs, decode_matrix(packed.records))
+        assert relative_error(theirs, torch.cat([up[order], down.t()[order]], 1).float()) < 0.09
+        tensor = stored[f"blk.{layer}.mlp_gate.weight"]
+        bands = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        theirs = bands.transpose(1, 2).reshape(-1, 256)[:300]
+        assert torch.equal(theirs, zigzag.unpack(packed.gate.blocks, 300))
+        assert relative_error(theirs, gate[order].float()) < 0.09
+
+
+def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: Path, tmp_path: Path) -> None:
+    report = verify_against(file, relu)
+    assert report.passed, report.problems
+    assert {t.name for t in report.tensors if ".mlp_" in t.name} == {
+        f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "records", "norm")
+    }
+    other = open_checkpoint(make_model(tmp_path / "other", "qwen2", seed=1, **RELU))
+    problems = verify_against(file, other).problems
+    assert any("blk.0.mlp_records.weight: relative error" in problem for problem in problems)
+    wider = open_checkpoint(make_model(tmp_path / "wider", "qwen2", **{**RELU, "intermediate_size": 301}))
+    assert any("mlp_records.weight" in problem for problem in verify_against(file, wider).problems)
+
+
+def test_a_damaged_or_truncated_file_is_noticed(file: Path, tmp_path: Path) -> None:
+    data = bytearray(file.read_bytes())
+    (tmp_path / "short.gguf").write_bytes(data[:-1000])
+    assert "truncated" in verify(tmp_path / "short.gguf").problems[0]
+    data[open_artifact(file).tensors["blk.1.mlp_records.weight"].start + 5] ^= 1
+    (tmp_path / "bit.gguf").write_bytes(data)
+    assert "blk.1.mlp_records.weight does not match" in verify(tmp_path / "bit.gguf").problems[0]
+
+
+def test_inspect_says_how_dense_neurons_are(relu: Checkpoint, file: Path) -> None:
+    description = describe(file)
+    assert description["neurons"]["tokens"] == 1000
+    assert description["neurons"]["mean_density"] == pytest.approx(0.5, abs=0.05)
+    assert "active at a token of the calibration (1,000 tokens" in description["neurons"]["in_words"]
+    assert description["weights"] == sum(torch.Size(shape).numel() for shape in relu.source.shapes.values())
+    assert description["runs"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no zeros": ({"hidden_act": "silu"}, "activation 'silu': its neurons are never exactly inactive"),
+    "odd width": ({"hidden_act": "relu", "hidden_size": 320}, "hidden size 320: neuron records need a multiple of 256"),
+    "biases": ({"hidden_act": "relu", "mlp_bias": True}, "biases at mlp_in"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_stored_so_are_refused(tmp_path: Path, case: str) -> None:
+    changes, said = REFUSED[case]
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", **changes))
+    with pytest.raises(PackingError, match=said) as caught:
+        FORMATS["neuron-q4_k"].check_model(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_fit_the_model_is_refused(relu: Checkpoint) -> None:
+    counts = neuron_counts(relu)
+    with pytest.raises(PackingError, match="give --calibration"):
+        plan_neurons(relu, neurons=None)
+    with pytest.raises(PackingError, match=r"counted the neurons \[1, 300\]"):
+        plan_neurons(relu, neurons=dataclasses.replace(counts, active=counts.active[:1]))
+    with pytest.raises(PackingError, match="expected 0 to 999 tokens each"):
+        plan_neurons(relu, neurons=dataclasses.replace(counts, tokens=999))
+    with pytest.raises(PackingError, match=r"blk\.0\.mlp_mid: neuron-q4_k skips neurons exactly"):
+        plan_neurons(relu, {(0, "mlp_mid"): SiteRule(torch.tensor(0.1))})
+    plan_neurons(relu, {(0, "mlp_mid"): SiteRule()})  # dense
+
+
+def edited(text: str, **changes: Any) -> str:
+    return json.dumps(json.loads(text) | changes)
+
+
+def changed(group: PlannedGroup, name: str, value: torch.Tensor) -> PlannedGroup:
+    if group.tensors[0].name != name:
+        return group
+    return dataclasses.replace(group, produce=lambda: (value.contiguous().view(torch.uint8),))
+
+
+TWICE = torch.arange(300, dtype=torch.int32).clamp_min(1)
+FORGED = {
+    "no section": ({"neurons": None}, {}, "neurons: .*pack the model again"),
+    "another section": ({"neurons": {"tokens": "many"}}, {}, "neurons: tokens: Input should be a valid integer"),
+    "other layers": (
+        {"neurons": {"calibration": "a", "tokens": 1, "density": [0.5]}},
+        {},
+        "density of 1 layers, the model has 2",
+    ),
+    "no permutation": ({}, {"blk.1.mlp_order": TWICE}, "blk.1.mlp_order: .*each of 300 neurons once"),
+    "rising frequency": ({}, {"blk.0.mlp_frequency": torch.linspace(0, 1, 300)}, "expected shares from 1 to 0"),
+    "no frequency": ({}, {"blk.0.mlp_frequency": torch.full((300,), float("nan"))}, "expected shares from 1 to 0"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_inconsistent_files_are_refused(relu: Checkpoint, tmp_path: Path, case: str) -> None:
+    manifest, tensors, said = FORGED[case]
+    plan: Any = plan_neurons(relu)
+    text, *rest = plan.values[MANIFEST]
+    groups = plan.groups
+    for name, value in tensors.items():
+        groups = tuple(changed(group, name, value) for group in groups)
+    values = {**plan.values, MANIFEST: (edited(text, **manifest), *rest)}
+    dataclasses.replace(plan, values=values, groups=groups).write(tmp_path / "m.gguf")
+    with pytest.raises(ArtifactError, match=said) as caught:
+        read_packed(tmp_path / "m.gguf")
+    assert "\n" not in str(caught.value)
+    assert not verify(tmp_path / "m.gguf").passed
+
+
+def test_tensors_that_it_should_not_have_are_refused(relu: Checkpoint, tmp_path: Path) -> None:
+    plan: Any = plan_neurons(relu)
+    norm = next(group for group in plan.groups if group.tensors[0].name == "output_norm.weight")
+    for name in ("blk.0.mlp_gate.threshold", "blk.0.mlp.order", "blk.0.mlp_in.weight"):
+        extra = dataclasses.replace(norm, tensors=(dataclasses.replace(norm.tensors[0], name=name),))
+        dataclasses.replace(plan, groups=(*plan.groups, extra)).write(tmp_path / "m.gguf", overwrite=True)
+        with pytest.raises(ArtifactError, match=f"{name} is not understood"):
+            read_packed(tmp_path / "m.gguf")

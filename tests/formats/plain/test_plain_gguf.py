@@ -1,0 +1,231 @@
+"""The plain GGUF: stock llama.cpp loads it and computes what the stock transformers model computes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from artifacts_for_tests import write_plain
+from models_for_tests import END, SMALL, TEXT, make_model
+from plain_model import both_logits, disagreement, load_llama
+
+from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.files.gguf import read_gguf
+from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.open import open_artifact
+from sparsepack.formats.plan import PlanRequest
+from sparsepack.formats.table import FORMATS
+from sparsepack.formats.verify import verify_against
+from sparsepack.models.architecture import architecture_of
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.stock.whole import load_model
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these tests")
+
+Checkpoints, Files = dict[str, Checkpoint], dict[tuple[str, str], Path]
+FULL = ("f32", "bf16", "f16")
+
+
+@pytest.fixture(scope="module")
+def files(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("plain")
+    paths = {(family, kind): folder / f"{family}.{kind}.gguf" for family in SMALL for kind in (*FULL, "q4_k")}
+    for (family, kind), path in paths.items():
+        assert write_plain(checkpoints[family], path, type=kind) == ()
+    return paths
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_llama_cpp_agrees_with_transformers_in_float32(checkpoints: Checkpoints, files: Files, family: str) -> None:
+    relative, same, _ = disagreement(*both_logits(files[family, "f32"], checkpoints[family]))
+    assert relative < 1e-3  # llama.cpp keeps keys and values in float16
+    assert same > 0.98
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_llama_cpp_agrees_with_transformers_on_q4_k(checkpoints: Checkpoints, files: Files, family: str) -> None:
+    relative, same, clear = disagreement(*both_logits(files[family, "q4_k"], checkpoints[family]))
+    assert relative <= 2e-2  # llama.cpp rounds activations to 8 bits
+    assert same >= 0.9  # random models have no favourite: many second tokens are close
+    assert clear >= 0.98
+
+
+def test_llama_cpp_runs_the_trained_model(shared: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(shared / "models/books-26m-silu")
+    path = tmp_path / "m.gguf"
+    write_plain(checkpoint, path)
+    relative, same, clear = disagreement(*both_logits(path, checkpoint))
+    assert relative <= 2e-2
+    assert same >= 0.95
+    assert clear >= 0.98
+    written = load_llama(path).create_completion("She opened the door and", max_tokens=16, temperature=0)
+    assert len(written["choices"][0]["text"]) > 20
+
+
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "wide heads": ("llama", {"head_dim": 128}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama3": (
+        "llama",
+        {"rope_parameters": ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
+    ),
+    "yarn": ("qwen3", {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 8.0}}),
+    "yarn, own scale": (
+        "qwen2",
+        {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unusual_models_are_the_same_in_llama_cpp_and_read_back(tmp_path: Path, case: str) -> None:
+    family, changes = CASES[case]
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", family, **changes))
+    path = tmp_path / "m.gguf"
+    write_plain(checkpoint, path, type="f32")
+    relative, same, _ = disagreement(*both_logits(path, checkpoint))
+    assert relative < 1e-3
+    assert same > 0.98
+    assert_same_model(open_checkpoint(path), checkpoint)
+    if case != "llama3":  # whose factors tell the scaling only where it is Llama 3's own
+        assert_same_model(open_checkpoint(without_our_config(checkpoint, tmp_path / "foreign.gguf")), checkpoint)
+
+
+def without_our_config(checkpoint: Checkpoint, path: Path) -> Path:
+    """The same file as llama.cpp's converter would write it: without our copy of config.json."""
+    plan = FORMATS["f32"].plan(checkpoint, PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    kept = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
+    dataclasses.replace(plan, values=kept).write(path)
+    return path
+
+
+def assert_same_model(found: Checkpoint, expected: Checkpoint) -> None:
+    assert set(found.source.shapes) == set(expected.source.shapes) - ({HEAD} if expected.tied else set())
+    for name in found.source.shapes:
+        assert torch.equal(found.tensor(name).float(), expected.tensor(name).float()), name
+    ours, theirs = architecture_of(found.config, None), architecture_of(expected.config, None)
+    for field in dataclasses.fields(ours):
+        if field.name in ("inv_freq", "rotary_scale", "norm_eps"):
+            assert getattr(ours, field.name) == pytest.approx(getattr(theirs, field.name), rel=1e-6), field.name
+        elif field.name != "model_type":
+            assert getattr(ours, field.name) == getattr(theirs, field.name), field.name
+    ids = torch.arange(40)[None]
+    assert torch.allclose(load_model(found)(ids).logits, load_model(expected)(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("family", SMALL)
+def test_full_precision_files_are_checkpoints_again(
+    checkpoints: Checkpoints, files: Files, family: str, kind: str
+) -> None:
+    found, expected = open_checkpoint(files[family, kind]), checkpoints[family]
+    if kind == "f16":  # bfloat16 has smaller numbers than float16
+        for name in found.source.shapes:
+            assert torch.allclose(found.tensor(name).float(), expected.tensor(name).float(), atol=1e-7), name
+    else:
+        assert_same_model(found, expected)
+    assert found.tokenizer.encode(TEXT[:2000]) == expected.tokenizer.encode(TEXT[:2000])
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_full_precision_files_can_be_packed_again(
+    checkpoints: Checkpoints, files: Files, tmp_path: Path, family: str
+) -> None:
+    write_plain(open_checkpoint(files[family, "bf16"]), tmp_path / "m.gguf", type="q4_k")
+    ours, again = open_artifact(files[family, "q4_k"]).stock(), open_artifact(tmp_path / "m.gguf").stock()
+    for name in checkpoints[family].source.shapes:
+        assert torch.equal(ours.tensor(name), again.tensor(name)), name
+
+
+def test_llama_cpp_tokenises_like_transformers(checkpoints: Checkpoints, files: Files) -> None:
+    llama, tokenizer = load_llama(files["llama", "q4_k"]), checkpoints["llama"].tokenizer
+    for text in (TEXT[:3000], f"a{END}b  ä\n\n", "'s 1234"):
+        assert llama.tokenize(text.encode(), add_bos=True, special=True) == tokenizer.encode(text)
+
+
+def test_types_of_the_matrices(checkpoints: Checkpoints, files: Files, tmp_path: Path) -> None:
+    types = {name: info.type for name, info in read_gguf(files["llama", "q4_k"]).tensors.items()}
+    assert {types["token_embd.weight"], types["output.weight"]} == {"Q6_K"}
+    assert {types["blk.0.attn_q.weight"], types["blk.1.ffn_down.weight"]} == {"Q4_K"}
+    assert {types["blk.0.attn_norm.weight"], types["output_norm.weight"]} == {"F32"}
+    write_plain(checkpoints["llama"], tmp_path / "m.gguf", output_type="f16", embedding_type="q4_k")
+    types = {name: info.type for name, info in read_gguf(tmp_path / "m.gguf").tensors.items()}
+    assert (types["token_embd.weight"], types["output.weight"]) == ("Q4_K", "F16")
+
+
+def test_chat_template_is_carried(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    write_plain(open_checkpoint(folder), tmp_path / "m.gguf")
+    assert load_llama(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "types"),
+    [
+        (
+            {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 320},
+            {"token_embd": "Q8_0", "attn_q": "Q5_0"},
+        ),
+        ({"intermediate_size": 300}, {"token_embd": "Q6_K", "attn_q": "Q4_K", "ffn_down": "F16"}),
+        ({"intermediate_size": 352}, {"token_embd": "Q6_K", "attn_q": "Q4_K", "ffn_down": "Q5_0"}),
+    ],
+)
+def test_odd_widths_fall_back_as_in_llama_quantize(
+    tmp_path: Path, changes: dict[str, Any], types: dict[str, str]
+) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", **changes))
+    notes = write_plain(checkpoint, tmp_path / "m.gguf")
+    artifact = open_artifact(tmp_path / "m.gguf")
+    for part, type in types.items():
+        found = {info.type for name, info in artifact.tensors.items() if part in name}
+        assert found == {type}
+    assert any("needs a multiple of 256" in note for note in notes)
+    assert verify_against(tmp_path / "m.gguf", checkpoint).problems == ()
+    relative, _, _ = disagreement(*both_logits(tmp_path / "m.gguf", checkpoint))
+    assert relative <= 2e-2
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "activation": ("llama", {"hidden_act": "relu"}, "activation 'relu': llama.cpp runs llama models with silu only"),
+    "biases": ("qwen3", {"attention_bias": True}, r"blk\.0\.attn_q\.bias: llama.cpp knows no biases in qwen3"),
+    "llama3 elsewhere": ("qwen2", CASES["llama3"][1], "'llama3': llama.cpp has it for llama models only, not qwen2"),
+    "yarn betas": ("llama", {"rope_parameters": CASES["yarn"][1]["rope_parameters"] | {"beta_slow": 2.0}}, "beta_slow"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_llama_cpp_would_run_otherwise_is_refused(tmp_path: Path, case: str) -> None:
+    family, changes, said = REFUSED[case]
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", family, **changes))
+    with pytest.raises(PackingError, match=said) as caught:
+        FORMATS["q4_k"].check_model(checkpoint)
+    assert "zigzag-q4_k" in str(caught.value)
+
+
+def test_sliding_window_that_llama_cpp_ignores_is_said(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", "mistral", sliding_window=64))
+    notes = write_plain(checkpoint, tmp_path / "m.gguf", type="bf16")
+    assert len(notes) == 1
+    assert "llama.cpp ignores the sliding window of 64 tokens" in notes[0]
+    assert_same_model(open_checkpoint(tmp_path / "m.gguf"), checkpoint)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3s_rotary_factors_read_back(tmp_path: Path, factor: float) -> None:
+    scaling = CASES["llama3"][1]["rope_parameters"] | {"factor": factor, "original_max_position_embeddings": 8192}
+    changes = {"rope_parameters": scaling, "max_position_embeddings": 16384}
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", "llama", **changes))
+    assert_same_model(open_checkpoint(without_our_config(checkpoint, tmp_path / "m.gguf")), checkpoint)
+
+
+def test_rotary_factors_that_are_not_llama_3s_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", **CASES["llama3"][1])
+    path = without_our_config(open_checkpoint(folder), tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's scaling"):
+        open_checkpoint(path)

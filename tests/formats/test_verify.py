@@ -1,0 +1,185 @@
+"""`verify` and `inspect`: intact files pass, other models and damage are named."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
+from models_for_tests import SMALL, make_model
+
+from sparsepack.errors import ArtifactError
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.inspect import describe
+from sparsepack.formats.open import open_artifact
+from sparsepack.formats.plan import alone
+from sparsepack.formats.verify import verify, verify_against
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+
+Checkpoints, Files = dict[str, Checkpoint], dict[str, Path]
+
+
+@pytest.mark.parametrize("name", [*SMALL, "odd"])
+def test_zigzag_files_are_their_models(checkpoints: Checkpoints, zigzag_files: Files, name: str) -> None:
+    report = verify_against(zigzag_files[name], checkpoints[name])
+    assert report.passed, report.problems
+    assert {t.name for t in report.tensors} >= {"blk.0.attn_in.weight", "blk.1.mlp_mid.weight", "token_embd.weight"}
+    assert max(t.error for t in report.tensors if t.type == "F32") == 0
+    assert all(0.06 < t.error < 0.09 for t in report.tensors if t.type == "Q4_K")
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "f16", "bf16", "f32"])
+@pytest.mark.parametrize("family", SMALL)
+def test_plain_files_are_their_models(checkpoints: Checkpoints, tmp_path: Path, family: str, kind: str) -> None:
+    write_plain(checkpoints[family], tmp_path / "m.gguf", type=kind)
+    report = verify_against(tmp_path / "m.gguf", checkpoints[family])
+    assert report.passed, report.problems
+    assert len(report.tensors) == len(checkpoints[family].source.shapes)
+
+
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "f16", "f32"])
+def test_rows_are_decoded_as_the_whole_is(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
+    """Any rows: those of one band, of several, of the last one that is padded."""
+    path = tmp_path / "m.gguf"
+    name = "odd" if kind == "zigzag-q4_k" else "llama"
+    write_zigzag(checkpoints[name], {}, path) if name == "odd" else write_plain(checkpoints[name], path, type=kind)
+    artifact = open_artifact(path)
+    for tensor, info in artifact.tensors.items():
+        whole = artifact.decoded(tensor)
+        assert tuple(whole.shape) == artifact.logical_shape(tensor)
+        if len(info.shape) == 1:
+            continue
+        rows = len(whole)
+        for first, last in ((0, 256), (256, 512), (3, 5), (rows - 1, rows), (0, rows + 300), (250, 260)):
+            if first >= rows:
+                continue
+            assert torch.equal(artifact.decoded(tensor, first, last), whole[first:last]), (tensor, first, last)
+
+
+def test_pieces_add_up_to_the_error_of_the_whole(
+    checkpoints: Checkpoints, zigzag_files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = verify_against(zigzag_files["odd"], checkpoints["odd"])
+    monkeypatch.setattr("sparsepack.formats.verify._PIECE", 1)
+    pieces = verify_against(zigzag_files["odd"], checkpoints["odd"])
+    artifact = open_artifact(zigzag_files["odd"])
+    for one, other in zip(whole.tensors, pieces.tensors, strict=True):
+        source = artifact.source(one.name, checkpoints["odd"])
+        assert source is not None
+        expected = float((artifact.decoded(one.name).double() - source.double()).norm() / source.double().norm())
+        assert one.error == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        assert other.error == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def test_report_is_json(checkpoints: Checkpoints, zigzag_files: Files) -> None:
+    report = json.loads(json.dumps(verify_against(zigzag_files["llama"], checkpoints["llama"]).to_json()))
+    assert report["passed"] is True
+    assert report["kind"] == "zigzag-q4_k"
+    assert report["tensors"][0]["passed"] is True
+
+
+def test_another_model_of_the_same_shapes_fails_by_hash_and_by_weights(zigzag_files: Files, tmp_path: Path) -> None:
+    other = open_checkpoint(make_model(tmp_path / "model", "llama", seed=1))
+    report = verify_against(zigzag_files["llama"], other)
+    assert not report.passed
+    assert "another model, or another version of it" in report.problems[0]
+    errors = {t.name: t.error for t in report.tensors}
+    assert errors["blk.0.attn_in.weight"] == pytest.approx(2**0.5, rel=0.02)
+    assert not any(t.passed for t in report.tensors)
+
+
+def test_another_version_with_nearly_the_same_weights_fails_by_hash_alone(
+    checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_plain(checkpoints["llama"], path, type="f32")
+    report = verify_against(zigzag_files["llama"], open_checkpoint(path))
+    assert len(report.problems) == 1
+    assert all(t.passed for t in report.tensors)
+
+
+def test_another_family_or_size_fails(checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path) -> None:
+    assert not verify_against(zigzag_files["llama"], checkpoints["qwen2"]).passed
+    smaller = open_checkpoint(make_model(tmp_path / "model", "llama", num_hidden_layers=1, intermediate_size=256))
+    problems = verify_against(zigzag_files["llama"], smaller).problems
+    assert any("blk.0.mlp_in.weight: [1024, 256] in the file, [512, 256]" in problem for problem in problems)
+    assert any("blk.1.mlp_in.weight: [1024, 256] in the file, None" in problem for problem in problems)
+
+
+def test_a_damaged_file_fails_and_is_not_compared(
+    checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path
+) -> None:
+    data = bytearray(zigzag_files["llama"].read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "m.gguf").write_bytes(data)
+    report = verify_against(tmp_path / "m.gguf", checkpoints["llama"])
+    assert not report.passed
+    assert "does not match the SHA-256" in report.problems[0]
+    assert report.tensors == ()
+    (tmp_path / "text.gguf").write_text("no GGUF")
+    assert not verify(tmp_path / "text.gguf").passed
+    with pytest.raises(ArtifactError, match=r"none\.gguf: no such file or folder"):  # the user's mistake, no damage
+        verify(tmp_path / "none.gguf")
+
+
+def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = zigzag.pack
+    # The rows of `down` in another order: the hashes are right, the model is not.
+    monkeypatch.setattr(zigzag, "pack", lambda w: pack(w.flip(0) if w.shape[1] == 512 else w))
+    write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf")
+    report = verify_against(tmp_path / "m.gguf", checkpoints["llama"])
+    assert [t.name for t in report.tensors if not t.passed] == ["blk.0.mlp_mid.weight", "blk.1.mlp_mid.weight"]
+
+
+def test_padding_that_is_not_zero_is_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    plan, full = plan_zigzag(checkpoints["odd"], {}), torch.randn(768, 256)
+    dirty = [
+        alone(group.tensors[0], lambda: zigzag.pack(full)) if group.tensors[0].name == "blk.0.mlp_in.weight" else group
+        for group in plan.groups
+    ]
+    dataclasses.replace(plan, groups=tuple(dirty)).write(tmp_path / "m.gguf")
+    problems = verify(tmp_path / "m.gguf").problems
+    assert len(problems) == 1
+    assert "blk.0.mlp_in.weight: rows after the 600 logical ones are not zero" in problems[0]
+
+
+def test_description_of_a_zigzag_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    row = {"layer": 0, "site": "attn_in", "sparsity": 0.5, "threshold": 0.1}
+    table = {"allocation": "uniform", "criterion": "magnitude", "sparsity": 0.5, "upstream": "sparse", "rows": [row]}
+    write_zigzag(checkpoints["qwen3"], {}, tmp_path / "m.gguf", provenance={"thresholds": table})
+    found = json.loads(json.dumps(describe(tmp_path / "m.gguf")))
+    assert (found["kind"], found["thresholds"], found["sparse_sites"]) == ("zigzag-q4_k", table, 0)
+    assert found["file_bytes"] == (tmp_path / "m.gguf").stat().st_size
+    assert found["bits_per_weight"]["blocks"] == 4.5
+    assert found["types"]["Q4_K"]["tensors"] == 8
+    assert sum(kind["bytes"] for kind in found["types"].values()) == found["tensor_bytes"]
+    assert {p["program"]: p["loads"] for p in found["loads_in"]}["llama.cpp"] is False
+
+
+def test_description_counts_padding_as_bytes_not_weights(checkpoints: Checkpoints, zigzag_files: Files) -> None:
+    found = describe(zigzag_files["odd"])
+    assert found["padding_rows"]["blk.0.mlp_in.weight"] == 168
+    assert found["bits_per_weight"]["blocks"] > 4.5
+    shapes = checkpoints["odd"].source.shapes.values()
+    assert found["weights"] == sum(torch.Size(shape).numel() for shape in shapes)
+    assert found["sparse_sites"] == 2
+
+
+def test_description_says_who_loads_a_plain_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    loads = {}
+    for family, kind in (("llama", "q4_k"), ("llama", "bf16"), ("qwen3", "q4_k")):
+        path = tmp_path / f"{family}.{kind}.gguf"
+        write_plain(checkpoints[family], path, type=kind)
+        loads[family, kind] = {p["program"]: p["loads"] for p in describe(path)["loads_in"]}
+    assert all(programs["llama.cpp"] for programs in loads.values())
+    assert [programs["sparsepack"] for programs in loads.values()] == [False, True, False]
+    assert loads["llama", "q4_k"]["transformers"] is True
+
+
+def test_description_of_a_damaged_header_is_an_error(zigzag_files: Files, tmp_path: Path) -> None:
+    data = bytearray(zigzag_files["llama"].read_bytes())
+    data[500] ^= 1
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(ArtifactError, match="header does not match its SHA-256"):
+        describe(tmp_path / "m.gguf")

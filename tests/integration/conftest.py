@@ -1,0 +1,6 @@
+"""The models of the runtime's tests serve these, too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))

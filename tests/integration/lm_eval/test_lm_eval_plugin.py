@@ -1,0 +1,72 @@
+"""lm-eval's own command knows sparsepack, and gives the figures of `sparsepack eval`."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsepack.errors import UserError
+from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.run import evaluate
+from sparsepack.integration.lm_eval.__main__ import NAME, TARGET
+from sparsepack.integration.lm_eval.plugin import SparsepackLM
+
+ROOT = Path(__file__).parents[3]
+TASKS = ROOT / "tests" / "tasks"
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_our_command_is_lm_evals_with_the_model_known() -> None:
+    code = (
+        "import sys, sparsepack.integration.lm_eval.__main__ as command\n"
+        "from lm_eval.api.registry import get_model, model_registry\n"
+        "command.cli_evaluate = lambda: print(get_model('sparsepack').__name__)\n"
+        "command.main()\n"
+        "assert 'hf' in model_registry and len(model_registry) > 10"
+    )
+    done = python("-c", code)
+    assert done.stdout.strip() == "SparsepackLM", done.stderr
+
+
+def test_the_entry_point_of_lm_eval_names_the_model_that_our_command_registers() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert groups == {"lm_eval.models": {NAME: TARGET}}, "torch, too, would run what another group names"
+
+
+@pytest.mark.slow
+def test_the_figure_is_that_of_sparsepack_eval(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("SPARSEPACK_SHARED", str(shared))
+    request = EvalRequest("shipped:tiny", tasks=("sp_blimp",), task_path=TASKS, limit=12)
+    expected = evaluate(request)["tasks"]["tasks"]["sp_blimp"]["metrics"]["acc"]
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    lm = SparsepackLM("shipped:tiny", device="cpu", batch_size=1)
+    found = simple_evaluate(lm, tasks=["sp_blimp"], limit=12, task_manager=manager)["results"]["sp_blimp"]
+    assert (found["acc,none"], found["acc_stderr,none"]) == (expected["value"], expected["stderr"])
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(UserError, match="path=FILE"):
+        SparsepackLM()
+    with pytest.raises(UserError, match="pretrained: not known; expected path, thresholds"):
+        SparsepackLM("shipped:tiny", pretrained="x")
+    with pytest.raises(UserError, match="batch_size none: expected a number"):
+        SparsepackLM("shipped:tiny", batch_size="none")
+    with pytest.raises(UserError, match="protocol 'sparse'"):
+        SparsepackLM("shipped:tiny", protocol="sparse")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_lm_evals_default_device_becomes_the_cpu_and_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    model = SparsepackLM("shipped:tiny", device="cuda:0", batch_size="auto")
+    assert model.device == torch.device("cpu")
+    assert model.batch_size == 8
+    assert "no CUDA device here; on the CPU instead" in capfd.readouterr().err

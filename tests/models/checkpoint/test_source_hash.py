@@ -1,0 +1,104 @@
+"""The hash of a checkpoint's weights: the same ever since, taken once, and never of files that change."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from artifacts_for_tests import write_plain
+
+from sparsepack.errors import CheckpointError
+from sparsepack.files.hashing import combined
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.source_hash import SourceHash
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("b", "a")]
+    for path in paths:
+        path.write_bytes(path.name.encode() * 3_000_000)
+    return paths
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_it_is_over_the_files_digests_in_their_order(files: list[Path]) -> None:
+    expected = digest("".join(digest(file.read_bytes()) for file in files).encode())
+    assert SourceHash(files, combined).sha256() == expected
+    with SourceHash(files, combined).meanwhile() as sha256:
+        assert sha256() == expected
+
+
+def test_that_of_a_gguf_is_the_files_own(tmp_path: Path) -> None:
+    write_plain(open_checkpoint("shipped:tiny"), tmp_path / "m.gguf", "f16")
+    assert open_checkpoint(tmp_path / "m.gguf").sha256 == digest((tmp_path / "m.gguf").read_bytes())
+
+
+def test_what_is_known_is_not_taken_again(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SourceHash(files, combined)
+    with source.meanwhile() as sha256:
+        known = sha256()
+    monkeypatch.setattr("sparsepack.files.hashing._sha256_file", lambda *_: pytest.fail("hashed again"))
+    assert source.sha256() == known
+    with source.meanwhile() as sha256:
+        assert sha256() == known
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("change", ["written", "touched", "replaced", "removed"])
+def test_a_file_that_changes_meanwhile_is_named(files: list[Path], change: str, known: bool) -> None:
+    source = SourceHash(files, combined)
+    if known:
+        source.sha256()
+    with source.meanwhile() as sha256, pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
+        if change == "written":
+            files[1].write_bytes(b"other")
+        elif change == "touched":
+            os.utime(files[1], ns=(0, 0))
+        elif change == "removed":
+            sha256()  # or the hash would not find it
+            files[1].unlink()
+        else:
+            before = files[1].stat()
+            new = files[1].with_name("new")
+            new.write_bytes(files[1].read_bytes())
+            os.utime(new, ns=(before.st_atime_ns, before.st_mtime_ns))
+            new.replace(files[1])
+        sha256()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_file_that_changed_before_is_named_whether_or_not_the_hash_was_known(files: list[Path], known: bool) -> None:
+    source = SourceHash(files, combined)
+    if known:
+        source.sha256()
+    files[1].write_bytes(b"other")
+    with source.meanwhile() as sha256, pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
+        sha256()
+    with pytest.raises(CheckpointError, match=r"a: changed since it was opened"):
+        source.sha256()
+
+
+def test_work_that_fails_over_a_changed_file_names_it_and_otherwise_fails_as_it_does(files: list[Path]) -> None:
+    source = SourceHash(files, combined)
+    with pytest.raises(RuntimeError, match="other shapes"), source.meanwhile():
+        raise RuntimeError("other shapes")
+    with pytest.raises(CheckpointError, match=r"a: changed since it was opened"), source.meanwhile():
+        files[1].unlink()
+        raise RuntimeError("other shapes")
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^the weights cannot be read \(.*none.*\); are they whole\?$"):
+        SourceHash([tmp_path / "none"], combined).sha256()
+
+
+def test_an_interrupt_of_the_other_work_ends_the_hashing(tmp_path: Path) -> None:
+    with (tmp_path / "endless").open("wb") as file:
+        file.truncate(1 << 42)  # a hole: hours to hash
+    source = SourceHash([tmp_path / "endless"], combined)
+    with pytest.raises(KeyboardInterrupt), source.meanwhile():
+        raise KeyboardInterrupt

@@ -1,0 +1,111 @@
+"""Block by block is the stock model, and holds one block."""
+
+import weakref
+
+import pytest
+import torch
+from model_variants import FOLDERS
+from models_for_tests import VOCABULARY
+from passes import by_a_stream, by_the_stock_model
+from transformers import AutoModelForCausalLM
+
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.stock.blocks import BlockStream
+
+IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["plain", "watched"])
+@pytest.mark.parametrize("name", FOLDERS)
+@torch.inference_mode()
+def test_every_block_gives_what_the_stock_model_gives(folders, name, watched):
+    """Exactly, on a text longer than the sliding window; watching the attention changes nothing."""
+    folder = folders(name)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    expected, _ = by_the_stock_model(stock, stock.model.layers, IDS)
+    checkpoint = open_checkpoint(folder)
+    found, seen = by_a_stream(BlockStream(checkpoint), checkpoint.layers, IDS, watched)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert len(expected) == checkpoint.layers
+    if watched:
+        config = stock.config
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        query = (2, config.num_attention_heads, 33, head)
+        assert seen == [(query, (2, config.num_key_value_heads, 33, head))] * checkpoint.layers
+
+
+def test_the_sliding_window_matters_to_these_tests(folders):
+    """Otherwise the test above would not notice its loss."""
+    folder = folders("mistral, sliding window")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, sliding_window=None)
+    assert (model(IDS).logits - wide(IDS).logits).abs().max() > 0.1
+
+
+def test_watched_queries_and_keys_are_those_after_norms_and_rotation(folders):
+    """Their products, softmax and values make the attention's own output."""
+    checkpoint = open_checkpoint(folders("qwen3, tied, wide heads"))
+    stream, seen, values, outputs = BlockStream(checkpoint), [], [], []
+    stream.load(0)
+    attention = stream.block.self_attn
+    attention.v_proj.register_forward_hook(lambda _, __, output: values.append(output))
+    attention.o_proj.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
+    with torch.inference_mode(), stream.watched(lambda query, key, _: seen.append((query, key))):
+        stream(stream.embed(IDS))
+    (query, key), value = seen[0], values[0].unflatten(-1, (2, 128)).transpose(1, 2)
+    key, value = (part.repeat_interleave(2, dim=1) for part in (key, value))
+    scores = (query @ key.transpose(-1, -2) / 128**0.5).masked_fill(torch.ones(33, 33).triu(1).bool(), -torch.inf)
+    mine = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(mine, outputs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_watching_ends_with_its_context(folders):
+    stream, seen = BlockStream(open_checkpoint(folders("llama"))), []
+    stream.load(0)
+    with torch.inference_mode():
+        with stream.watched(lambda *shown: seen.append(shown)):
+            stream(stream.embed(IDS))
+        stream(stream.embed(IDS))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, every second layer slides"])
+def test_no_more_than_one_block_is_ever_held(folders, monkeypatch, name):
+    """While a block is read, the one before it is gone already, of whatever kind it was, and tensors pass singly."""
+    checkpoint = open_checkpoint(folders(name))
+    source, before, as_stored = type(checkpoint.source), [], []
+    tensor = source.tensor
+
+    def watched(self, name):
+        assert not [ref for ref in before if ref() is not None], "the block before is still held"
+        assert not [ref for ref in as_stored[:-1] if ref() is not None], "tensors pile up as stored"
+        value = tensor(self, name)
+        as_stored.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(source, "tensor", watched)
+    stream = BlockStream(checkpoint)
+    for layer in [*range(checkpoint.layers), 0]:
+        stream.load(layer)
+        before = [weakref.ref(parameter) for parameter in stream.block.parameters()]
+        assert len(before) >= 9
+    assert as_stored
+
+
+def test_a_block_reads_its_own_tensors_only(folders, monkeypatch):
+    checkpoint, read = open_checkpoint(folders("llama")), []
+    tensor = type(checkpoint.source).tensor
+    monkeypatch.setattr(type(checkpoint.source), "tensor", lambda self, name: read.append(name) or tensor(self, name))
+    stream = BlockStream(checkpoint)
+    assert read == []
+    stream.load(1)
+    assert len(read) == 9
+    assert all(name.startswith("model.layers.1.") for name in read)
+
+
+def test_blocks_run_in_the_precision_asked_for(folders):
+    stream = BlockStream(open_checkpoint(folders("llama")), dtype=torch.bfloat16)
+    stream.load(0)
+    hidden = stream.embed(IDS)
+    assert hidden.dtype == stream(hidden).dtype == torch.bfloat16
+    assert {p.dtype for p in stream.block.parameters()} == {torch.bfloat16}

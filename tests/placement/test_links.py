@@ -1,0 +1,28 @@
+"""The division of offloaded neurons between links."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsepack.placement.links import HALVES, Links, over_the_bus
+
+speeds = st.floats(1e3, 1e7)
+counts = st.integers(0, 60)
+
+
+@given(resident=counts, offloaded=counts, links=st.builds(Links, speeds, speeds, speeds, st.floats(0, 1e-2)))
+def test_no_other_division_is_faster(resident: int, offloaded: int, links: Links) -> None:
+    bus = over_the_bus(resident, offloaded, links)
+    best = min(links.seconds(resident, offloaded, other) for other in range(offloaded + 1))
+    assert links.seconds(resident, offloaded, bus) <= best * (1 + 1e-9)
+    assert bus == over_the_bus(resident, offloaded, links)
+
+
+def test_two_halves_of_one_processor_have_as_much_each() -> None:
+    assert over_the_bus(resident=10, offloaded=10, links=HALVES) == 0
+    assert over_the_bus(resident=0, offloaded=10, links=HALVES) == 5
+    assert over_the_bus(resident=4, offloaded=10, links=HALVES) == 3
+    assert over_the_bus(resident=0, offloaded=0, links=HALVES) == 0
+
+
+def test_where_handing_over_costs_more_than_all_else_nothing_is_handed_over() -> None:
+    assert over_the_bus(resident=4, offloaded=10, links=Links(1.0, 1.0, 1.0, handover=30.0)) == 10

@@ -1,0 +1,83 @@
+"""Sparse attention of the cuda backend in plain torch: `kernels/attention/double_sparsity.cu`, whose cache may lie in
+the host's memory. Each function stands in for the one of its name."""
+
+from dataclasses import replace
+
+import torch
+from simulated_slots import assign_slots
+from torch import Tensor
+
+from sparsepack.formats.codecs.labels import encode_labels
+from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.runtime.cuda.attention.attention import AttentionParameters
+from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters
+from sparsepack.runtime.cuda.attention.offload import TokenSlots
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import double_sparsity
+from sparsepack.runtime.reference import products as reference
+
+
+def double_sparsity_parameters(
+    dense: AttentionParameters, channels: Tensor, policy: TokenPolicy, largest_whole: int | None = None
+) -> DoubleSparsityParameters:
+    batch, kv_heads, context, _ = dense.keys.shape
+    codes, scales = encode_labels(torch.zeros(batch, kv_heads, context, channels.shape[1]))
+    return DoubleSparsityParameters(dense, channels, codes, scales, policy, largest_whole or 0)
+
+
+def label_append(
+    of: DoubleSparsityParameters, first: int, count: int, sequence: int | None = None, positions: Tensor | None = None
+) -> None:
+    starts = [first] * len(of.codes) if positions is None else positions.tolist()
+    for n, start in enumerate(starts):
+        if sequence in (None, n):
+            new = slice(start, start + count)
+            codes, scales = encode_labels(double_sparsity.heavy(of.dense.keys[n, :, new], of.channels))
+            of.codes[n, :, new], of.scales[n, :, new] = codes, scales
+
+
+def attend_double_sparsity(
+    of: DoubleSparsityParameters, qkv: Tensor, positions: Tensor, out: Tensor, *, min_context: int | None = None
+) -> None:
+    policy = of.policy if min_context is None else replace(of.policy, min_context=min_context)
+    shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
+    for n, here in enumerate(positions.tolist()):
+        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
+        keys[n, :, here] = rotated(k, layer.k_norm, shape.eps, shape.cos[here], shape.sin[here])[0]
+        values[n, :, here] = v[0]
+        label_append(of, here, 1, n)
+        codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
+        scores = double_sparsity.label_scores(double_sparsity.label_queries(q, of.channels), codes, scales)
+        selected = double_sparsity.select_tokens(scores, here, policy, layer.window)
+        cached = (x[n, :, : here + 1].float() for x in (keys, values))
+        out[n] = double_sparsity.attend_selected(q, *cached, selected)[0]
+
+
+def attend_offloaded(
+    of: DoubleSparsityParameters, slots: TokenSlots, qkv: Tensor, positions: Tensor, out: Tensor
+) -> None:
+    attend_double_sparsity(of, qkv, positions, out)  # which appends, too
+    shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
+    for n, here in enumerate(positions.tolist()):
+        q = qkv[n, : shape.heads * shape.head_dim].view(1, -1, shape.head_dim)
+        q = rotated(q, layer.q_norm, shape.eps, shape.cos[here], shape.sin[here]).transpose(0, 1)
+        codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
+        scores = double_sparsity.label_scores(double_sparsity.label_queries(q, of.channels), codes, scales)
+        selected = double_sparsity.select_tokens(scores, here, of.policy, layer.window)
+        for head, tokens in enumerate(selected[:, 0]):
+            found = assign_slots(slots, (n, head), tokens.nonzero().flatten().tolist(), here)
+            for token in found:
+                slot = slots.slot_of[n, head, token]
+                slots.keys[n, head, slot] = keys[n, head, token]
+                slots.values[n, head, slot] = values[n, head, token]
+        heads = torch.arange(len(selected))[:, None]
+        listed = slots.listed[n, :, : slots.counts[n, 0]].long()
+        cached = (x[n][heads, listed].float() for x in (slots.keys, slots.values))
+        everything = torch.ones(len(selected), 1, listed.shape[1], dtype=torch.bool, device=listed.device)
+        out[n] = double_sparsity.attend_selected(q, *cached, everything)[0]
+
+
+def rotated(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys [.., head_dim], normed where their layer norms them."""
+    return reference_attention.rotate(x if norm is None else reference.rms_norm(x, norm, eps), cos, sin)

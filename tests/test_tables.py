@@ -1,0 +1,37 @@
+"""One table, drawn three ways."""
+
+import pytest
+
+from sparsepack.tables import Styled, Table, html, markdown, show
+
+TABLE = Table(["name", "share"], [["a | [b]", "1.5 %"], ["<i>", Styled("10 %", "bad")]], "title", ["a note"])
+
+
+def test_markdown_pads_columns_and_sets_numbers_right() -> None:
+    assert markdown("before", TABLE).splitlines() == [
+        "before",
+        "",
+        "title",
+        "",
+        "| name     | share |",
+        "|----------|------:|",
+        "| a \\| [b] | 1.5 % |",
+        "| &lt;i>   |  10 % |",
+        "",
+        "a note",
+    ]
+
+
+def test_html_escapes_cells_and_marks_numbers_and_styles() -> None:
+    page = html(TABLE)
+    assert '<tr><td>&lt;i&gt;<td class="n bad">10 %' in page
+    assert "<h3>title</h3>" in page
+    assert '<p class="soft">a note</p>' in page
+
+
+def test_brackets_are_no_markup_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    show([TABLE, ("a [red]", Styled("line", "soft"))])
+    out = capsys.readouterr().out
+    assert "a | [b]" in out
+    assert "a [red]line" in out
+    assert out.index("title") < out.index("name") < out.index("a note")
