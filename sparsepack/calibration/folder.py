@@ -9,7 +9,7 @@ import torch
 
 from sparsepack.calibration.collectors import Statistics, added, check, named, of_block
 from sparsepack.calibration.heads import CalibratedHeads, check_heads, merged_heads
-from sparsepack.calibration.made_from import StoredModel, StoredText, StoredTokenizer
+from sparsepack.calibration.made_from import StoredCompute, StoredModel, StoredText, StoredTokenizer
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
@@ -33,11 +33,6 @@ class _Tokens(Stored):
     padding_left_out: Count
 
 
-class _Compute(Stored):
-    device: Name
-    dtype: Name
-
-
 class _Manifest(Stored):
     """What is read of a manifest, by whomever."""
 
@@ -46,7 +41,7 @@ class _Manifest(Stored):
     tokenizer: StoredTokenizer
     texts: list[StoredText]
     tokens: _Tokens
-    compute: _Compute
+    compute: StoredCompute
     statistics_sha256: Name
     attention: CalibratedHeads | None = None
     parts: list[Name] | None = None

@@ -34,6 +34,14 @@ class StoredText(Stored):
     documents: Count
 
 
+class StoredCompute(Stored):
+    """`compute` of a manifest: where blocks were computed, in which type, and the type of the weights read."""
+
+    device: Name
+    dtype: Name
+    weights: Name
+
+
 def made_from(checkpoint: Checkpoint, text: Text, device: str, dtype: torch.dtype, batch: int) -> dict[str, Any]:
     """The sections `model`, `tokenizer`, `texts`, `compute` and `versions` of a manifest, JSON-able.
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from sparsepack.calibration.made_from import StoredModel, StoredText, StoredTokenizer
+from sparsepack.calibration.made_from import StoredCompute, StoredModel, StoredText, StoredTokenizer
 from sparsepack.errors import PlacementError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_bytes
@@ -47,11 +47,6 @@ class _Rule(Stored):
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
-class _Compute(Stored):
-    device: Name
-    dtype: Name
-
-
 class _Manifest(Stored):
     """What is read of a manifest."""
 
@@ -62,7 +57,7 @@ class _Manifest(Stored):
     tokenizer: StoredTokenizer
     texts: list[StoredText]
     sessions: Annotated[list[_Session], Field(min_length=1, max_length=MOST_SESSIONS)]
-    compute: _Compute
+    compute: StoredCompute
     files: dict[Name, Name]
 
 
