@@ -38,7 +38,7 @@ class OffloadedKvCache(DoubleSparsityKvCache):
         self._brought = torch.empty(room, dtype=self._layers[0].keys.dtype, device=device)
 
     def fetched(self) -> list[int]:
-        """How many tokens of key heads the last step brought from the host, in each layer."""
+        """The number of tokens of all key heads that the last step brought from the host, for each layer."""
         return [0 if of is None else int(of.missed_counts.sum()) for of in self._slots]
 
     def selecting(self, sparse: bool) -> int | None:

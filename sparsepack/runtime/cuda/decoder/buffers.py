@@ -1,4 +1,4 @@
-"""What the kernels of a step leave for each other, layer by layer."""
+"""The buffers in which the kernels of a step leave results for each other, layer by layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -38,7 +38,7 @@ class Prefill:
         return x
 
     def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
-        """float32 [S, heads * head_dim]"""
+        """Append q, k and v to the cache. Returns attention's outputs: float32 [S, heads * head_dim]."""
         q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
         return self._cache.attend(number, q, sequence)
 

@@ -1,4 +1,4 @@
-// Which columns a block of a product takes, and which of them are active (SpQt, section 4.2.3).
+// The columns that a block of a product takes, and the list of the active ones (SpQt, section 4.2.3).
 //
 // The columns of a product are split over the SPLITS blocks of a tile (CUTLASS's split-K), CHUNK at a time in turns, so
 // that neighbours that are active together fall to different blocks:
@@ -87,11 +87,11 @@ struct ColumnSplit {
 
     // The first column of a chunk.
     __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * CHUNK; }
-    // How many columns it has in all.
+    // The number of columns that the block has in all.
     __device__ __forceinline__ int count() const {
         return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
     }
-    // As many as any block of the tile may have, filled up to whole chunks.
+    // The most columns that any block of the tile may have, filled up to whole chunks.
     __device__ __forceinline__ static int most(int columns) {
         return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
     }
@@ -110,7 +110,7 @@ struct List {
         for (int b = 0; b < INPUTS; ++b) value[b * stride + i] = v(b);
         index[i] = k;
     }
-    // The same where `is`, without a branch, which compilers would make of it.
+    // `put` where `is`, of one input, without the branch that compilers would make of an `if`.
     template <typename Value>
     __device__ __forceinline__ void put_if(u32 is, int i, Value v, int k) const {
         asm volatile(

@@ -52,7 +52,7 @@ struct BatchAccumulator {
 // Two float16 of small integers: exact as they are, times 2^-24.
 __device__ __forceinline__ u32 pair(u32 first, u32 second) { return first | second << 16; }
 
-// The same as float16 of their value: such a one times a nibble in the lowest bits is exact, too.
+// Two float16 with the values of small integers: times a nibble in the lowest bits they are exact, too.
 __device__ __forceinline__ u32 numbers(u32 first, u32 second) {
     u32 c;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(pair(first, second) | 0x64006400), "r"(0x64006400));
