@@ -46,7 +46,7 @@ struct Site {
     int columns;
     const float* norm;  // RMSNorm's weight [columns]
     float eps;
-    const float* squares;  // parts of the sums of x^2, in order: [INPUTS][parts]
+    const float* squares;  // partial sums of x^2, in order: [INPUTS][parts]
     int parts;
     const float* threshold;  // [1] or [columns]
     const float* offset;     // [columns]
@@ -151,7 +151,7 @@ struct InputChunks {
         }
     }
 
-    // Returns what the thread has of the sums of squares: PARTS parts of each, which it waits for at the same time.
+    // Returns what the thread has of the sums of squares: PARTS partial sums of each, which it waits for together.
     template <int PARTS, int THREADS>
     __device__ __forceinline__ PerInput load(const Site& site, const ColumnSplit& column_split, int first) {
         const auto at = [&](int r) {

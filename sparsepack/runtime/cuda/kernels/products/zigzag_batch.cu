@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_sums(const BatchAccumulator& sums, float i
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, float largest_d,
-    // what comes in: x [INPUTS][columns]; of x^2 parts of the sums [INPUTS][parts]
+    // what comes in: x [INPUTS][columns]; partial sums of x^2 [INPUTS][parts]
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset,
     // what goes out: y [INPUTS][rows] = product + bias + residual, or of half as many rows activation(gate) * up; of
