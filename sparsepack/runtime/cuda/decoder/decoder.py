@@ -184,7 +184,7 @@ class CudaDecoder:
         return chosen
 
     def _chunks(self, ids: Tensor) -> list[Tensor]:
-        """The ids on the GPU, int32, at most PREFILL_TOKENS together; copied in one go, as the host waits for a copy."""
+        """The ids on the GPU, int32, at most PREFILL_TOKENS together; copied at once, as the host waits for a copy."""
         return [chunk for chunk in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(chunk)]
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
