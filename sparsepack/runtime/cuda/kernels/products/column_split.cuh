@@ -19,7 +19,7 @@
 #include "common/flag_in_data.cuh"
 
 // Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
-//         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as they are stored (common/flag_in_data.cuh), not
+//         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as stored (common/flag_in_data.cuh), not
 //         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
 //         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
 //         PER_CHANNEL 1: a threshold for each column; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA
