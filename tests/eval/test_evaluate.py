@@ -225,6 +225,7 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path):
         ({"context": 1}, "context 1: expected at least 2"),
         ({"windows": 0}, "windows 0"),
         ({"batch": 0}, "batch 0"),
+        ({"limit": 0}, "limit 0: expected at least 1"),
         ({"protocol": "prefill"}, "'prefill': expected one of decode, all, dense"),
         ({"perplexity": ()}, "nothing to evaluate"),
         ({"perplexity": ("none.txt",)}, "none.txt: no such file"),
@@ -247,7 +248,7 @@ def test_a_batch_that_is_given_holds_for_tasks_too_and_each_part_says_what_was_u
     monkeypatch, batch, windows, requests
 ):
     asked = []
-    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *_, batch_size, **__: asked.append(batch_size) or {})
+    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *given: asked.append(given[2]) or {})
     result = evaluate(replace(TINY, tasks=("any",), windows=1, batch=batch))
-    assert asked == [requests]
+    assert [request.requests_at_once for request in asked] == [requests]
     assert (result["compute"]["batch"], result["tasks"]["batch"]) == (windows, requests)

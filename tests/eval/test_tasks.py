@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsepack.errors import UserError
+from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.tasks import run_tasks
 
 TASKS = Path(__file__).parents[1] / "tasks"
@@ -51,20 +52,9 @@ def folder(tmp_path):
     return tasks
 
 
-def run(
-    scorer, tokenizer, folder, tasks=("own",), protocol="decode", limit=None, batch_size=4, num_fewshot=None, **more
-):
-    return run_tasks(
-        scorer,
-        tokenizer,
-        tasks=list(tasks),
-        task_path=folder,
-        protocol=protocol,
-        limit=limit,
-        batch_size=batch_size,
-        num_fewshot=num_fewshot,
-        **more,
-    )
+def run(scorer, tokenizer, folder, tasks=("own",), protocol="decode", **more):
+    request = EvalRequest("m", tasks=tuple(tasks), task_path=folder, **{"batch": 4, **more})
+    return run_tasks(scorer, tokenizer, request, protocol)
 
 
 def test_the_result_is_json_with_numbers_or_none(scorer, byte_tokenizer, folder):
@@ -96,12 +86,6 @@ def test_a_task_that_cannot_run_is_one_line_with_a_remedy(scorer, byte_tokenizer
     with pytest.raises(UserError, match=message) as caught:
         run(scorer, byte_tokenizer, folder, tasks=[task])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", [{"protocol": "sparse"}, {"limit": 0}, {"batch_size": 0}, {"tasks": []}])
-def test_arguments_out_of_range_are_refused(scorer, byte_tokenizer, folder, wrong):
-    with pytest.raises(UserError):
-        run(scorer, byte_tokenizer, folder, **wrong)
 
 
 def test_local_tasks_need_no_network_and_print_nothing(scorer, byte_tokenizer, folder, tmp_path, monkeypatch, capfd):
@@ -163,7 +147,7 @@ def test_the_real_model_tells_minimal_pairs_apart(plain_scorer, shared, monkeypa
         tasks=["sp_blimp"],
         protocol="dense",
         limit=200,
-        batch_size=32,
+        batch=32,
     )
     assert 0.60 <= result["tasks"]["sp_blimp"]["metrics"]["acc"]["value"] <= 0.76
 

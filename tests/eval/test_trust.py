@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from sparsepack.cli import main
 from sparsepack.errors import UserError
+from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.tasks import run_tasks
 
 DATA = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}\n"
@@ -50,17 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(scorer, tokenizer, folder, task, **options):
-    return run_tasks(
-        scorer,
-        tokenizer,
-        tasks=[task],
-        task_path=folder,
-        protocol="dense",
-        limit=None,
-        batch_size=4,
-        num_fewshot=None,
-        **options,
-    )
+    return run_tasks(scorer, tokenizer, EvalRequest("m", tasks=(task,), task_path=folder, **options), "dense")
 
 
 @pytest.mark.parametrize("task", ["direct", "included", "group", "classed", "metric", "template"])
