@@ -111,8 +111,8 @@ def test_dense_and_sparse_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_output_is_checked_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(result()["check"]) == {"dense", "sparse"}
     assert max(result()["check"].values()) < 1e-4
-    step = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine, id: 2 * step(engine, id))
+    step = Engine.step_all
+    monkeypatch.setattr(Engine, "step_all", lambda engine, ids: 2 * step(engine, ids))
     with pytest.raises(RuntimeError, match="steps differ from the whole text at once by 1"):
         bench_decode(sparse_model(), SETTINGS)
 
