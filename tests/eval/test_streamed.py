@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from models_for_tests import VOCABULARY, make_model
+from models_for_tests import VOCABULARY, WINDOWED, make_model
 
 from sparsepack.eval import streamed
 from sparsepack.eval.perplexity import score_windows
@@ -19,23 +19,12 @@ from sparsepack.packing import PackRequest, pack
 
 IDS = torch.randint(VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(3))
 TARGETS = IDS.roll(-1, 1)
-MODELS = {
-    "llama": {"family": "llama"},
-    "mistral": {"family": "mistral", "sliding_window": 6},
-    "qwen2": {
-        "family": "qwen2",
-        "num_hidden_layers": 4,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-    },
-    "qwen3": {"family": "qwen3"},
-}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=WINDOWED)
 def checkpoint(request, tmp_path_factory):
-    return open_checkpoint(make_model(tmp_path_factory.mktemp("m") / "m", **MODELS[request.param]))
+    folder = tmp_path_factory.mktemp("m") / "m"
+    return open_checkpoint(make_model(folder, request.param, **WINDOWED[request.param]))
 
 
 def rules_of(checkpoint):

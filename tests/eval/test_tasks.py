@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from task_files import MULTIPLE_CHOICE, OUR_DATA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsepack.errors import UserError
@@ -20,17 +21,6 @@ QUESTIONS = [
     {"query": "Two and two make", "choices": ["five hundred", "4"], "gold": 1},
     {"query": "é", "choices": ["x", "y", "z"], "gold": 2},
 ]
-MULTIPLE_CHOICE = """
-output_type: multiple_choice
-test_split: test
-doc_to_text: query
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
-metadata: {version: 2.0}
-"""
 
 
 @pytest.fixture
@@ -40,13 +30,12 @@ def folder(tmp_path):
     tasks.mkdir()
     data = tasks / "data.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    loader = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}"
-    (tasks / "own.yaml").write_text(f"task: own\n{loader}{MULTIPLE_CHOICE}")
+    (tasks / "own.yaml").write_text(f"task: own\n{OUR_DATA}{MULTIPLE_CHOICE}")
     builder = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {tmp_path}/cache}}"
     (tasks / "stock.yaml").write_text(f"task: stock\n{builder}{MULTIPLE_CHOICE}")
     (tasks / "hub.yaml").write_text(f"task: hub\ndataset_path: nobody/nothing{MULTIPLE_CHOICE}")
-    (tasks / "lost.yaml").write_text(f"task: lost\n{loader.replace('file: data', 'file: no')}{MULTIPLE_CHOICE}")
-    (tasks / "wrong.yaml").write_text(f"task: wrong\n{loader}{MULTIPLE_CHOICE.replace('split: test', 'split: tset')}")
+    (tasks / "lost.yaml").write_text(f"task: lost\n{OUR_DATA.replace('file: data', 'file: no')}{MULTIPLE_CHOICE}")
+    (tasks / "wrong.yaml").write_text(f"task: wrong\n{OUR_DATA}{MULTIPLE_CHOICE.replace('split: test', 'split: tset')}")
     (tasks / "broken.yaml").write_text("task: broken\n  doc_to_text: [\n")
     (tasks / "both.yaml").write_text("group: both\ntask: [own, stock]\n")
     return tasks
