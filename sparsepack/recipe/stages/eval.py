@@ -15,7 +15,7 @@ from sparsepack.files.atomic import write_json
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import PATH, Limit, Names, Recipe, Section, limit, listed
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine, own_options
+from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine
 from sparsepack.recipe.stages.pack import (
     PACK,
     Pack,
@@ -150,7 +150,7 @@ def _hashes(task_path: str | None) -> dict[str, str]:
 def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
     """The section as what `evaluate` takes, of the model that was made, against the recipe's."""
     recipe = job.recipe
-    own = own_options(asked)
+    own = asked.told(EvalRequest)
     own["task_path"] = Path(asked.task_path) if asked.task_path else None
     return EvalRequest(
         subject=job.model,
