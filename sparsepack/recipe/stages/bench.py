@@ -12,7 +12,8 @@ from sparsepack.progress import say
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine
-from sparsepack.recipe.stages.eval import kernels, perplexity_texts
+from sparsepack.recipe.stages.eval import kernels
+from sparsepack.recipe.stages.eval_section import perplexity_texts
 from sparsepack.recipe.stages.pack import PACK, artifact_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table
