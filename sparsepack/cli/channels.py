@@ -31,13 +31,13 @@ def channels_table(result: Mapping[str, Any]) -> str:
         f"{100 * report['chance']:.3g}% by chance",
         "  k and q*k: the same of one head's channels, once by k and once by q*k",
         *_tokens_lines(tokens),
-        "",
-        markdown(Table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *_tokens_head(tokens)], rows)),
     ]
+    notes = []
     if report["alike"]:
         blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
-        lines += ["", f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up"]
-    return "\n".join(lines)
+        notes.append(f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up")
+    columns = ["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *_tokens_head(tokens)]
+    return markdown(Table(columns, rows, "\n".join(lines), notes))
 
 
 def _tokens_head(tokens: Mapping[str, Any] | str) -> list[str]:

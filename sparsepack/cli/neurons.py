@@ -25,7 +25,7 @@ def neurons_table(report: Mapping[str, Any] | str) -> str:
             "they are apart where documents differ"
         )
     head = ["block", "active", "spread", *tops, *(["own", "others"] if drifts else [])]
-    return "\n".join([*lines, "", markdown(Table(head, rows)), "", str(report["verdict"])])
+    return markdown(Table(head, rows, "\n".join(lines), [str(report["verdict"])]))
 
 
 def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:
