@@ -10,6 +10,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import torch
+from nearness import expect_near, relative_error
 
 from sparsepack.files.gguf import read_gguf
 
@@ -82,10 +83,7 @@ def check(peer: LlamaCpp, prompt: Sequence[int], later: Sequence[int], expected:
         found.append(peer.logits())
         if peer.choose() != int(found[-1].argmax()):
             raise RuntimeError("llama.cpp: does not choose the likeliest token; nothing is timed")
-    error = float((torch.stack(found) - expected).norm() / expected.norm())
-    if error > LARGEST_ERROR:
-        raise RuntimeError(f"llama.cpp: logits differ from the stock model's by {error:.3g}; nothing is timed")
-    return error
+    return expect_near("llama.cpp, logits", relative_error(torch.stack(found), expected), LARGEST_ERROR)
 
 
 def bytes_per_token(path: Path) -> float:
