@@ -43,9 +43,9 @@ BREAK_EVEN = (512, 1024, 2048, 4096, 8192)
 """Tokens at which it is asked whether sparse attention pays already."""
 POLICY = TokenPolicy(Fraction(1, 16), sinks=4, recent=64, min_context=0)
 BYTES = 1 << 30
-"""Of keys and values of all copies, at least."""
+"""Bytes that the keys and values of all copies take, at least."""
 LIMITS = {"sparse": 1e-3, "dense": 1e-3, "torch": 2e-2}
-"""Of the norm of a result; torch rounds its own to bfloat16."""
+"""The largest relative error of a result; torch rounds its own to bfloat16."""
 
 
 class SparseCase(Case):

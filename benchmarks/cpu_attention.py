@@ -32,7 +32,7 @@ from sparsepack.runtime.reference.backend import operations as reference_operati
 from sparsepack.tables import Table, markdown
 
 HEADS = ((32, 8), (8, 4))
-"""Of queries, and of keys and values."""
+"""The heads of queries, and those of keys and values."""
 HEAD_DIM = 128
 CHANNELS = HEAD_DIM // 4
 POLICY = TokenPolicy(Fraction(1, 16), min_context=0)
@@ -41,7 +41,7 @@ SHORT = (96, 128, 192, 256, 512)
 """Where the break-even is looked for."""
 BYTES = 256 << 20
 LIMIT = 1e-4
-"""Of the norm of a result."""
+"""The largest relative error of a result."""
 CHUNK = 512
 
 

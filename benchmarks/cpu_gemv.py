@@ -6,7 +6,6 @@ Each side has copies of the matrix of 512 MiB in all and goes through them. Ours
 The input's columns are active at random. Both sides are first compared with float64 on their own dequantised weights.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import click
 import cpu_setting
 import torch
+from figures import json_option, write_figures
 from ggml_gemv import GgmlGemv
 from nearness import expect_near, relative_error
 from turns import in_turns
@@ -167,8 +167,8 @@ def show(result: dict[str, Any]) -> str:
 @click.option("--quick", is_flag=True, help="Two shapes, few rounds.")
 @click.option("--tiny", is_flag=True, help="A small matrix in the caches, to try the script; its figures mean nothing.")
 @click.option("--threads", "threads", multiple=True, type=int, default=(2, 1), show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), default=cpu_setting.RESULTS / "cpu_gemv.json")
-def main(quick: bool, tiny: bool, threads: tuple[int, ...], json_path: Path) -> None:
+@json_option
+def main(quick: bool, tiny: bool, threads: tuple[int, ...], json_path: Path | None) -> None:
     """Print the table."""
     result: dict[str, Any] = {"setting": cpu_setting.setting(), "products": []}
     bandwidth: dict[int, list[float]] = {count: [] for count in threads}
@@ -182,7 +182,7 @@ def main(quick: bool, tiny: bool, threads: tuple[int, ...], json_path: Path) -> 
         case.peer.close()
     for row in result["products"]:
         row["read_bandwidth"] = statistics.median(bandwidth[row["threads"]])
-    json_path.write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(json_path, result)
     print(show(result))
 
 

@@ -31,7 +31,7 @@ from sparsepack.runtime.reference.double_sparsity import attend_selected
 from sparsepack.tables import Table, markdown
 
 HEADS = {"Llama-3-8B": (32, 8), "Llama-2-7B": (32, 32)}
-"""Of queries, and of keys and values."""
+"""The heads of queries, and those of keys and values."""
 HEAD_DIM = 128
 POSITIONS = (128, 1024, 4096, 16384, 65536)
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -39,7 +39,7 @@ BYTES = 600 << 20
 FEWEST = 20
 """Steps that are replayed together."""
 LIMITS = {"ours": 1e-4, "torch": 1e-2}
-"""Of the norm of a result; torch rounds its own to bfloat16."""
+"""The largest relative error of a result; torch rounds its own to bfloat16."""
 ROUNDS = 9
 WHY_NOT = r"(?s).*Triggered internally at .*sdp_utils"
 """Warnings in which torch says why a backend has no kernel for a case."""

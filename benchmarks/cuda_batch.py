@@ -51,7 +51,7 @@ def check(size: Size) -> float:
 
 
 def step_seconds(engine: Engine, texts: Sequence[Sequence[int]]) -> float:
-    """Of a token of each text."""
+    """The seconds of a step, which appends a token to each text."""
     engine.reset()
     for number, text in enumerate(texts):
         engine.prefill(text[:PROMPT], number)

@@ -39,7 +39,7 @@ SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
 SHOWN = 0.5
 PROMPT, NEW = 128, 128
 LIMITS = {"dense": 0.01, "sparse": 0.1}
-"""Of the logits, relative. Keys and values are bfloat16; where that moves an input across its threshold, more."""
+"""The largest relative error of the logits. Keys and values are bfloat16, which may move inputs across thresholds."""
 
 
 def check(size: Size) -> dict[str, float]:
@@ -63,7 +63,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor, mode: str) -> float
 
 
 def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
-    """Of a token: greedy, after a prompt."""
+    """The seconds that a token takes after a prompt, each the likeliest after the last."""
     engine.dense = dense
     engine.reset()
     sampler = Sampler(Sampling())
@@ -76,7 +76,7 @@ def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
 
 
 def teacher_forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
-    """Of a token: given ones, whose logits stay on the GPU."""
+    """The seconds that a token takes after a prompt, where all are given and logits stay on the GPU."""
     engine.dense = dense
     engine.reset()
     engine.prefill(ids[:PROMPT])
@@ -89,7 +89,7 @@ def teacher_forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float
 
 
 def prefill_seconds(engine: Engine, ids: list[int]) -> float:
-    """Of a whole prompt."""
+    """The seconds that a whole prompt takes."""
     engine.reset()
     torch.cuda.synchronize()
     start = time.perf_counter()

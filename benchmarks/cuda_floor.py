@@ -34,7 +34,7 @@ BLOCKS = ((256, 8), (512, 4), (512, 8), (1024, 4))
 """Threads of a block, and reads that each of them has on their way."""
 ROUNDS = 5
 TARGETS = (0.75, 1.8)
-"""Of the bandwidth, and over llama.cpp."""
+"""The share of the bandwidth, and the speed over llama.cpp's, that are wanted."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
     (8192, 28672): 57.5,
 }
 SMALL = ((2048, 2048), (3072, 2048), (1536, 1536))
-"""Of models of one or two billion parameters; no anchors."""
+"""Shapes of models of one or two billion parameters, for which there are no anchors."""
 SUMMED = {(6144, 4096): "q, k, v", (28672, 4096): "gate, up"}
 SKIPPED = {"dense": 0.0, "50 %": 0.5}
 BYTES = 600 << 20

@@ -145,7 +145,7 @@ class Packing:
 
 
 def packing(format: str) -> Packing:
-    """Of a format."""
+    """What is known of a format."""
     if format == ZIGZAG:
         encoders = ((zigzag_gguf, "encode_rows"), (zigzag, "pack"))
         return Packing(zigzag_gguf, encoders, (transfer, "CUDA_AT_ONCE"), check_zigzag, zigzag.pack)

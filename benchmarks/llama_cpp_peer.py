@@ -15,7 +15,7 @@ from nearness import expect_near, relative_error
 from sparsepack.files.gguf import read_gguf
 
 LARGEST_ERROR = 0.02
-"""Of its logits, relative: it rounds activations to 8 bits."""
+"""The largest relative error of llama.cpp's logits: it rounds activations to 8 bits."""
 
 
 @llama_cpp.llama_log_callback
@@ -47,7 +47,7 @@ class LlamaCpp:
         llama_cpp.llama_model_free(self._model)
 
     def threads(self, count: int) -> None:
-        """Of decoding and of prefill."""
+        """Set how many threads decoding and prefill take."""
         llama_cpp.llama_set_n_threads(self._context, count, count)
 
     def reset(self) -> None:

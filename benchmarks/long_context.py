@@ -57,10 +57,10 @@ CASES = (
 )
 """Texts and tokens of the BF16 decoder."""
 ENGINE_CASES = ((1, 7000), (4, 4096), (8, 4096))
-"""Of the engine, which takes up to 8 texts."""
+"""Texts and tokens of the engine, which takes up to 8 texts."""
 CACHE_BYTES = 2 << 30
 LIMIT = 2e-2
-"""Of the norm of logits in BF16."""
+"""The largest relative error of logits in BF16."""
 
 
 class Decoder:

@@ -280,12 +280,12 @@ def _nll(subject: Subject, data: Windows, protocol: str, look: Look) -> Tensor:
 
 
 def _counts(predicted: Tensor, active: Tensor) -> Tensor:
-    """Of one window: predicted and active, predicted, active; int64 [3]."""
+    """How many of one window are predicted and active, predicted, active: int64 [3]."""
     return torch.stack([(predicted & active).sum(), predicted.sum(), active.sum()]).cpu()
 
 
 def _figures(counts: list[Tensor], layers: int) -> dict[str, Any]:
-    """Of the counts of each layer, window after window; a window's layers are taken together."""
+    """The figures of counts by layer, window after window; a window's layers are taken together."""
     by_window = torch.stack(counts).view(-1, layers, 3).double()
     both, predicted, active = by_window.sum(1).unbind(-1)
     of_layers = by_window.sum(0)

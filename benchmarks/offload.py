@@ -50,9 +50,9 @@ MODELS = ((LLAMA_7B, 65536), (LLAMA_8B, 131072), (LLAMA_8B, 262144))
 STEPS = 48
 """Whose queries follow each other."""
 KEPT = 0.92
-"""Of a query, in the next one: chosen for the share of the tokens that two steps have in common."""
+"""The share of a query that is in the next one: chosen for the share of the tokens that two steps have in common."""
 LIMIT = 1e-3
-"""Of the norm of a result, where all tokens are read."""
+"""The largest relative error of a result, where all tokens are read."""
 
 
 class WholeKvCache(OffloadedKvCache):
@@ -92,7 +92,7 @@ class WholeKvCache(OffloadedKvCache):
 
 
 def shape_of(heads: int, kv_heads: int, tokens: int, layers: int) -> AttentionShape:
-    """Of a text of so many tokens; rotation by nothing, which takes as long as any."""
+    """The shape of a text of so many tokens. It is rotated by nothing, which takes as long as any rotation."""
     cos = torch.ones(tokens, HEAD_DIM // 2, device="cuda")
     heavy = torch.arange(CHANNELS, device="cuda").expand(kv_heads, -1)
     layer = LayerAttention(channels=heavy)

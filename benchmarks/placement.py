@@ -150,7 +150,7 @@ def _slots(calibration: Calibration, cached: str) -> str:
 
 
 def _hit_rate(frequency: np.ndarray, placement: Any) -> float:
-    """Of the calibration's own activations."""
+    """The share of the calibration's own activations that a placement serves."""
     return float(frequency[placement.resident].sum() / frequency.sum())
 
 

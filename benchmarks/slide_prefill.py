@@ -30,8 +30,8 @@ from sparsepack.tables import Table, markdown
 HOW = Slide(Pattern(6, 8))
 SIDES = ("BF16", "INT8", "FP8", "slid INT8", "slid FP8")
 LARGEST_RATIO = 1.2
-"""Of how far slid and dense are from BF16. (INT8 sums are the same; those of FP8 round differently, and layers add up
-what comes of it.)"""
+"""How much farther from BF16 slid may be than dense of the same type. Sums of INT8 are the same; those of FP8 round
+differently, and what comes of that adds up from layer to layer."""
 
 
 class Dense(nn.Module):
@@ -75,7 +75,7 @@ def side(model: nn.Module, name: str) -> nn.Module:
 
 
 def seconds(model: nn.Module, ids: Tensor) -> float:
-    """Of a prefill."""
+    """The seconds that a prefill takes."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     model(ids, use_cache=False)

@@ -151,14 +151,16 @@ def test_more_columns_are_active_in_a_batch_than_in_the_first_layer_of_any_seque
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
-def test_every_run_gives_the_same_bits(sequences: int) -> None:
+def test_every_run_gives_the_same_bits(sequences: int, kernels: Kernels) -> None:
+    packed = model(LARGE if kernels is KERNELS else INTERLEAVED)
+
     def run(engine: Engine) -> tuple[Tensor, dict[tuple[int, str], float]]:
         engine.reset()
         engine.prefill(TEXTS[1, :4].tolist(), sequences - 1)
         return steps(engine, TEXTS[:sequences]), engine.activity()
 
-    engine = batch_of(model(LARGE), sequences)
-    first, *others = [run(each) for each in (engine, engine, engine, batch_of(model(LARGE), sequences))]
+    engine = batch_of(packed, sequences)
+    first, *others = [run(each) for each in (engine, engine, engine, batch_of(packed, sequences))]
     assert all(torch.equal(logits, first[0]) and activity == first[1] for logits, activity in others)
 
 

@@ -98,14 +98,6 @@ def test_a_tuning_that_is_damaged_or_impossible_is_ignored(content: Any) -> None
     assert read_tuned(tuned_path(GPU)) == {}
 
 
-@pytest.mark.usefixtures("_named")
-def test_a_tuning_of_before_tiles_had_their_name_is_still_read() -> None:
-    old = row(of=replace(ANY, tile_bands=4))
-    old["group"] = old.pop("tile_bands")
-    keep({"schema": SCHEMA, "shapes": [old]})
-    assert measured_tile_config(SHAPE, DEVICE) == replace(ANY, tile_bands=4)
-
-
 class Imagined:
     """In place of trials: a time for every configuration, and some that no GPU runs."""
 
