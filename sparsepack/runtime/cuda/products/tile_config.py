@@ -160,14 +160,11 @@ def tuned(gpu: str) -> Mapping[Shape, TileConfig]:
 
 
 def tile_config_of(row: Mapping[str, Any]) -> TileConfig:
-    """A configuration from a row of such a file, in which `tile_bands` was `group` once.
+    """A configuration from a row of such a file.
 
     Raises `ValueError`, `KeyError` or `TypeError` where it is impossible.
     """
-    values = {
-        "tile_bands": int(row["tile_bands"] if "tile_bands" in row else row["group"]),
-        **{name: int(row[name]) for name in ("warps", "stages", "splits")},
-    }
+    values = {name: int(row[name]) for name in ("tile_bands", "warps", "stages", "splits")}
     if not all((name == "stages" or value) and 0 <= value <= 64 for name, value in values.items()):
         raise ValueError(f"{values}: expected 1 to 64, stages from 0 on")
     return TileConfig(**values)
