@@ -202,8 +202,8 @@ def test_teal_lowers_the_error_of_real_blocks_at_equal_sparsity(silu, silu_calib
 
 
 LEARNING = AllocationOptions(0.7, "global", steps=12, batch=2, length=128)
-"""At this sparsity uniform thresholds lose much, and few steps win much of that back: learnt ones have 0.88 to 0.90 of the
-divergence whatever the seed. At a sparsity of 0.5 they have 0.94 to 0.99, which the seed decides, or the processor."""
+"""At this sparsity uniform thresholds lose much, and few steps win much of that back: learnt ones have 0.88 to 0.90 of
+the divergence whatever the seed. At a sparsity of 0.5 they have 0.94 to 0.99, by the seed or the processor."""
 
 
 def _check_learnt(tiny, calibration, windows, options):
