@@ -4,7 +4,17 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, emit, engine_options, from_options, json_output, slots, torch_threads
+from sparsepack.cli.options import (
+    PATH,
+    compute,
+    emit,
+    engine_flags,
+    engine_options,
+    from_options,
+    json_output,
+    slots,
+    torch_threads,
+)
 from sparsepack.eval.options import EvalRequest
 
 
@@ -37,6 +47,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @from_options(EvalRequest, "--batch")
 @from_options(EvalRequest, "--backend", "runtime")
 @slots
+@engine_flags
 @compute
 @torch_threads
 @json_output

@@ -9,6 +9,7 @@ from sparsepack.cli.options import (
     PATH,
     backend_option,
     device_option,
+    engine_flags,
     engine_options,
     for_texts,
     from_options,
@@ -43,6 +44,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 @from_options(GenerateOptions, "--seed")
 @for_texts
 @slots
+@engine_flags
 @device_option
 @backend_option
 @torch_threads

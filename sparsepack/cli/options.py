@@ -107,6 +107,15 @@ backend_option = from_options(
     default="auto",
     callback=lambda context, parameter, name: None if name == "auto" else name,
 )
+engine_flags = _options(
+    *(
+        from_options(EngineOptions, f"--{name.replace('_', '-')}")
+        for name, declared in options_of(EngineOptions).items()
+        if declared.everywhere
+    )
+)
+"""What every verb asks that has an engine."""
+
 slots = _options(from_options(EngineOptions, "--cached"), from_options(EngineOptions, "--policy"))
 for_texts = _options(
     from_options(EngineOptions, "--dense"),

@@ -150,7 +150,7 @@ def _hashes(task_path: str | None) -> dict[str, str]:
 def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
     """The section as what `evaluate` takes, of the model that was made, against the recipe's."""
     recipe = job.recipe
-    own = own_options(asked)
+    own, engine = own_options(asked), engine_options(recipe, asked)
     own["task_path"] = Path(asked.task_path) if asked.task_path else None
     return EvalRequest(
         subject=job.model,
@@ -160,7 +160,7 @@ def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        engine=EngineOptions() if protocol == "dense" else engine_options(recipe, asked),
+        engine=replace(engine, cached=None, policy=None) if protocol == "dense" else engine,
         **own,
     )
 
