@@ -20,6 +20,8 @@ class Option:
     help    -- a sentence for people, the same on the command line and in the reference of recipes
     choices -- the names that it may have; none: any
     least, most, above, below -- limits of a number, the last two left out themselves
+    everywhere -- whether each verb, and each section of a recipe, that is told any of these options takes this one,
+                  too, without naming it
     """
 
     help: str
@@ -28,6 +30,7 @@ class Option:
     most: float | None = None
     above: float | None = None
     below: float | None = None
+    everywhere: bool = False
 
     def problem(self, value: Any) -> str | None:
         """What was expected of a value instead; None where it may stand. None as a value is "not given"."""

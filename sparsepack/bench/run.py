@@ -33,6 +33,7 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
 def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | None) -> dict[str, Any]:
     from sparsepack.bench.linears import PATTERNS, bench_linears, linears_of
     from sparsepack.formats.slid.artifact import SlidArtifact
+    from sparsepack.formats.slid.layout import value_type
 
     assert isinstance(artifact, SlidArtifact)
     if text is not None:
@@ -42,7 +43,7 @@ def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | Non
     shapes = {name: artifact.logical_shape(f"{name}.weight") for name in artifact.slides}
     patterns = sorted({*PATTERNS, *(how.pattern for how in artifact.slides.values())}, key=lambda p: (p.of, p.keep))
     linears = linears_of({name: (rows, columns) for name, (rows, columns) in shapes.items()})
-    kinds = ["INT8", "FP8", *(["BF16"] if artifact.format.matrices == "BF16" else [])]
+    kinds = [*dict.fromkeys(("INT8", "FP8", value_type(artifact.format).kind))]
     return bench_linears(
         linears, patterns=patterns, rounds=settings.repetitions, device=settings.engine.device, kinds=kinds
     )

@@ -11,6 +11,7 @@ from sparsepack.cli.options import (
     backend_option,
     device_option,
     emit,
+    engine_flags,
     engine_options,
     from_options,
     json_output,
@@ -28,6 +29,7 @@ from sparsepack.runtime.options import EngineOptions
 @click.option("--text", help="Run this text's tokens (default: random ones, which skip less than text does).")
 @options_from(BenchSettings, "--seed", "--batch")
 @slots
+@engine_flags
 @device_option
 @backend_option
 @from_options(EngineOptions, "--threads")

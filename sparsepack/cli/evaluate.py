@@ -8,6 +8,7 @@ from sparsepack.cli.options import (
     PATH,
     compute,
     emit,
+    engine_flags,
     engine_options,
     from_options,
     json_output,
@@ -42,6 +43,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 )
 @from_options(EvalRequest, "--backend", "runtime")
 @slots
+@engine_flags
 @compute
 @torch_threads
 @json_output

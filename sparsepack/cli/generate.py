@@ -9,6 +9,7 @@ from sparsepack.cli.options import (
     PATH,
     backend_option,
     device_option,
+    engine_flags,
     engine_options,
     for_texts,
     from_options,
@@ -40,6 +41,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 )
 @for_texts
 @slots
+@engine_flags
 @device_option
 @backend_option
 @torch_threads

@@ -113,6 +113,15 @@ backend_option = from_options(
     default="auto",
     callback=lambda context, parameter, name: None if name == "auto" else name,
 )
+engine_flags = together(
+    *(
+        from_options(EngineOptions, f"--{name.replace('_', '-')}")
+        for name, declared in options_of(EngineOptions).items()
+        if declared.everywhere
+    )
+)
+"""What every verb asks that has an engine."""
+
 slots = options_from(EngineOptions, "--cached", "--policy")
 for_texts = together(
     from_options(EngineOptions, "--dense"),

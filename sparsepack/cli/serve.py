@@ -10,6 +10,7 @@ from sparsepack.cli.options import (
     PATH,
     backend_option,
     device_option,
+    engine_flags,
     engine_options,
     for_texts,
     from_options,
@@ -63,6 +64,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 )
 @options_from(ServeOptions, "--grace", "--send-timeout")
 @for_texts
+@engine_flags
 @device_option
 @backend_option
 @torch_threads

@@ -112,6 +112,10 @@ class Artifact(ABC):
         """Whether a tensor holds weights of the model, not a site's rule or what follows from the configuration."""
         return True
 
+    def type_of_weights(self, name: str) -> str:
+        """The name of the type that weights were rounded to, by which `verify.ERROR_BOUNDS` has what it can cause."""
+        return self.tensors[name].type
+
     def padding_problems(self) -> Iterator[str]:
         """Padding that is not zero, a sentence each."""
         return iter(())

@@ -128,7 +128,7 @@ def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
 
 
 def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:
-    for name, info in artifact.tensors.items():
+    for name in artifact.tensors:
         if not artifact.holds_weights(name):
             continue
         source = artifact.source(name, checkpoint)
@@ -136,7 +136,8 @@ def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorErro
             shape = None if source is None else list(source.shape)
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
             continue
-        yield TensorError(name, info.type, _relative_error(artifact, name, source), ERROR_BOUNDS[info.type])
+        type = artifact.type_of_weights(name)
+        yield TensorError(name, type, _relative_error(artifact, name, source), ERROR_BOUNDS[type])
 
 
 def _relative_error(artifact: Artifact, name: str, expected: torch.Tensor) -> float:

@@ -12,9 +12,9 @@ from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables, pruning_table
 from sparsepack.publish import charts
+from sparsepack.publish.gates import gates_table
 from sparsepack.publish.results import REPORT, read_json
 from sparsepack.publish.templates import render
-from sparsepack.recipe.gates import gates_table
 from sparsepack.tables import html
 from sparsepack.version import __version__
 

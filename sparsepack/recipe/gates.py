@@ -4,13 +4,12 @@ Which gates there are and what they look at is each stage's own matter.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from sparsepack.publish.gates import readable
 from sparsepack.recipe.section import Limit
-from sparsepack.tables import Styled, Table
 
 
 @dataclass(frozen=True)
@@ -30,26 +29,6 @@ class Value:
 
     where: str
     value: float | None
-
-
-def readable(value: float) -> str:
-    """A measured value or a limit as text: sizes in full, all else to six digits."""
-    return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.6g}"
-
-
-def gates_table(verdicts: Sequence[Mapping[str, Any]]) -> Table:
-    """Verdicts as a report has them."""
-    rows = [
-        [
-            verdict["gate"],
-            "not measured" if verdict["measured"] is None else readable(verdict["measured"]),
-            verdict["limit"],
-            verdict["where"],
-            Styled("pass", "good") if verdict["passed"] else Styled("FAIL", "bad"),
-        ]
-        for verdict in verdicts
-    ]
-    return Table(["gate", "measured", "limit", "on", "verdict"], rows)
 
 
 def judged(name: str, limit: Limit | None, values: Iterable[Value]) -> Iterator[Verdict]:

@@ -5,7 +5,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sparsepack import tables
-from sparsepack.recipe.gates import Verdict, gates_table
+from sparsepack.publish.gates import gates_table
+from sparsepack.recipe.gates import Verdict
 from sparsepack.recipe.runner import Outcome
 from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages import STAGES

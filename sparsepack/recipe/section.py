@@ -5,7 +5,7 @@ against the recipe's folder. A section that is absent or null is left out of the
 """
 
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -37,7 +37,8 @@ class Section(BaseModel):
     """What all sections share.
 
     A section may name the option dataclass that it becomes, `options`, and others that it has fields of, `also`. Its
-    fields of the same names are declared there; here they only have their types.
+    fields of the same names are declared there; here they only have their types, and those that `also` want everywhere
+    need not be named at all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -49,6 +50,9 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         super().__pydantic_init_subclass__(**settings)
         if "options" in cls.__dict__:
+            for options in cls.also:
+                for name in (name for name, declared in options_of(options).items() if declared.everywhere):
+                    cls.model_fields.setdefault(name, FieldInfo(annotation=get_type_hints(options)[name]))
             for options in (*reversed(cls.also), cls.options):
                 for name in cls.model_fields.keys() & options_of(options).keys():
                     _declare(cls.model_fields[name], options, name)

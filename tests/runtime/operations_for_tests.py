@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from backends import device_of, marks_of
 from native_build import instruction_set_params
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
-from sparsepack.runtime.cpu import operations as cpu_operations
+from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
 from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
 from sparsepack.runtime.operations import Operations
-from sparsepack.runtime.reference.backend import operations as reference_operations
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,11 @@ OF_OPERATIONS = [
         pytest.param(("cpu", *isa.values), id=f"cpu-{isa.values[0]}", marks=isa.marks)
         for isa in instruction_set_params()
     ),
+    *(
+        pytest.param((row.name, device_of(row)), id=row.name, marks=marks_of(row))
+        for row in BACKENDS.values()
+        if row.name not in ("reference", "cpu") and hasattr(row.open(), "operations")
+    ),
 ]
 every_backend = pytest.mark.parametrize(
     "backend", [*OF_OPERATIONS, pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)], indirect=True
@@ -141,18 +146,19 @@ def opened(name: str, variant: str) -> Iterator[Backend]:
     if variant == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     exact = Bounds(1e-6, 1e-5)
-    if name == "reference":
-        yield Backend(name, ChainedProducts(reference_operations, variant), variant, exact, exact)
-        return
     if name == "cuda":
         # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
         yield Backend(name, CudaProducts(), variant, exact, Bounds(1e-3, 1e-3))
+        return
+    operations = backend_named(name).open().operations
+    if name != "cpu":
+        yield Backend(name, ChainedProducts(operations, variant), variant, exact, exact)
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FORCED, variant)
         # Sums of float32 in plain C++, of products of 16-bit integers elsewhere.
         bounds = Bounds(1e-6 if variant == "scalar" else 1e-4, 1e-4)
-        yield Backend(name, ChainedProducts(cpu_operations, "cpu"), "cpu", bounds, bounds)
+        yield Backend(name, ChainedProducts(operations, "cpu"), "cpu", bounds, bounds)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -16,8 +16,12 @@ PIECE, CUDA_PIECE = 1 << 20, 1 << 23
 takes some 20 bytes with what is made of it."""
 
 
-def encode(weight: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+def encode(
+    weight: Tensor, how: Slide, dtype: torch.dtype, steps: float | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Slide a matrix and quantise it to `dtype`, one of `symmetric.STEPS`; or keep its values, in any other type.
+
+    steps -- as `symmetric.quantise_rows` takes it
 
     weight: [rows, columns] of float32, float16 or bfloat16. Returns values, `dtype` [rows, how.stored(columns)],
     positions as `pack_positions` has them, and scales, float32 [rows], or None where nothing is quantised.
@@ -37,6 +41,6 @@ def encode(weight: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tens
             check_pattern(weight, how.pattern)  # which counts rows from the first of all
             raise
         if scale is not None:
-            slid, scale[part] = quantise_rows(slid, dtype)
+            slid, scale[part] = quantise_rows(slid, dtype, steps)
         values[part], positions[part] = slid, pack_positions(places)
     return values, positions, scale

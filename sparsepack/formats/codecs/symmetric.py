@@ -11,15 +11,20 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
 
-STEPS: Mapping[torch.dtype, float] = {row.dtype: row.steps for row in VALUE_TYPES.values() if row.steps is not None}
-"""The largest value of a row becomes this number, by the type that the row is quantised to."""
+STEPS: Mapping[torch.dtype, float] = {
+    row.dtype: row.steps for row in reversed([*VALUE_TYPES.values()]) if row.steps is not None
+}
+"""The largest value of a row becomes this number unless told otherwise, by the type that the row is quantised to: where
+several types of slid values have that one of torch's, the number of the first."""
 
 SMALLEST = 1e-30
 """A row of smaller values counts as zeros: its scale's reciprocal would leave float32."""
 
 
-def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, dtype: torch.dtype, steps: float | None = None) -> tuple[Tensor, Tensor]:
     """float32, float16 or bfloat16 [..., K] -> q, `dtype` [..., K], and scale, float32 [...].
+
+    steps -- what the largest value of a row becomes; None: as `STEPS` says
 
     Computed in float32; nearest, ties to even. A row of zeros has scale 0. Raises `PackingError` for values that are
     not finite.
@@ -29,10 +34,10 @@ def quantise_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(largest).all():
         raise PackingError("a value is not finite; it cannot be quantised")
     # A tensor: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice.
-    steps = largest.new_tensor(STEPS[dtype])
-    inverse = torch.where(largest > SMALLEST, steps / largest, 0)
+    most = largest.new_tensor(STEPS[dtype] if steps is None else steps)
+    inverse = torch.where(largest > SMALLEST, most / largest, 0)
     q = values * inverse[..., None]  # beyond the steps by a rounding of float32 at most, which that of the type undoes
-    scale = torch.where(largest > SMALLEST, largest / steps, 0)
+    scale = torch.where(largest > SMALLEST, largest / most, 0)
     return (q if dtype.is_floating_point else q.round_()).to(dtype), scale
 
 

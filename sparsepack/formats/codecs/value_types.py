@@ -10,12 +10,13 @@ import torch
 class ValueType:
     """A type of slid values.
 
-    name          -- in safetensors; a row of the table of formats gives it in `matrices`
+    name          -- a row of the table of formats gives it in `matrices`
     kind          -- of numbers, as benchmarks call it
     dtype         -- torch's type
     error_bound   -- largest relative Frobenius error of weights that the type itself can cause (`formats.verify`)
     output_bound  -- largest relative Frobenius error of a product's outputs whose inputs are rounded to the type, too
     steps         -- what the largest value of a row becomes where rows are quantised; None: values are kept as they are
+    stored_as     -- the type in safetensors, one of `types.BLOCKS`; empty: the name
     """
 
     name: str
@@ -24,6 +25,12 @@ class ValueType:
     error_bound: float
     output_bound: float
     steps: float | None = None
+    stored_as: str = ""
+
+    @property
+    def stored(self) -> str:
+        """The type of the values in safetensors."""
+        return self.stored_as or self.name
 
     @property
     def scaled(self) -> bool:

@@ -48,6 +48,9 @@ class SlidArtifact(FolderArtifact):
     def holds_weights(self, name: str) -> bool:
         return not name.endswith((".weight" + POSITIONS, ".weight" + SCALE))
 
+    def type_of_weights(self, name: str) -> str:
+        return value_type(self.format).name if self.slide_of(name) else super().type_of_weights(name)
+
     def check_bytes(self) -> None:
         super().check_bytes()
         for name, how in self.slides.items():

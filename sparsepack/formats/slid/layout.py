@@ -23,7 +23,7 @@ def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> dict
     weight -- the matrix's name; stored -- values that are stored for a row
     """
     tensors: dict[str, tuple[tuple[int, ...], str]] = {
-        weight: ((rows, stored), values.name),
+        weight: ((rows, stored), values.stored),
         weight + POSITIONS: ((rows, -(-stored // 4)), "U8"),
     }
     if values.scaled:

@@ -115,7 +115,7 @@ def _groups(format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide],
 
     def made(name: str) -> Sequence[Tensor]:
         weight = stacked_on(device, [checkpoint.tensor(name)])
-        parts = slid_matrix.encode(weight, slid[name], values.dtype)
+        parts = slid_matrix.encode(weight, slid[name], values.dtype, values.steps)
         return [_bytes(part) for part in parts if part is not None]
 
     for name, shape in source.shapes.items():

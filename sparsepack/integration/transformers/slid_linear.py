@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.codecs.symmetric import STEPS
 from sparsepack.runtime.reference.slide import SlidMatrix, quantise_slide, slide_matmul
 
 
@@ -34,7 +35,7 @@ class SlidLinear(nn.Module):
 
         self.weight = parameter(rows, stored, dtype=dtype)
         self.weight_positions = parameter(rows, -(-stored // 4), dtype=torch.uint8)
-        self.weight_scale = None if dtype == torch.bfloat16 else parameter(rows, dtype=torch.float32)
+        self.weight_scale = parameter(rows, dtype=torch.float32) if dtype in STEPS else None
         self.bias = parameter(rows, dtype=of) if bias else None
         self._prepared: tuple[Any, Callable[[Tensor], Tensor]] | None = None
 

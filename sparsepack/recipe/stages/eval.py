@@ -17,7 +17,6 @@ from sparsepack.recipe.stages.eval_section import Eval, protocols_of, second_hal
 from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse
 from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.options import EngineOptions
 
 RESULT = "eval.json"
 
@@ -89,7 +88,7 @@ def _hashes(task_path: str | None) -> dict[str, str]:
 def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
     """The section as what `evaluate` takes, of the model that was made, against the recipe's."""
     recipe = job.recipe
-    own = asked.told(EvalRequest)
+    own, engine = asked.told(EvalRequest), engine_options(recipe, asked)
     own["task_path"] = Path(asked.task_path) if asked.task_path else None
     return EvalRequest(
         subject=job.model,
@@ -99,7 +98,7 @@ def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        engine=EngineOptions() if protocol == "dense" else engine_options(recipe, asked),
+        engine=replace(engine, cached=None, policy=None) if protocol == "dense" else engine,
         **own,
     )
 

@@ -14,11 +14,13 @@ from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.plain.llama_cpp import keys
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify_against
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.whole import load_model
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these tests")
@@ -206,6 +208,13 @@ def test_what_llama_cpp_would_run_otherwise_is_refused(tmp_path: Path, case: str
     with pytest.raises(PackingError, match=said) as caught:
         FORMATS["q4_k"].check_model(checkpoint)
     assert "zigzag-q4_k" in str(caught.value)
+
+
+def test_a_family_without_a_name_in_llama_cpp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", "qwen2"))
+    monkeypatch.setattr(keys, "FAMILIES", {"qwen2": dataclasses.replace(FAMILIES["qwen2"], gguf="")})
+    with pytest.raises(PackingError, match=r"qwen2 models have no name in .* pack as zigzag-q4_k"):
+        FORMATS["q4_k"].check_model(checkpoint)
 
 
 def test_sliding_window_that_llama_cpp_ignores_is_said(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
     Raises `PackingError` where llama.cpp would compute something else in every text.
     """
     kind = FAMILIES[architecture.model_type].gguf
+    if not kind:
+        raise PackingError(f"{architecture.model_type} models have no name in llama.cpp's table here; {_INSTEAD}")
     if architecture.activation != "silu":
         raise PackingError(
             f"activation {architecture.activation!r}: llama.cpp runs {kind} models with silu only; {_INSTEAD}"
