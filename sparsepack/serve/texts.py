@@ -46,7 +46,7 @@ class Texts:
             if unwanted():
                 return
             engine.prefill(ids[engine.position : end])
-        pieces = Generation(engine, self._model.tokenizer, ids, options, keep=True, unwanted=unwanted)
+        pieces = Generation(engine, self._model.tokenizer, [ids], options, keep=True, unwanted=unwanted)
         yield from map(Piece, pieces)
         made = pieces.result()
         engine.truncate(min(engine.position, len(ids)))

@@ -84,7 +84,7 @@ def test_after_a_failure_the_engine_begins_anew(model: Model, monkeypatch: pytes
     ids = ids_of(model, 50)
     expected = made(model, ids)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(model.engine, "decode_next", lambda *_: 1 / 0)
+        patch.setattr(model.engine, "decode_all", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made(model, ids)
     assert model.engine.position == 0
