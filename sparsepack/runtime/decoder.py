@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
-from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
+from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.sampling import Sampler
 
@@ -20,7 +19,7 @@ class Decoder(Protocol):
 
     description -- what runs, for people: instruction set or device, threads
     threads     -- of the processor
-    cache_type  -- of keys and values: "f32", "f16" or "bf16"
+    cache       -- keys and values of each text
     """
 
     @property
@@ -30,15 +29,7 @@ class Decoder(Protocol):
     def threads(self) -> int: ...
 
     @property
-    def sparse_from(self) -> SparseFrom | None:
-        """From how many tokens of a text on decoded ones read a part of them; None: they always read all."""
-
-    @property
-    def cache_type(self) -> str: ...
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """How many tokens the cache holds of each sequence."""
+    def cache(self) -> CacheState: ...
 
     @property
     def stepped(self) -> int:

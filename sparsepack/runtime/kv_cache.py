@@ -81,8 +81,8 @@ class AttentionShape:
         return torch.tensor([self.policy.budget(seen) for seen in range(self.context + 1)], dtype=torch.int32)
 
 
-class KvCache(Protocol):
-    """Keys and values of every layer, for one text or several.
+class CacheState(Protocol):
+    """What a cache says of itself.
 
     type        -- of what is kept: "f32", "f16" or "bf16"
     sparse_from -- from how many tokens of a text on decoded positions read a part of them; None: they read all
@@ -97,6 +97,10 @@ class KvCache(Protocol):
     @property
     def lengths(self) -> Sequence[int]:
         """How many positions are cached of each sequence: the next one's number."""
+
+
+class KvCache(CacheState, Protocol):
+    """Keys and values of every layer, for one text or several."""
 
     def append(self, layer: int, qkv: Any, sequence: int = 0) -> Any:
         """Norm and rotate queries and keys of the S positions after a sequence's last, and put keys and values behind

@@ -12,7 +12,6 @@ from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.families import ATTENTION_SITES, SITES
-from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
@@ -40,6 +39,8 @@ class NativeDecoder:
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
 
+    served = None
+
     def __init__(
         self,
         packed: PackedModel,
@@ -53,11 +54,9 @@ class NativeDecoder:
         self.instruction_set = instruction_set()
         self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted)
         self._vocabulary = packed.architecture.vocabulary
-        self._cache = new_cache(attention_of(packed, context, device))
+        self.cache = new_cache(attention_of(packed, context, device))
         try:
-            self.native = native().Decoder(
-                _built(packed, self._cache, self.threads), self.instruction_set, self.threads
-            )
+            self.native = native().Decoder(_built(packed, self.cache, self.threads), self.instruction_set, self.threads)
         except RuntimeError as error:
             if os.strerror(errno.EAGAIN) not in str(error):
                 raise
@@ -68,24 +67,8 @@ class NativeDecoder:
         return f"{self.instruction_set}, {self.threads} threads"
 
     @property
-    def sparse_from(self) -> SparseFrom | None:
-        return self._cache.sparse_from
-
-    @property
-    def cache_type(self) -> str:
-        return self._cache.type
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self._cache.lengths)
-
-    @property
     def stepped(self) -> int:
         return int(self.native.stepped)
-
-    @property
-    def served(self) -> None:
-        return None
 
     def active(self) -> dict[tuple[int, str], int]:
         names = self._counted
@@ -95,7 +78,7 @@ class NativeDecoder:
         self.native.reset()
 
     def truncate(self, sequence: int, length: int) -> None:
-        self._cache.truncate(length, sequence)
+        self.cache.truncate(length, sequence)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
