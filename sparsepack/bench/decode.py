@@ -16,9 +16,11 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import progress, say
-from sparsepack.runtime.backends import backend_named, backend_of_sequences
+from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.operations_decoder import torch_threads
 from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.version import __version__
@@ -147,7 +149,7 @@ def _expected_of_batch(
 ) -> dict[str, list[torch.Tensor]]:
     """Logits after prompts of several lengths and a step, by an engine for one text, which does not outlive this."""
     lengths = range(min(CHECKED_TOKENS, len(tokens)))
-    runs = backend_of_sequences(replace(settings.engine, sequences=settings.batch)).name
+    runs = backend_asked(replace(settings.engine, sequences=settings.batch)).name
     engine = Engine(packed, settings.engine, context=len(lengths), backend=runs)
     found: dict[str, list[torch.Tensor]] = {}
     for mode in modes:
@@ -231,7 +233,7 @@ def _row(
     row: dict[str, Any] = {
         "sparsepack_version": __version__,
         "cpu_info": cpu_info(),
-        "gpu_info": backend_named(engine.backend).open().describe(engine.device),
+        "gpu_info": opened(backend_named(engine.backend)).describe(engine.device),
         "backends": engine.backend,
         "model_filename": filename,
         "model_type": f"{packed.architecture.model_type} {packed.manifest['kind']}",

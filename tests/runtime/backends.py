@@ -10,6 +10,7 @@ from native_build import use_other_build
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import backends
+from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.engine import Engine
 
 TOLERANCE = {name: 1e-3 if name == "reference" else 0.1 for name in backends.BACKENDS}
@@ -34,7 +35,7 @@ def marks_of(row: backends.Backend) -> list[pytest.MarkDecorator]:
     device = device_of(row)
     marks = [] if device == "cpu" else [pytest.mark.gpu]
     try:
-        row.open().usable(torch.device(device))
+        opened(row).usable(torch.device(device))
     except UserError as error:
         if device == "cpu" and os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
             raise

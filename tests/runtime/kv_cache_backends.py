@@ -9,6 +9,7 @@ from backends import device_of, marks_of
 from native_build import instruction_set_params
 from torch import Tensor
 
+from sparsepack.runtime.backend_module import opened as opened_module
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.attention.caches import new_cache as new_cuda_cache
@@ -40,7 +41,7 @@ class Backend:
             cache.sparse_from = shape.sparse_from
             assert isinstance(cache, DenseKvCache)
             return cache
-        return BACKENDS[self.name].open().operations.new_cache(there, self.type, self.device)
+        return opened_module(BACKENDS[self.name]).operations.new_cache(there, self.type, self.device)
 
     @property
     def tolerance(self) -> float:

@@ -1,0 +1,58 @@
+"""What the module of a backend offers."""
+
+from collections.abc import Collection, Iterable
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+import torch
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.backends import Backend
+from sparsepack.runtime.decoder import Decoder
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.tuning import Shape
+
+
+class BackendModule(Protocol):
+    """What a backend's module offers."""
+
+    def usable(self, device: torch.device) -> None:
+        """Raise `UserError` where it cannot run on a device, saying what is missing."""
+
+    def decoder(
+        self,
+        packed: PackedModel,
+        device: torch.device,
+        context: int,
+        cache_type: str,
+        options: EngineOptions,
+    ) -> Decoder:
+        """What runs one text or several. Raises `UserError` as `usable`, and for a model that it does not know.
+
+        device, context, cache_type -- what the engine made of those in the options, of which the others count here
+        options                     -- they ask for nothing that the row does not have
+        """
+
+    def synchronise(self, device: torch.device) -> None:
+        """Wait until the device has done what it was given."""
+
+    def describe(self, device: torch.device) -> str:
+        """The accelerator's name; empty for the CPU."""
+
+    def tune(
+        self, shapes: Iterable[Shape], device: torch.device, threads: int | None, gates: Collection[Shape]
+    ) -> dict[str, Any]:
+        """Measure what suits the machine for products of these shapes, keep it, and return it as JSON-able values.
+        Asked of backends alone whose row `tunes`.
+
+        gates -- of the shapes, those of gate and up
+        """
+
+    def tune_links(self, widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+        """Measure how fast neurons with slots and without are computed, for records of so many channels, keep it, and
+        return it as JSON-able values. Asked of backends alone whose row `tunes` and has `slots`."""
+
+
+def opened(row: Backend) -> BackendModule:
+    """The module that does a backend's work."""
+    return cast(BackendModule, import_module(row.module))
