@@ -1,11 +1,13 @@
 """The backends that the tests of engines run on, and how near to the stock model each comes."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from native_build import use_other_build
+from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
@@ -43,9 +45,20 @@ def marks_of(row: backends.Backend) -> list[pytest.MarkDecorator]:
     return marks
 
 
-every_backend = pytest.mark.parametrize(
-    "backend", [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in backends.BACKENDS.values()]
-)
+def every_backend_that(able: Callable[[backends.Backend], bool]) -> pytest.MarkDecorator:
+    """The backends whose row says so."""
+    rows = [row for row in backends.BACKENDS.values() if able(row)]
+    return pytest.mark.parametrize(
+        "backend", [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in rows]
+    )
+
+
+every_backend = every_backend_that(lambda row: True)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a.cpu() - b.cpu()).abs().max())
 
 
 def engine_of(packed: PackedModel, backend: str, **options: Any) -> Engine:
