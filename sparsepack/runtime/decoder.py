@@ -65,11 +65,7 @@ class Decoder(Protocol):
 def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
-    norms = [[_there(layer.norms.get(name), device) for name in ("q_norm", "k_norm")] for layer in packed.layers]
+    norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
     inv_freq = torch.tensor(architecture.inv_freq, device=device)
     cos, sin = reference_attention.rotary_table(inv_freq, architecture.rotary_scale, context)
-    return attention_shape(architecture, [(q, k) for q, k in norms], cos, sin, sequences, packed.attention)
-
-
-def _there(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if x is None else x.to(device)
+    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention)

@@ -131,13 +131,15 @@ def attention_shape(
 ) -> AttentionShape:
     """What a model's cache is made for.
 
-    norms    -- q_norm and k_norm of every layer, on the device that attends
-    cos, sin -- there too
+    norms    -- q_norm and k_norm of every layer
+    cos, sin -- on the device that attends
     sparse   -- which tokens decoded positions read; None: all
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
     of_layers = zip(architecture.sliding_windows, norms, channels, strict=True)
-    layers = tuple(LayerAttention(window, q, k, _beside(heavy, cos)) for window, (q, k), heavy in of_layers)
+    layers = tuple(
+        LayerAttention(window, *(_beside(x, cos) for x in (q, k, heavy))) for window, (q, k), heavy in of_layers
+    )
     return AttentionShape(
         architecture.heads,
         architecture.kv_heads,

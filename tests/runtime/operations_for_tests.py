@@ -31,7 +31,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ChainedProducts:
-    """By the operations that `OperationsDecoder` chains. Tensors are on the backend's device, stored matrices on the host."""
+    """By the operations that `OperationsDecoder` chains. Stored matrices are on the host, all else on its device."""
 
     operations: Operations
     device: str

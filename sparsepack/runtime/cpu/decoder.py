@@ -14,7 +14,7 @@ from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSi
 from sparsepack.models.families import ATTENTION_SITES, SITES
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.runtime.cpu.kv_cache import NativeKvCache
+from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import attention_of
 from sparsepack.runtime.kv_cache import AttentionShape
@@ -120,13 +120,13 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         activation=_ACTIVATIONS[a.activation],
     )
     for layer in packed.layers:
-        builder.add_layer(_vector(layer.norms["attn_norm"]), _vector(layer.norms["mlp_norm"]))
+        builder.add_layer(vector(layer.norms["attn_norm"]), vector(layer.norms["mlp_norm"]))
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )
-    builder.set_output(load_rows(packed.output), _vector(packed.output_norm))
+    builder.set_output(load_rows(packed.output), vector(packed.output_norm))
     builder.set_cache(cache.native[0])
     return builder
 
@@ -136,7 +136,7 @@ def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> N
         threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
         matrix = load_zigzag(site.matrix, threads=threads)
         # SITES is in the order in which native/decoder.h has them.
-        builder.set_site(SITES.index(name), matrix, _vector(site.bias), _vector(threshold), _vector(offset))
+        builder.set_site(SITES.index(name), matrix, vector(site.bias), vector(threshold), vector(offset))
 
 
 def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
@@ -149,7 +149,3 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
 
 
 _ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {DENSE: _add_dense, NEURONS: _add_neurons}
-
-
-def _vector(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().reshape(-1).contiguous()

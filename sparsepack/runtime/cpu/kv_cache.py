@@ -63,7 +63,7 @@ def _native_cache(shape: AttentionShape) -> Any:
         "eps": shape.eps,
         "cos": shape.cos.contiguous(),
         "sin": shape.sin.contiguous(),
-        "layers": [(layer.window, _vector(layer.q_norm), _vector(layer.k_norm)) for layer in shape.layers],
+        "layers": [(layer.window, vector(layer.q_norm), vector(layer.k_norm)) for layer in shape.layers],
         "instruction_set": instruction_set(),
     }
     policy = shape.policy
@@ -78,5 +78,6 @@ def _native_cache(shape: AttentionShape) -> Any:
     )
 
 
-def _vector(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().contiguous()
+def vector(x: Tensor | None) -> Tensor | None:
+    """The numbers of a tensor as native code takes them: float32 [n]."""
+    return None if x is None else x.detach().float().reshape(-1).contiguous()
