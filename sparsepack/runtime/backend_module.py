@@ -1,4 +1,4 @@
-"""What the module of a backend offers."""
+"""What the module of a backend offers, and which backend can run a model here."""
 
 from collections.abc import Collection, Iterable
 from importlib import import_module
@@ -6,9 +6,11 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.backends import Backend
+from sparsepack.runtime.backends import Backend, backend_for
 from sparsepack.runtime.decoder import Decoder
+from sparsepack.runtime.features import backend_asked, check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
@@ -56,3 +58,17 @@ class BackendModule(Protocol):
 def opened(row: Backend) -> BackendModule:
     """The module that does a backend's work."""
     return cast(BackendModule, import_module(row.module))
+
+
+def chosen_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
+    """The name of the backend to run: the one that is asked for, or the one that is made for the device, where what it
+    needs is there. Notes say why where that is not the best for the device."""
+    if options.backend is not None or options.sequences != 1:
+        return backend_asked(options).name, ()
+    best = backend_for(options.device)
+    try:
+        check_features(best, EngineOptions(), packed)
+        opened(best).usable(torch.device(options.device))
+    except UserError as error:
+        return "reference", (f"note: the reference backend runs: {error}",)
+    return best.name, ()

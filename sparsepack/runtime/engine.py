@@ -12,9 +12,9 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
-from sparsepack.runtime.backend_module import opened
-from sparsepack.runtime.backends import backend_for, backend_named
-from sparsepack.runtime.features import backend_asked, check_features
+from sparsepack.runtime.backend_module import chosen_backend, opened
+from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler
 from sparsepack.runtime.skipped import skipped_weights
@@ -60,7 +60,7 @@ class Engine:
         self.device = torch.device(options.device)
         self.context = _checked_context(options.context, packed.architecture.context)
         self.dense = options.dense
-        self.backend, self.notes = _chosen(options, packed)
+        self.backend, self.notes = chosen_backend(options, packed)
         row = backend_named(self.backend)
         check_features(row, options, packed)
         cache_type = row.checked_cache_type(options.cache_type)
@@ -284,19 +284,6 @@ def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped:
     return {
         (layer, name): count / (stepped * packed.layers[layer].units[name]) for (layer, name), count in active.items()
     }
-
-
-def _chosen(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
-    """The backend to run, and why where it is not the best for the device."""
-    if options.backend is not None or options.sequences != 1:
-        return backend_asked(options).name, ()
-    best = backend_for(options.device)
-    try:
-        check_features(best, EngineOptions(), packed)
-        opened(best).usable(torch.device(options.device))
-    except UserError as error:
-        return "reference", (f"note: the reference backend runs: {error}",)
-    return best.name, ()
 
 
 def _checked_context(asked: int | None, made_for: int) -> int:

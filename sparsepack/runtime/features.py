@@ -1,4 +1,4 @@
-"""What some backends have and others lack, a row for each, and which backend is taken for what was asked."""
+"""What some backends have and others lack, a row for each feature, and which backend is taken for what was asked."""
 
 from __future__ import annotations
 

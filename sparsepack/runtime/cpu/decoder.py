@@ -1,4 +1,4 @@
-"""A decoder that computes whole tokens natively (`native/decoder.h`)."""
+"""A decoder that computes whole tokens natively (`native/decoder/decoder.h`)."""
 
 import errno
 import os
@@ -135,7 +135,7 @@ def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> N
     for name, site in sites.items():
         threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
         matrix = load_zigzag(site.matrix, threads=threads)
-        # SITES is in the order in which native/decoder.h has them.
+        # SITES is in the order in which native/decoder/decoder.h has them.
         builder.set_site(SITES.index(name), matrix, vector(site.bias), vector(threshold), vector(offset))
 
 

@@ -1,5 +1,5 @@
 """Keys and values on the CPU as float16, and attention to all of them, or to those that their labels rank best, by
-native kernels (`native/kv_cache.h`, `native/double_sparsity_kv_cache.h`)."""
+native kernels (`native/decoder/kv_cache.h`, `native/decoder/double_sparsity_kv_cache.h`)."""
 
 from typing import Any
 
