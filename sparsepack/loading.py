@@ -14,8 +14,8 @@ from torch import Tensor
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.tokenizer.chat import Message, render_chat
-from sparsepack.runtime.backends import backend_of_sequences
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.generate import (
     Generated,
     Generation,
@@ -113,7 +113,7 @@ def load(
     given = {"device": device, "context": context}
     changes |= {name: value for name, value in given.items() if value is not None}
     options = replace(options or EngineOptions(), **changes)
-    backend_of_sequences(options).check(options)  # before a large file is read
+    backend_asked(options)  # before a large file is read
     packed = read_packed(Path(path), verify=verify)
     return Model(packed, Engine(packed, options), packed.chat_template)
 

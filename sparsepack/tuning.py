@@ -8,7 +8,8 @@ import torch
 
 from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.open import read_packed
-from sparsepack.runtime.backends import tuning_backend
+from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import GATES, SHAPES
 
@@ -23,6 +24,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     `OutputError` where it cannot be kept.
     """
     backend = tuning_backend(EngineOptions(device))
+    module = opened(backend)
     models = [read_packed(path, verify=False) for path in paths]
     sites = [
         (name, (matrix.rows, matrix.columns))
@@ -33,8 +35,8 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     ]
     shapes = [shape for _, shape in sites] or SHAPES
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
-    found = backend.open().tune(shapes, torch.device(device), threads, gates)
+    found = module.tune(shapes, torch.device(device), threads, gates)
     widths = [packed.architecture.hidden for packed in models if packed.mlp_kind.by_count]
     if widths and backend.slots:
-        found["links"] = backend.open().tune_links(widths, torch.device(device), threads)
+        found["links"] = module.tune_links(widths, torch.device(device), threads)
     return found

@@ -16,9 +16,11 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import progress, say
-from sparsepack.runtime.backends import backend_named, backend_of_sequences
+from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.operations_decoder import torch_threads
 from sparsepack.runtime.skipped import skipped_weights
 from sparsepack.version import __version__
@@ -67,7 +69,7 @@ def bench_decode(
     with torch_threads(settings.engine.threads):
         expected = None
         if settings.batch > 1:  # a text at once is for an engine of one, which ends before that of several begins
-            runs = backend_of_sequences(replace(settings.engine, sequences=settings.batch)).name
+            runs = backend_asked(replace(settings.engine, sequences=settings.batch)).name
             room = min(CHECKED_TOKENS, longest)
             expected = _expected(Engine(packed, settings.engine, context=room, backend=runs), modes, texts[0])
         engine = Engine(packed, settings.engine, context=longest, sequences=settings.batch)
@@ -209,7 +211,7 @@ def _row(
     row: dict[str, Any] = {
         "sparsepack_version": __version__,
         "cpu_info": cpu_info(),
-        "gpu_info": backend_named(engine.backend).open().describe(engine.device),
+        "gpu_info": opened(backend_named(engine.backend)).describe(engine.device),
         "backends": engine.backend,
         "model_filename": filename,
         "model_type": f"{packed.architecture.model_type} {packed.manifest['kind']}",

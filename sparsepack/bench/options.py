@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_SEED, check_options, option
-from sparsepack.runtime.backends import backend_named, backend_of_sequences, most_sequences
+from sparsepack.runtime.backends import backend_named, most_sequences
+from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -49,6 +50,6 @@ class BenchSettings:
         if self.batch > 1 and not self.generate:
             raise UserError(f"batch {self.batch}: nothing to decode; give generate tokens")
         if self.batch > 1:
-            backend_of_sequences(replace(engine, sequences=self.batch))
+            backend_asked(replace(engine, sequences=self.batch))
         if not self.prompt and not self.generate:
             raise UserError("nothing to measure: prompt and generate are both 0; give one of them tokens")

@@ -20,6 +20,7 @@ from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import say
 from sparsepack.runtime.backends import backend_for, backend_named
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -137,7 +138,7 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         formats = those_with("runs")
         raise UserError(f"{name}: --backend {backend} runs {formats} artifacts; pack the model first, or leave it out")
     packed = read_packed(path)
-    backend_named(backend).check(options, packed)
+    check_features(backend_named(backend), options, packed)
     return EngineSubject(
         name=name,
         kind=str(packed.manifest["kind"]),

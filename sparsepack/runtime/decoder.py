@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
-from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
+from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.sampling import Sampler
 
@@ -20,7 +19,7 @@ class Decoder(Protocol):
 
     description -- what runs, for people: instruction set or device, threads
     threads     -- of the processor
-    cache_type  -- of keys and values: "f32", "f16" or "bf16"
+    cache       -- keys and values of each text
     """
 
     @property
@@ -30,15 +29,7 @@ class Decoder(Protocol):
     def threads(self) -> int: ...
 
     @property
-    def sparse_from(self) -> SparseFrom | None:
-        """From how many tokens of a text on decoded ones read a part of them; None: they always read all."""
-
-    @property
-    def cache_type(self) -> str: ...
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """How many tokens the cache holds of each sequence."""
+    def cache(self) -> CacheState: ...
 
     @property
     def stepped(self) -> int:
@@ -74,11 +65,7 @@ class Decoder(Protocol):
 def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
-    norms = [[_there(layer.norms.get(name), device) for name in ("q_norm", "k_norm")] for layer in packed.layers]
+    norms = [(layer.norms.get("q_norm"), layer.norms.get("k_norm")) for layer in packed.layers]
     inv_freq = torch.tensor(architecture.inv_freq, device=device)
     cos, sin = reference_attention.rotary_table(inv_freq, architecture.rotary_scale, context)
-    return attention_shape(architecture, [(q, k) for q, k in norms], cos, sin, sequences, packed.attention)
-
-
-def _there(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if x is None else x.to(device)
+    return attention_shape(architecture, norms, cos, sin, sequences, packed.attention)

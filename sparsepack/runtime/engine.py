@@ -12,7 +12,9 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
-from sparsepack.runtime.backends import backend_for, backend_named, backend_of_sequences
+from sparsepack.runtime.backend_module import chosen_backend, opened
+from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler
 from sparsepack.runtime.skipped import skipped_weights
@@ -58,19 +60,19 @@ class Engine:
         self.device = torch.device(options.device)
         self.context = _checked_context(options.context, packed.architecture.context)
         self.dense = options.dense
-        self.backend, self.notes = _chosen(options, packed)
+        self.backend, self.notes = chosen_backend(options, packed)
         row = backend_named(self.backend)
-        row.check(options, packed)
+        check_features(row, options, packed)
         cache_type = row.checked_cache_type(options.cache_type)
         self._offload = options.offload
-        self._module = row.open()
+        self._module = opened(row)
         self._decoder = self._module.decoder(packed, self.device, self.context, cache_type, options)
         self._ids: list[list[int]] = [[] for _ in range(options.sequences)]
 
     @property
     def positions(self) -> tuple[int, ...]:
         """How many tokens the cache holds of each sequence."""
-        return self._decoder.positions
+        return tuple(self._decoder.cache.lengths)
 
     @property
     def position(self) -> int:
@@ -85,12 +87,12 @@ class Engine:
     @property
     def cache_type(self) -> str:
         """The type of keys and values in the cache: "f32", "f16" or "bf16"."""
-        return self._decoder.cache_type
+        return self._decoder.cache.type
 
     @property
     def description(self) -> str:
         """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
-        attention = _described_attention(self._decoder.sparse_from, self.context, self._offload)
+        attention = _described_attention(self._decoder.cache.sparse_from, self.context, self._offload)
         sequences = f", {len(self.positions)} sequences" if len(self.positions) > 1 else ""
         return f"{self.backend}, {self._decoder.description}{sequences}{attention}"
 
@@ -282,19 +284,6 @@ def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped:
     return {
         (layer, name): count / (stepped * packed.layers[layer].units[name]) for (layer, name), count in active.items()
     }
-
-
-def _chosen(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
-    """The backend to run, and why where it is not the best for the device."""
-    if options.backend is not None or options.sequences != 1:
-        return backend_of_sequences(options).name, ()
-    best = backend_for(options.device)
-    try:
-        best.check(EngineOptions(), packed)
-        best.open().usable(torch.device(options.device))
-    except UserError as error:
-        return "reference", (f"note: the reference backend runs: {error}",)
-    return best.name, ()
 
 
 def _checked_context(asked: int | None, made_for: int) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tokenizers import Tokenizer
 
@@ -48,11 +48,14 @@ class Generated:
 
 
 class Generation(Iterator[str]):
-    """A text that is being made: pieces of it, never a part of a character, until it ends.
+    """Texts that are being made, one in each of an engine's sequences: pieces, never a part of a character, until all
+    of them end. With one text the pieces are that text.
 
-    `result` says how it ended, and makes what is left where some is. `close` ends it early. The engine works for one
-    generation at a time: a new one takes it away from an old one.
+    `result` says how the text has ended, and makes what is left where some is; `results` says so of each text. `close`
+    ends them early. The engine works for one generation at a time: a new one takes it away from an old one.
 
+    prompts  -- ids of each prompt; prompt n draws by the seed + n
+    keep     -- whether to go on from what the engine has of each prompt; otherwise the engine forgets its texts
     unwanted -- asked before every step: whether to end here, as `close` does
     """
 
@@ -60,16 +63,16 @@ class Generation(Iterator[str]):
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         options: GenerateOptions,
-        keep: bool,
+        keep: bool = False,
         unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._unwanted = unwanted
-        self._engine, self._ids, self._options, self._keep = engine, list(ids), options, keep
-        self._sampler = Sampler(_sampling(options), ids)
-        self._answer = _Answer(tokenizer, ids, options, engine.architecture.eos)
-        self._prefilled, self._decoded = 0, 0
+        self._engine, self._options, self._keep, self._unwanted = engine, options, keep, unwanted
+        self._prompts = [list(ids) for ids in prompts]
+        self._samplers = [Sampler(_sampling(options, n), ids) for n, ids in enumerate(prompts)]
+        self._answers = [_Answer(tokenizer, ids, options, engine.architecture.eos) for ids in prompts]
+        self._prefilled, self._decoded = [0] * len(prompts), 0
         self._prefill_seconds = self._decode_seconds = 0.0
         self._skipped: Skipped | None = None
         self._pieces = self._run()
@@ -82,61 +85,82 @@ class Generation(Iterator[str]):
         self._pieces.close()
 
     def result(self) -> Generated:
-        """The whole, once it has ended: runs what is left."""
+        """The whole of the one text, once it has ended: runs what is left."""
+        return self.results()[0]
+
+    def results(self) -> list[Generated]:
+        """Each text, once all have ended: runs what is left."""
         for _ in self:
             pass
-        return Generated(
-            text=self._answer.text,
-            tokens=tuple(self._answer.tokens),
-            reason=self._answer.reason or "cancelled",
-            stop=self._answer.stop,
-            prompt_tokens=len(self._ids),
-            prefilled=self._prefilled,
-            prefill_seconds=self._prefill_seconds,
-            decoded=self._decoded,
-            decode_seconds=self._decode_seconds,
-            skipped=self._skipped,
-        )
+        return [
+            Generated(
+                text=answer.text,
+                tokens=tuple(answer.tokens),
+                reason=answer.reason or "cancelled",
+                stop=answer.stop,
+                prompt_tokens=len(ids),
+                prefilled=prefilled,
+                prefill_seconds=self._prefill_seconds,
+                decoded=self._decoded,
+                decode_seconds=self._decode_seconds,
+                skipped=self._skipped,
+            )
+            for answer, ids, prefilled in zip(self._answers, self._prompts, self._prefilled, strict=True)
+        ]
 
     def _run(self) -> Generator[str, None, None]:
-        engine, answer = self._engine, self._answer
         if not self._keep:
-            engine.reset()
-        since = engine.counts()
-        id = 0
+            self._engine.reset()
+        since = self._engine.counts()
         try:
-            for made in range(self._options.tokens):
-                if made and engine.position == engine.context:
-                    answer.reason = "context"
-                    break
-                if self._unwanted():
-                    break
-                id = self._step(id) if made else self._first()
-                if piece := answer.take(id):
-                    yield piece
-                if answer.reason:
-                    break
-            else:
-                answer.reason = "tokens"
-            if rest := answer.rest():
-                yield rest
+            yield from self._made()
+            for answer in self._answers:
+                if rest := answer.rest():
+                    yield rest
         finally:
-            self._skipped = engine.skipped(since)
+            self._skipped = self._engine.skipped(since)
 
-    def _first(self) -> int:
-        began = time.perf_counter()
-        kept = self._engine.keep(self._ids) if self._keep else 0
-        self._prefilled = len(self._ids) - kept
-        id = self._sampler.choose(self._engine.prefill(self._ids[kept:]))
+    def _made(self) -> Iterator[str]:
+        """Tokens of all texts, until each has a reason to end or nobody wants them."""
+        engine, going, chosen = self._engine, list(range(len(self._prompts))), list[int]()
+        for made in range(self._options.tokens):
+            for n in going if made else ():
+                if engine.positions[n] == engine.context:
+                    self._answers[n].reason = "context"
+            going = self._unended(going)
+            if not going or self._unwanted():
+                return
+            chosen = self._step(chosen, going) if made else self._first()
+            for n in going:
+                if piece := self._answers[n].take(chosen[n]):
+                    yield piece
+            going = self._unended(going)
+        for n in going:
+            self._answers[n].reason = "tokens"
+
+    def _unended(self, texts: Sequence[int]) -> list[int]:
+        return [n for n in texts if not self._answers[n].reason]
+
+    def _first(self) -> list[int]:
+        """Prefill each prompt and choose its first token."""
+        began, chosen = time.perf_counter(), []
+        for n, ids in enumerate(self._prompts):
+            kept = self._engine.keep(ids, n) if self._keep else 0
+            self._prefilled[n] = len(ids) - kept
+            chosen.append(self._samplers[n].choose(self._engine.prefill(ids[kept:], n)))
         self._prefill_seconds = time.perf_counter() - began
-        return id
+        return chosen
 
-    def _step(self, id: int) -> int:
+    def _step(self, chosen: Sequence[int], going: Sequence[int]) -> list[int]:
+        """Append the token that was chosen to each text, and choose the next. A text that has ended costs the others
+        little: what its sequence still computes, from an empty cache, is not looked at."""
         began = time.perf_counter()
-        id = self._engine.decode_next(id, self._sampler)
+        for n in set(range(len(self._prompts))) - set(going):
+            self._engine.truncate(0, n)
+        chosen = self._engine.decode_all(chosen, self._samplers)
         self._decode_seconds += time.perf_counter() - began
-        self._decoded += 1
-        return id
+        self._decoded += len(going)
+        return chosen
 
 
 def generate(
@@ -153,59 +177,17 @@ def generate(
     text, and for options out of range.
     """
     options = checked(options)
-    return Generation(engine, tokenizer, _fitting_prompt(engine, tokenizer, prompt), options, keep)
+    return Generation(engine, tokenizer, [_fitting_prompt(engine, tokenizer, prompt)], options, keep)
 
 
 def generate_together(
     engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str], options: GenerateOptions | None = None
 ) -> list[Generated]:
-    """Continue a prompt in each of an engine's sequences, as `generate` does.
-
-    Prompt n draws by the seed + n. A text that has ended costs the others little: what its sequence still computes,
-    from an empty cache, is not looked at. Raises as `generate`, before anything runs.
-    """
+    """Continue a prompt in each of an engine's sequences, as `generate` does. Raises as `generate`, before anything
+    runs."""
     options = checked(options)
     ids = [_fitting_prompt(engine, tokenizer, prompt) for prompt in prompts]
-    samplers = [Sampler(_sampling(options, n), prompt) for n, prompt in enumerate(ids)]
-    answers = [_Answer(tokenizer, prompt, options, engine.architecture.eos) for prompt in ids]
-    engine.reset()
-    began = time.perf_counter()
-    going = set(range(len(prompts))) if options.tokens else set()
-    chosen = [samplers[n].choose(engine.prefill(ids[n], n)) for n in sorted(going)]
-    prefill_seconds, began = time.perf_counter() - began, time.perf_counter()
-    decoded = 0
-    for count in range(1, options.tokens + 1):
-        for n in sorted(going):
-            answers[n].take(chosen[n])
-            if not answers[n].reason and count < options.tokens and engine.positions[n] == engine.context:
-                answers[n].reason = "context"
-            if answers[n].reason or count == options.tokens:
-                going.remove(n)
-        if not going:
-            break
-        for n in set(range(len(prompts))) - going:
-            engine.truncate(0, n)
-        chosen = engine.decode_all(chosen, samplers)
-        decoded += len(going)
-    for answer in answers:
-        answer.reason = answer.reason or "tokens"
-        answer.rest()
-    decode_seconds, skipped = time.perf_counter() - began, engine.skipped()
-    return [
-        Generated(
-            text=answer.text,
-            tokens=tuple(answer.tokens),
-            reason=answer.reason or "tokens",
-            stop=answer.stop,
-            prompt_tokens=len(prompt),
-            prefilled=len(prompt) if options.tokens else 0,
-            prefill_seconds=prefill_seconds,
-            decoded=decoded,
-            decode_seconds=decode_seconds,
-            skipped=skipped,
-        )
-        for answer, prompt in zip(answers, ids, strict=True)
-    ]
+    return Generation(engine, tokenizer, ids, options).results()
 
 
 class _Answer:
@@ -290,14 +272,7 @@ def checked(options: GenerateOptions | None) -> GenerateOptions:
 
 def _sampling(options: GenerateOptions, number: int = 0) -> Sampling:
     """How the tokens of prompt `number` are chosen."""
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        repeat_penalty=options.repeat_penalty,
-        repeat_last_n=options.repeat_last_n,
-    )
+    sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
     return replace(sampling, seed=options.seed + number)
 
 

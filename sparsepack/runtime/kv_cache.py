@@ -81,8 +81,8 @@ class AttentionShape:
         return torch.tensor([self.policy.budget(seen) for seen in range(self.context + 1)], dtype=torch.int32)
 
 
-class KvCache(Protocol):
-    """Keys and values of every layer, for one text or several.
+class CacheState(Protocol):
+    """What a cache says of itself.
 
     type        -- of what is kept: "f32", "f16" or "bf16"
     sparse_from -- from how many tokens of a text on decoded positions read a part of them; None: they read all
@@ -97,6 +97,10 @@ class KvCache(Protocol):
     @property
     def lengths(self) -> Sequence[int]:
         """How many positions are cached of each sequence: the next one's number."""
+
+
+class KvCache(CacheState, Protocol):
+    """Keys and values of every layer, for one text or several."""
 
     def append(self, layer: int, qkv: Any, sequence: int = 0) -> Any:
         """Norm and rotate queries and keys of the S positions after a sequence's last, and put keys and values behind
@@ -127,13 +131,15 @@ def attention_shape(
 ) -> AttentionShape:
     """What a model's cache is made for.
 
-    norms    -- q_norm and k_norm of every layer, on the device that attends
-    cos, sin -- there too
+    norms    -- q_norm and k_norm of every layer
+    cos, sin -- on the device that attends
     sparse   -- which tokens decoded positions read; None: all
     """
     channels = sparse.channels if sparse else (None,) * architecture.layers
     of_layers = zip(architecture.sliding_windows, norms, channels, strict=True)
-    layers = tuple(LayerAttention(window, q, k, _beside(heavy, cos)) for window, (q, k), heavy in of_layers)
+    layers = tuple(
+        LayerAttention(window, *(_beside(x, cos) for x in (q, k, heavy))) for window, (q, k), heavy in of_layers
+    )
     return AttentionShape(
         architecture.heads,
         architecture.kv_heads,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseFrom
+from sparsepack.placement.counts import HitCounts
 from sparsepack.runtime.decoder import attention_of
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
@@ -47,8 +47,8 @@ class OperationsDecoder:
         self._output_norm = packed.output_norm.to(device)
         self._output = operations.load_rows(packed.output, device)
         new_cache = new_cache or operations.new_cache
-        self._cache = new_cache(attention_of(packed, context, device), cache_type, device)
-        self.reset()
+        self.cache = new_cache(attention_of(packed, context, device), cache_type, device)
+        self.stepped = 0
 
     @property
     def threads(self) -> int:
@@ -59,23 +59,7 @@ class OperationsDecoder:
         return f"{self.threads} threads" if self._device.type == "cpu" else str(self._device)
 
     @property
-    def sparse_from(self) -> SparseFrom | None:
-        return self._cache.sparse_from
-
-    @property
-    def cache_type(self) -> str:
-        return self._cache.type
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self._cache.lengths)
-
-    @property
-    def stepped(self) -> int:
-        return self._stepped
-
-    @property
-    def served(self) -> None:
+    def served(self) -> HitCounts | None:
         return None
 
     def active(self) -> dict[tuple[int, str], int]:
@@ -83,14 +67,14 @@ class OperationsDecoder:
         return {(number, name): int(count) for number, layer in layers for name, count in layer.active.items()}
 
     def reset(self) -> None:
-        self._cache.reset()
-        self._stepped = 0
+        self.cache.reset()
+        self.stepped = 0
         for layer in self._layers:
             for count in layer.active.values():
                 count.zero_()
 
     def truncate(self, sequence: int, length: int) -> None:
-        self._cache.truncate(length, sequence)
+        self.cache.truncate(length, sequence)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
@@ -122,16 +106,16 @@ class OperationsDecoder:
         for number, layer in enumerate(self._layers):
             x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode)
             x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode)
-        self._cache.advance(len(tokens))
+        self.cache.advance(len(tokens))
         if mode is not Mode.PREFILL:
-            self._stepped += len(tokens)
+            self.stepped += len(tokens)
         return reference.rms_norm(x, self._output_norm, eps)
 
     def _attention(self, number: int, x: Tensor, mode: Mode) -> Tensor:
         sites = self._layers[number].attention
-        queries = self._cache.append(number, sites["attn_in"].product(x, mode))
+        queries = self.cache.append(number, sites["attn_in"].product(x, mode))
         sparse = mode in (Mode.STEP, Mode.MASKED)
-        return sites["attn_out"].product(self._cache.attend(number, queries, sparse=sparse), mode)
+        return sites["attn_out"].product(self.cache.attend(number, queries, sparse=sparse), mode)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._operations.matmul(self._output, hidden)

@@ -61,7 +61,11 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(BaseModel):
-    """include_usage -- a last event tells the tokens; include_obfuscation -- ignored, as it is not about the text"""
+    """What a request says of its stream.
+
+    include_usage       -- a last event tells how many tokens there were
+    include_obfuscation -- the field is ignored, because it says nothing about the text
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     include_usage: bool = False

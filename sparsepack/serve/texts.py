@@ -16,39 +16,36 @@ prefill had begun at the beginning, so that the bits are the same: with the AVX2
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
 
 
-class Texts:
-    """Makes the texts of a worker with a model, in one thread; see `worker.MakeText`.
+def make_text(model: Model, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
+    """The pieces of a text and its end; see `worker.MakeText`. For one thread.
 
-    The next text goes on from what its prompt has in common with the last one's, so that of a chat only what is new is
+    The text goes on from what its prompt has in common with the last one's, so that of a chat only what is new is
     prefilled. The last answer is not kept: its tokens were decoded, with columns skipped, and a prompt runs dense. So
     the same request gives the same answer, whatever was asked before; elsewhere up to the last bits of the logits.
+
+    Raises what the engine raises, and the next text begins anew after that.
     """
+    try:
+        yield from _made(model, request, unwanted)
+    except BaseException:
+        model.engine.reset()  # what is in the cache is not known
+        raise
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
 
-    def make(self, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
-        """The pieces of a text and its end; raises what the engine raises, and begins anew after that."""
-        try:
-            yield from self._made(request, unwanted)
-        except BaseException:
-            self._model.engine.reset()  # what is in the cache is not known
-            raise
-
-    def _made(self, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
-        engine, ids, options = self._model.engine, request.ids, request.options
-        cached = engine.keep(ids) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
-        engine.truncate(cached)
-        if not options.tokens:
-            yield Ended("length", 0, cached)
+def _made(model: Model, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
+    engine, ids, options = model.engine, request.ids, request.options
+    cached = engine.keep(ids) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
+    engine.truncate(cached)
+    if not options.tokens:
+        yield Ended("length", 0, cached)
+        return
+    for end in range((cached // PREFILLED_AT_ONCE + 1) * PREFILLED_AT_ONCE, len(ids), PREFILLED_AT_ONCE):
+        if unwanted():
             return
-        for end in range((cached // PREFILLED_AT_ONCE + 1) * PREFILLED_AT_ONCE, len(ids), PREFILLED_AT_ONCE):
-            if unwanted():
-                return
-            engine.prefill(ids[engine.position : end])
-        pieces = Generation(engine, self._model.tokenizer, ids, options, keep=True, unwanted=unwanted)
-        yield from map(Piece, pieces)
-        made = pieces.result()
-        engine.truncate(min(engine.position, len(ids)))
-        if made.reason in _REASONS:
-            yield Ended(_REASONS[made.reason], len(made.tokens), cached)
+        engine.prefill(ids[engine.position : end])
+    pieces = Generation(engine, model.tokenizer, [ids], options, keep=True, unwanted=unwanted)
+    yield from map(Piece, pieces)
+    made = pieces.result()
+    engine.truncate(min(engine.position, len(ids)))
+    if made.reason in _REASONS:
+        yield Ended(_REASONS[made.reason], len(made.tokens), cached)

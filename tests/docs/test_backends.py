@@ -16,6 +16,7 @@ from packed_models import random_model
 
 from sparsepack.cli import main
 from sparsepack.runtime import backends
+from sparsepack.runtime.backend_module import BackendModule
 from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.engine import Engine
 
@@ -56,7 +57,7 @@ def test_another_attention_is_another_cache(toy: types.ModuleType) -> None:
 
 
 def test_the_page_names_what_a_module_offers() -> None:
-    offered: Any = backends.BackendModule.__dict__.keys() | backends.BackendModule.__annotations__.keys()
+    offered: Any = BackendModule.__dict__.keys() | BackendModule.__annotations__.keys()
     wanted = {name for name in offered if not name.startswith("_")}
     rows = set(re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE))
     assert wanted | {field.name for field in dataclasses.fields(Backend)} == rows

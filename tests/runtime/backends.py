@@ -1,15 +1,18 @@
 """The backends that the tests of engines run on, and how near to the stock model each comes."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from native_build import use_other_build
+from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import backends
+from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.engine import Engine
 
 TOLERANCE = {name: 1e-3 if name == "reference" else 0.1 for name in backends.BACKENDS}
@@ -34,7 +37,7 @@ def marks_of(row: backends.Backend) -> list[pytest.MarkDecorator]:
     device = device_of(row)
     marks = [] if device == "cpu" else [pytest.mark.gpu]
     try:
-        row.open().usable(torch.device(device))
+        opened(row).usable(torch.device(device))
     except UserError as error:
         if device == "cpu" and os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
             raise
@@ -42,9 +45,20 @@ def marks_of(row: backends.Backend) -> list[pytest.MarkDecorator]:
     return marks
 
 
-every_backend = pytest.mark.parametrize(
-    "backend", [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in backends.BACKENDS.values()]
-)
+def every_backend_that(able: Callable[[backends.Backend], bool]) -> pytest.MarkDecorator:
+    """The backends whose row says so."""
+    rows = [row for row in backends.BACKENDS.values() if able(row)]
+    return pytest.mark.parametrize(
+        "backend", [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in rows]
+    )
+
+
+every_backend = every_backend_that(lambda row: True)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a.cpu() - b.cpu()).abs().max())
 
 
 def engine_of(packed: PackedModel, backend: str, **options: Any) -> Engine:

@@ -1,7 +1,10 @@
-"""The caches of every backend for tests: with each type of keys and values, and on the CPU each instruction set."""
+"""The caches of every backend for tests: with each type of keys and values, and on the CPU each instruction set, beside
+the oracle's of the same type."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from backends import device_of, marks_of
 from native_build import instruction_set_params
 from torch import Tensor
 
+from sparsepack.models.records.sparse_attention import TokenPolicy
+from sparsepack.runtime.backend_module import opened as opened_module
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.attention.caches import new_cache as new_cuda_cache
@@ -16,6 +21,11 @@ from sparsepack.runtime.cuda.attention.kv_cache import DenseKvCache
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
+from sparsepack.runtime.reference.attention import rotary_table
+from sparsepack.runtime.reference.backend import operations as reference_operations
+
+CONTEXT = 150
+POLICY = TokenPolicy(Fraction(1, 5), sinks=2, recent=5, min_context=16)
 
 CASES = [
     pytest.param((row.name, type, isa.values[0] if isa else None), id="-".join(parts), marks=marks)
@@ -40,7 +50,7 @@ class Backend:
             cache.sparse_from = shape.sparse_from
             assert isinstance(cache, DenseKvCache)
             return cache
-        return BACKENDS[self.name].open().operations.new_cache(there, self.type, self.device)
+        return opened_module(BACKENDS[self.name]).operations.new_cache(there, self.type, self.device)
 
     @property
     def tolerance(self) -> float:
@@ -102,3 +112,109 @@ def opened(name: str, type: str, isa: str | None) -> Iterator[Backend]:
         if isa:
             patch.setenv(FORCED, isa)
         yield Backend(name, device_of(BACKENDS[name]), type)
+
+
+@dataclass
+class Both:
+    """A backend's cache and the oracle's, with the same made of them.
+
+    key_size -- what the size of keys is multiplied by, and that of queries divided
+
+    Where the shape has a policy, inputs are multiples of 1 / 8 that no norm or rotation changes, so that every backend
+    caches the same keys, makes the same labels and must read the same tokens. Queries are short then: every token that
+    is read weighs about as much, and one that is read in another's place shows.
+    """
+
+    shape: AttentionShape
+    backend: Backend
+    random: torch.Generator
+    key_size: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.ours = self.backend.new_cache(self.shape)
+        self.oracle = reference_operations.new_cache(self.shape, self.backend.type)
+
+    @property
+    def decoded(self) -> bool:
+        """Whether positions count as decoded unless a test says otherwise: where that makes a difference."""
+        return self.shape.policy is not None
+
+    def rows(self, count: int) -> Tensor:
+        shape = self.shape
+        widths = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        if shape.policy is None:
+            return torch.randn(count, sum(widths), generator=self.random)
+        q, k, v = (torch.randint(-24, 25, (count, width), generator=self.random) / 8 for width in widths)
+        return torch.cat([q / 16 / self.key_size, k * self.key_size, v], dim=1)
+
+    def outputs(self, cache: KvCache, layer: int, qkv: Tensor, sequence: int = 0, sparse: bool | None = None) -> Tensor:
+        """What the queries of positions that are appended make of the text so far, on the host."""
+        before, device = qkv.clone(), "cpu" if cache is self.oracle else self.backend.device
+        found = appended(cache, layer, qkv.to(device), sequence, self.decoded if sparse is None else sparse).cpu()
+        assert torch.equal(qkv, before)
+        return found
+
+    def positions(self, count: int, sequence: int = 0, sparse: bool | None = None) -> None:
+        """Append so many positions in every layer, and compare what their queries make of the text so far."""
+        for layer in range(len(self.shape.layers)):
+            qkv = self.rows(count)
+            self.compare(*(self.outputs(cache, layer, qkv, sequence, sparse) for cache in (self.ours, self.oracle)))
+        self.advance(count, sequence)
+
+    def step(self) -> None:
+        """One position of every sequence."""
+        for layer in range(len(self.shape.layers)):
+            qkv = self.rows(self.shape.sequences)
+            found = stepped(self.ours, layer, qkv.to(self.backend.device), self.decoded).cpu()
+            self.compare(found, stepped(self.oracle, layer, qkv, self.decoded))
+        for sequence in range(self.shape.sequences):
+            self.advance(1, sequence)
+
+    def advance(self, count: int, sequence: int = 0) -> None:
+        for cache in (self.ours, self.oracle):
+            cache.advance(count, sequence)
+        assert list(self.ours.lengths) == list(self.oracle.lengths)
+
+    def compare(self, found: Tensor, expected: Tensor) -> None:
+        assert found.dtype == torch.float32
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() < self.backend.tolerance
+
+
+def both(
+    backend: Backend,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 32,
+    windows: tuple[int, ...] = (0,),
+    channels: tuple[int | None, ...] | None = None,
+    *,
+    changed: bool = False,
+    key_size: float = 1.0,
+    **shape: Any,
+) -> Both:
+    """heads    -- of queries and of keys
+    channels -- heavy ones, how many of each layer, None: it is dense; None for all: there is no policy
+    changed  -- whether norms change queries and keys, and rotation where there is a policy; without one it always does
+    shape    -- context, sequences and policy where they are others than usual
+    """
+    random = torch.Generator()
+    random.seed()  # other inputs every run
+
+    def heavy(count: int | None) -> Tensor | None:
+        if count is None:
+            return None
+        return torch.stack([torch.randperm(head_dim, generator=random)[:count].sort().values for _ in range(heads[1])])
+
+    def norm() -> Tensor | None:
+        return 1 + 0.2 * torch.randn(head_dim, generator=random) if changed else None
+
+    context, policy = shape.pop("context", CONTEXT), shape.pop("policy", None if channels is None else POLICY)
+    frequencies = 10000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+    rotates = changed or policy is None
+    cos, sin = rotary_table(frequencies if rotates else torch.zeros_like(frequencies), 1.0, context)
+    heavy_of = channels or (None,) * len(windows)
+    layers = tuple(
+        LayerAttention(window, norm(), norm(), heavy(count)) for window, count in zip(windows, heavy_of, strict=True)
+    )
+    made = AttentionShape(*heads, head_dim, 1e-5, cos, sin, layers, policy=policy, **shape)
+    return Both(made, backend, random, key_size)

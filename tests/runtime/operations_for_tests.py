@@ -3,7 +3,7 @@ the dequantised weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -29,26 +29,9 @@ class Bounds:
     normwise: float
 
 
-class Products(Protocol):
-    """What tests ask of every backend; all tensors but stored matrices are on its device."""
-
-    def load_zigzag(self, matrix: PackedMatrix) -> Any: ...
-
-    def load_rows(self, matrix: PackedMatrix) -> Any: ...
-
-    def gemv(self, matrix: Any, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
-        """W[:, active] x[active] and the number of active columns, those with |x| > threshold; None: every column."""
-
-    def zigzag_matmul(self, matrix: Any, x: Tensor) -> Tensor:
-        """X W^T of a zigzag matrix, with every column."""
-
-    def matmul(self, matrix: Any, x: Tensor) -> Tensor:
-        """X W^T of a matrix stored by rows."""
-
-
 @dataclass(frozen=True)
 class ChainedProducts:
-    """By the operations that `OperationsDecoder` chains."""
+    """By the operations that `OperationsDecoder` chains. Stored matrices are on the host, all else on its device."""
 
     operations: Operations
     device: str
@@ -60,6 +43,7 @@ class ChainedProducts:
         return self.operations.load_rows(matrix, self.device)
 
     def gemv(self, matrix: Any, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
+        """W[:, active] x[active] and the number of active columns, those with |x| > threshold; None: every column."""
         if threshold is None:
             indices = torch.arange(len(x), dtype=torch.int32, device=x.device)
             count = torch.tensor(len(x), dtype=torch.int32, device=x.device)
@@ -75,7 +59,7 @@ class ChainedProducts:
 
 
 class CudaProducts:
-    """By the kernels that the decoders on the GPU launch: of a step for one input, of prefill for several."""
+    """The same by the kernels that the decoders on the GPU launch: of a step for one input, of prefill for several."""
 
     def __init__(self) -> None:
         self.device = KERNELS.usable("cuda")
@@ -108,7 +92,7 @@ class Backend:
     """many -- bounds of `zigzag_matmul`"""
 
     name: str
-    products: Products
+    products: ChainedProducts | CudaProducts
     device: str
     bounds: Bounds
     many: Bounds

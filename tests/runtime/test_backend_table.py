@@ -8,15 +8,9 @@ import torch
 from backends import device_of
 
 from sparsepack.errors import UserError
-from sparsepack.runtime import backends
-from sparsepack.runtime.backends import (
-    BACKENDS,
-    Backend,
-    backend_for,
-    backend_named,
-    backend_of_sequences,
-    tuning_backend,
-)
+from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backends import BACKENDS, Backend, backend_for
+from sparsepack.runtime.features import backend_asked, tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.backend import operations as reference_operations
 
@@ -35,7 +29,7 @@ def test_help_names_the_backends_without_importing_torch(arguments: list[str]) -
 
 @every_row
 def test_a_module_offers_what_its_row_says(row: Backend) -> None:
-    module = row.open()
+    module = opened(row)
     for name in ("usable", "decoder", "synchronise", "describe"):
         assert callable(getattr(module, name))
     assert hasattr(module, "tune") == row.tunes
@@ -67,25 +61,20 @@ def test_a_cache_type_that_a_backend_does_not_have_is_an_error(row: Backend) -> 
 
 
 def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
-    assert backend_of_sequences(EngineOptions("cuda", sequences=8)).name == "cuda"
+    assert backend_asked(EngineOptions("cuda", sequences=8)).name == "cuda"
     with pytest.raises(UserError, match="device mps: several sequences run together on NVIDIA GPUs alone; use"):
-        backend_of_sequences(EngineOptions("mps", sequences=2))
+        backend_asked(EngineOptions("mps", sequences=2))
     with pytest.raises(UserError, match="a batch of 9 sequences: expected 1 to 8"):
-        backend_of_sequences(EngineOptions("cuda", sequences=9))
+        backend_asked(EngineOptions("cuda", sequences=9))
     assert tuning_backend(EngineOptions("cpu")).name == "cpu"
     with pytest.raises(UserError, match="device mps: the reference backend has nothing to tune; use device cpu"):
         tuning_backend(EngineOptions("mps"))
 
 
-def test_an_unknown_backend_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match="backend 'tpu': unknown; expected one of reference, cpu, cuda"):
-        backend_named("tpu")
-
-
 def test_the_reference_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    module = backends.backend_for("mps").open()
+    module = opened(backend_for("mps"))
     module.synchronise(torch.device("cpu"))
     assert waited == []
     module.synchronise(torch.device("mps"))

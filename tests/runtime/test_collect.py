@@ -1,10 +1,9 @@
-"""Lists of active columns of every backend whose decoders chain operations, and products with what they list."""
+"""Lists of active columns of every backend whose decoders chain operations. Ties, zeros and thresholds that nothing
+exceeds are those of products with what is listed (`test_operations.py`)."""
 
 import pytest
 import torch
 from operations_for_tests import Backend, assert_close_to_product, every_backend_of_operations, normal, packed
-
-from sparsepack.models.records.rule import SiteRule, active_channels
 
 pytestmark = every_backend_of_operations
 
@@ -22,41 +21,12 @@ def test_collect_lists_the_active_columns_in_order(backend: Backend, columns: in
     assert indices[: int(count)].tolist() == expected.tolist()
 
 
-def test_collect_leaves_out_ties_with_the_threshold(backend: Backend) -> None:
-    threshold = torch.tensor(0.1)
-    above = torch.nextafter(threshold, torch.tensor(1.0))
-    x = torch.stack([threshold, -threshold, above, -above, torch.tensor(0.0)])
-    for limit in (threshold, threshold.repeat(5)):
-        indices, count = backend.operations.collect(x.to(backend.device), limit.to(backend.device))
-        assert indices[: int(count)].tolist() == [2, 3]
-
-
-def test_collect_leaves_out_zeros_at_threshold_zero_and_keeps_everything_below_it(backend: Backend) -> None:
-    x = torch.tensor([0.0, -0.0, 1e-38, -2.0], device=backend.device)
-    indices, count = backend.operations.collect(x, torch.tensor(0.0, device=backend.device))
-    assert indices[: int(count)].tolist() == [2, 3]
-    _, count = backend.operations.collect(x, torch.tensor(-1.0, device=backend.device))
-    assert int(count) == 4
-
-
-def test_collect_can_find_nothing(backend: Backend) -> None:
-    x = normal(300).to(backend.device)
-    _, count = backend.operations.collect(x, torch.tensor(float("inf"), device=backend.device))
-    assert int(count) == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_collect_compares_in_float32(backend: Backend, dtype: torch.dtype) -> None:
     x = torch.tensor([0.1, 0.1], dtype=dtype)
     limit = torch.stack([x[0].float(), torch.nextafter(x[1].float(), torch.tensor(0.0))])
     indices, count = backend.operations.collect(x.to(backend.device), limit.to(backend.device))
     assert indices[: int(count)].tolist() == [1]
-
-
-def test_collect_agrees_with_the_rule(backend: Backend) -> None:
-    x, rule = normal(512), SiteRule(normal(512, seed=1).abs())
-    indices, count = backend.operations.collect(x.to(backend.device), rule.limits.to(backend.device))
-    assert indices[: int(count)].tolist() == active_channels(x, rule).nonzero()[:, 0].tolist()
 
 
 def test_gemv_never_reads_indices_beyond_the_count(backend: Backend) -> None:

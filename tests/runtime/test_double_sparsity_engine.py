@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from backends import TOLERANCE, device_of, every_backend
+from backends import TOLERANCE, engine_of, every_backend
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
@@ -42,14 +42,7 @@ def cache_type(backend: str) -> str:
 
 
 def engine(packed: PackedModel, backend: str, *, dense: bool = False) -> Engine:
-    return Engine(
-        packed,
-        backend=backend,
-        device=device_of(BACKENDS[backend]),
-        context=64,
-        dense=dense,
-        cache_type=cache_type(backend),
-    )
+    return engine_of(packed, backend, context=64, dense=dense, cache_type=cache_type(backend))
 
 
 def expected(packed: PackedModel, backend: str, start: int) -> Tensor:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from backends import SHARE, TOLERANCE, engine_of, every_backend
+from backends import SHARE, TOLERANCE, engine_of, every_backend, largest_difference
 from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_rules, with_sites
-from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
@@ -29,11 +28,6 @@ def models(variant: str) -> tuple[PackedModel, Any]:
     packed = random_model(variant)
     stock = stock_model(packed)
     return with_rules(packed, stock, IDS, STARTS), stock
-
-
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu() - b.cpu()).abs().max())
 
 
 @every_backend
@@ -72,20 +66,14 @@ def test_prefill_and_steps_give_the_logits_of_the_whole_text_at_once(backend: st
 
 
 @every_backend
-def test_a_text_can_be_decoded_from_its_first_token(backend: str) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_text_can_be_decoded_from_its_first_token(backend: str, dense: bool) -> None:
     packed, stock = models("qwen2, biases, tied")
-    engine = engine_of(packed, backend)
+    engine = engine_of(packed, backend, dense=dense)
     found = torch.stack([engine.step(id) for id in IDS])
-    assert largest_difference(found, stock_logits(stock, packed, IDS, 0)[0]) < TOLERANCE[backend]
-
-
-@every_backend
-def test_steps_of_a_dense_engine_skip_nothing(backend: str) -> None:
-    packed, stock = models("llama")
-    engine = engine_of(packed, backend, dense=True)
-    found = torch.stack([engine.step(id) for id in IDS])
-    assert largest_difference(found, stock_logits(stock, packed, IDS, len(IDS))[0]) < TOLERANCE[backend]
-    assert set(engine.activity().values()) == {1.0}
+    expected = stock_logits(stock, packed, IDS, len(IDS) if dense else 0)[0]
+    assert largest_difference(found, expected) < TOLERANCE[backend]
+    assert (set(engine.activity().values()) == {1.0}) == dense
 
 
 @every_backend
@@ -133,13 +121,6 @@ def test_activity_is_the_share_of_channels_that_the_rules_call_active(
 
 
 @every_backend
-def test_prefill_does_not_count_as_activity(backend: str) -> None:
-    engine = engine_of(models("llama")[0], backend)
-    engine.prefill(IDS)
-    assert engine.activity() == {}
-
-
-@every_backend
 def test_the_same_steps_give_the_same_bits(backend: str) -> None:
     packed, _ = models("llama, several bands, tied Q6_K")
     runs = []
@@ -162,10 +143,12 @@ def test_a_tied_embedding_in_q8_0_is_looked_up_and_multiplied(backend: str) -> N
 
 
 @every_backend
-def test_reset_forgets_the_text(backend: str) -> None:
+def test_prefill_does_not_count_as_activity_and_reset_forgets_the_text(backend: str) -> None:
     engine = engine_of(models("mistral, sliding window")[0], backend)
     first = engine.prefill(IDS)
+    assert engine.activity() == {}
     engine.step(3)
+    assert engine.activity()
     engine.reset()
     assert engine.position == 0
     assert engine.activity() == {}
@@ -215,31 +198,23 @@ def test_the_last_position_of_the_context_is_usable(backend: str) -> None:
 
 
 @every_backend
-def test_the_context_is_the_models_unless_given(backend: str) -> None:
+def test_the_context_is_the_models_unless_given_and_no_more_than_a_cache_should_take(backend: str) -> None:
     packed, _ = models("llama")
     assert engine_of(packed, backend).context == 64
     with pytest.raises(UserError, match="context 65: the model was made for 64"):
         engine_of(packed, backend, context=65)
     with pytest.raises(UserError, match="context 0"):
         engine_of(packed, backend, context=0)
-
-
-@every_backend
-def test_long_contexts_are_cut_to_what_a_cache_should_take(backend: str) -> None:
     assert engine_of(random_model("llama", max_position_embeddings=100_000), backend).context == 4096
 
 
-@every_backend
-@pytest.mark.parametrize("id", [-1, 300])
-def test_an_unknown_token_is_an_error(backend: str, id: int) -> None:
-    with pytest.raises(UserError, match=f"token id {id}: expected 0 to 299"):
-        engine_of(models("llama")[0], backend).step(id)
-
-
-@every_backend
-def test_no_tokens_are_an_error(backend: str) -> None:
+def test_unknown_tokens_and_none_are_errors() -> None:
+    engine = engine_of(models("llama")[0], "reference")
+    for id in (-1, 300):
+        with pytest.raises(UserError, match=f"token id {id}: expected 0 to 299"):
+            engine.step(id)
     with pytest.raises(UserError, match="0 tokens"):
-        engine_of(models("llama")[0], backend).prefill([])
+        engine.prefill([])
 
 
 def test_an_unknown_backend_is_an_error() -> None:

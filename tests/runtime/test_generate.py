@@ -68,6 +68,10 @@ class Script:
     def position(self) -> int:
         return len(self.fed)
 
+    @property
+    def positions(self) -> tuple[int]:
+        return (self.position,)
+
     def reset(self) -> None:
         self.fed = []
         self.said = 0
@@ -78,23 +82,20 @@ class Script:
     def skipped(self, since: None) -> Skipped:
         return Skipped(0.5, 0.5)
 
-    def keep(self, ids: Sequence[int]) -> int:
+    def keep(self, ids: Sequence[int], sequence: int) -> int:
         kept = 0
         while kept < min(len(self.fed), len(ids) - 1) and self.fed[kept] == ids[kept]:
             kept += 1
         del self.fed[kept:]
         return kept
 
-    def prefill(self, ids: Sequence[int]) -> torch.Tensor:
+    def prefill(self, ids: Sequence[int], sequence: int) -> torch.Tensor:
         self.fed += ids
         return self.say()
 
-    def step(self, id: int) -> torch.Tensor:
-        self.fed.append(id)
-        return self.say()
-
-    def decode_next(self, id: int, sampler: Sampler) -> int:
-        return sampler.choose(self.step(id))
+    def decode_all(self, ids: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
+        self.fed += ids
+        return [samplers[0].choose(self.say())]
 
     def say(self) -> torch.Tensor:
         self.said += 1

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from backends import SHARE, TOLERANCE, engine_of, marks_of
+from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
 from packed_models import by_neurons, random_model, stock_logits, stock_model, with_rules
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
 from sparsepack.formats.mlp_kinds import NEURONS
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime import backends, operations_decoder
+from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
@@ -29,14 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied, two superblocks": {"hidden_size": 512, "tie_word_embeddings": True},
 }
 
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(row.name, id=row.name, marks=marks_of(row))
-        for row in backends.BACKENDS.values()
-        if NEURONS in row.mlps
-    ],
-)
+every_backend = every_backend_that(lambda row: NEURONS in row.mlps)
 
 
 @cache
@@ -45,11 +37,6 @@ def models(variant: str, rules: bool = False) -> tuple[PackedModel, Any]:
     packed = by_neurons(random_model("llama", **changes))
     stock = stock_model(packed)
     return (with_rules(packed, stock, IDS, [0, 6, 12]) if rules else packed), stock
-
-
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu() - b.cpu()).abs().max())
 
 
 @every_backend

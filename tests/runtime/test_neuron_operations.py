@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.runtime.operations_decoder import torch_threads
 
 pytestmark = every_backend_of_operations
 
@@ -97,13 +98,9 @@ def test_inactive_records_and_indices_beyond_the_count_are_never_read(backend: B
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_the_same_bits_every_run(backend: Backend, threads: int) -> None:
     records, x, gate = packed(700, 512), normal(512, seed=6), gates(700, 301)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         first = ffn(backend, records, x, gate)
         assert all(torch.equal(ffn(backend, records, x, gate), first) for _ in range(3))
-    finally:
-        torch.set_num_threads(before)
     assert_close(backend.bounds, first, records, x, gate)
 
 
@@ -115,28 +112,17 @@ def test_an_input_that_is_not_finite_does_not_stay_unseen(backend: Backend) -> N
         assert not torch.isfinite(ffn(backend, records, x, gate)).all()
 
 
-@pytest.mark.parametrize("batch", [1, 2, 17, 70])
+@pytest.mark.parametrize(("batch", "threads"), [(1, 1), (2, 1), (17, 1), (70, 1), (70, 3)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_several_positions(backend: Backend, shape: tuple[int, int], batch: int) -> None:
+def test_several_positions(backend: Backend, shape: tuple[int, int], batch: int, threads: int) -> None:
     records, x = packed(*shape), normal(batch, shape[1], seed=2)
     gate = normal(batch, shape[0], seed=8).clamp_min(0)
     gate[-1] = 0
-    loaded = backend.operations.load_neurons(records, backend.device)
-    y = backend.operations.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
+    with torch_threads(threads):
+        loaded = backend.operations.load_neurons(records, backend.device)
+        y = backend.operations.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
     assert_close(backend.many, y, records, x, gate)
     assert not y[-1].any()
-
-
-def test_several_positions_by_several_threads(backend: Backend) -> None:
-    records, x, gate = packed(300, 512), normal(70, 512, seed=2), normal(70, 300, seed=8).clamp_min(0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        loaded = backend.operations.load_neurons(records, backend.device)
-        first = backend.operations.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
-    finally:
-        torch.set_num_threads(before)
-    assert_close(backend.many, first, records, x, gate)
 
 
 @pytest.mark.parametrize("hidden", [256, 1280])

@@ -1,8 +1,5 @@
 """The products of every backend with zigzag matrices, against float64 products of the dequantised weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,22 +10,13 @@ from torch import Tensor
 from sparsepack.formats.codecs import q4_k, zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
 from sparsepack.models.records.rule import SiteRule, active_channels
+from sparsepack.runtime.operations_decoder import torch_threads
 
 pytestmark = every_backend
 
 ODD_SHAPES = [(1, 1), (1, 300), (255, 1), (256, 256), (257, 33), (512, 64), (700, 513), (768, 31), (1025, 40)]
 STACKED_SHAPES = [(960, 576), (3072, 192), (1280, 97), (4352, 130), (1024, 2048)]  # grouped queries, gate and up
 SHAPES = ODD_SHAPES + STACKED_SHAPES
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def gemv(backend: Backend, matrix: PackedMatrix, x: Tensor, threshold: Tensor) -> Tensor:

@@ -20,10 +20,3 @@ def test_a_cache_without_room_is_told_before_anything_is_measured(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_nothing_but_the_result_is_left(tmp_path):
-    path = tmp_path / "cache" / "x.json"
-    found = measure_shapes([(256, 256)], path, {"schema": 1}, {}, lambda shape: {"rows": 256, "columns": 256})
-    assert found["path"] == str(path)
-    assert list(path.parent.iterdir()) == [path]

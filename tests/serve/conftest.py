@@ -22,7 +22,7 @@ from sparsepack.serve.options import ServeOptions
 
 @pytest.fixture(autouse=True, scope="session")
 def _native_operations_end() -> Iterator[None]:
-    """Or nanobind may call them leaked, where pytest keeps a module to the very end."""
+    """Without this nanobind may call the operations leaked, where pytest keeps a module to the very end."""
     yield
     dispatch._operations.cache_clear()
 

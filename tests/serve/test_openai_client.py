@@ -169,7 +169,7 @@ def test_a_failure_in_the_engine_is_an_error_of_the_server_and_the_next_text_goe
 ) -> None:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(served.model.engine, "decode_next", lambda *_: 1 / 0)
+        patch.setattr(served.model.engine, "decode_all", lambda *_: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="the server's log says why"):
             served.client().completions.create(**asked)
         with pytest.raises(openai.APIError, match="log says why"):

@@ -6,7 +6,7 @@ import pytest
 
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.texts import Texts
+from sparsepack.serve.texts import make_text
 from sparsepack.serve.worker import Ended, Piece, TextRequest
 
 
@@ -16,7 +16,7 @@ def made(
     """The text after a prompt and its end; it is no longer wanted after so many looks."""
     looks = iter(range(10**9))
     asked = TextRequest(tuple(ids), GenerateOptions(tokens, **options))  # type: ignore[arg-type]
-    events = list(Texts(model).make(asked, lambda: wanted is not None and next(looks) >= wanted))
+    events = list(make_text(model, asked, lambda: wanted is not None and next(looks) >= wanted))
     text = "".join(event.text for event in events if isinstance(event, Piece))
     ends = [event for event in events if isinstance(event, Ended)]
     assert len(ends) <= 1
@@ -84,7 +84,7 @@ def test_after_a_failure_the_engine_begins_anew(model: Model, monkeypatch: pytes
     ids = ids_of(model, 50)
     expected = made(model, ids)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(model.engine, "decode_next", lambda *_: 1 / 0)
+        patch.setattr(model.engine, "decode_all", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made(model, ids)
     assert model.engine.position == 0

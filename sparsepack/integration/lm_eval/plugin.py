@@ -79,7 +79,7 @@ def _usable(device: str) -> str:
 
 
 def _batch(asked: int | str | None) -> int | None:
-    """Results do not depend on it."""
+    """The requests at a time, None for the usual number; results do not depend on the number."""
     if asked is None or str(asked).startswith("auto"):
         return None
     try:

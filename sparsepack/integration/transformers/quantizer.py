@@ -97,7 +97,7 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
             say(f"{model.name_or_path}: attention is dense, as attn_implementation {asked!r} is; leave that out")
 
     def param_needs_quantization(self, model: Any, param_name: str, **settings: Any) -> bool:
-        """None does: what is read is quantised already."""
+        """No parameter needs it: what is read is quantised already."""
         return False
 
     def is_serializable(self, *given: Any, **settings: Any) -> bool:

@@ -45,7 +45,9 @@ def _misfits(job: Job, asked: Eval) -> Iterator[str]:
     if asked.runtime != EvalRequest.runtime:
         import torch
 
-        backend_named(asked.runtime).open().usable(torch.device(job.recipe.device))
+        from sparsepack.runtime.backend_module import opened
+
+        opened(backend_named(asked.runtime)).usable(torch.device(job.recipe.device))
     if asked.perplexity:
         yield from job.too_long("eval.context", asked.context)
     for name in asked.perplexity:

@@ -1,4 +1,4 @@
-"""The CPU's backend; see `runtime.backends.BackendModule`."""
+"""The CPU's backend; see `runtime.backend_module.BackendModule`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

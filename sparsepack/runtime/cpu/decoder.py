@@ -1,4 +1,4 @@
-"""A decoder that computes whole tokens natively (`native/decoder.h`)."""
+"""A decoder that computes whole tokens natively (`native/decoder/decoder.h`)."""
 
 import errno
 import os
@@ -12,10 +12,9 @@ from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.families import ATTENTION_SITES, SITES
-from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
-from sparsepack.runtime.cpu.kv_cache import NativeKvCache
+from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import attention_of
 from sparsepack.runtime.kv_cache import AttentionShape
@@ -40,6 +39,8 @@ class NativeDecoder:
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
 
+    served = None
+
     def __init__(
         self,
         packed: PackedModel,
@@ -53,11 +54,9 @@ class NativeDecoder:
         self.instruction_set = instruction_set()
         self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted)
         self._vocabulary = packed.architecture.vocabulary
-        self._cache = new_cache(attention_of(packed, context, device))
+        self.cache = new_cache(attention_of(packed, context, device))
         try:
-            self.native = native().Decoder(
-                _built(packed, self._cache, self.threads), self.instruction_set, self.threads
-            )
+            self.native = native().Decoder(_built(packed, self.cache, self.threads), self.instruction_set, self.threads)
         except RuntimeError as error:
             if os.strerror(errno.EAGAIN) not in str(error):
                 raise
@@ -68,24 +67,8 @@ class NativeDecoder:
         return f"{self.instruction_set}, {self.threads} threads"
 
     @property
-    def sparse_from(self) -> SparseFrom | None:
-        return self._cache.sparse_from
-
-    @property
-    def cache_type(self) -> str:
-        return self._cache.type
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self._cache.lengths)
-
-    @property
     def stepped(self) -> int:
         return int(self.native.stepped)
-
-    @property
-    def served(self) -> None:
-        return None
 
     def active(self) -> dict[tuple[int, str], int]:
         names = self._counted
@@ -95,7 +78,7 @@ class NativeDecoder:
         self.native.reset()
 
     def truncate(self, sequence: int, length: int) -> None:
-        self._cache.truncate(length, sequence)
+        self.cache.truncate(length, sequence)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
@@ -137,13 +120,13 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         activation=_ACTIVATIONS[a.activation],
     )
     for layer in packed.layers:
-        builder.add_layer(_vector(layer.norms["attn_norm"]), _vector(layer.norms["mlp_norm"]))
+        builder.add_layer(vector(layer.norms["attn_norm"]), vector(layer.norms["mlp_norm"]))
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )
-    builder.set_output(load_rows(packed.output), _vector(packed.output_norm))
+    builder.set_output(load_rows(packed.output), vector(packed.output_norm))
     builder.set_cache(cache.native[0])
     return builder
 
@@ -152,8 +135,8 @@ def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> N
     for name, site in sites.items():
         threshold, offset = (None, None) if site.rule is None else (site.rule.limits, site.rule.offset)
         matrix = load_zigzag(site.matrix, threads=threads)
-        # SITES is in the order in which native/decoder.h has them.
-        builder.set_site(SITES.index(name), matrix, _vector(site.bias), _vector(threshold), _vector(offset))
+        # SITES is in the order in which native/decoder/decoder.h has them.
+        builder.set_site(SITES.index(name), matrix, vector(site.bias), vector(threshold), vector(offset))
 
 
 def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
@@ -166,7 +149,3 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
 
 
 _ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {DENSE: _add_dense, NEURONS: _add_neurons}
-
-
-def _vector(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().reshape(-1).contiguous()

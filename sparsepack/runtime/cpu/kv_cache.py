@@ -1,5 +1,5 @@
 """Keys and values on the CPU as float16, and attention to all of them, or to those that their labels rank best, by
-native kernels (`native/kv_cache.h`, `native/double_sparsity_kv_cache.h`)."""
+native kernels (`native/decoder/kv_cache.h`, `native/decoder/double_sparsity_kv_cache.h`)."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def _native_cache(shape: AttentionShape) -> Any:
         "eps": shape.eps,
         "cos": shape.cos.contiguous(),
         "sin": shape.sin.contiguous(),
-        "layers": [(layer.window, _vector(layer.q_norm), _vector(layer.k_norm)) for layer in shape.layers],
+        "layers": [(layer.window, vector(layer.q_norm), vector(layer.k_norm)) for layer in shape.layers],
         "instruction_set": instruction_set(),
     }
     policy = shape.policy
@@ -78,5 +78,6 @@ def _native_cache(shape: AttentionShape) -> Any:
     )
 
 
-def _vector(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().contiguous()
+def vector(x: Tensor | None) -> Tensor | None:
+    """The numbers of a tensor as native code takes them: float32 [n]."""
+    return None if x is None else x.detach().float().reshape(-1).contiguous()

@@ -1,6 +1,6 @@
-"""How a zigzag matrix lies in memory while it runs: the parameters that `native/layout.h` leaves open.
+"""How a zigzag matrix lies in memory while it runs: the parameters that `native/layout/layout.h` leaves open.
 
-`sparsepack tune` measures them once per machine (`tuning.py`); what it found is kept below ~/.cache.
+`sparsepack tune` measures them once per machine (`tune.py`); what it found is kept below ~/.cache.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The backend of NVIDIA GPUs; see `runtime.backends.BackendModule`."""
+"""The backend of NVIDIA GPUs; see `runtime.backend_module.BackendModule`."""
 
 from collections.abc import Collection, Iterable
 from functools import partial

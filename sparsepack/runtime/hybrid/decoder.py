@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import NeuronMlp, PackedModel
-from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
 from sparsepack.placement.placement import budget_of
@@ -19,11 +18,10 @@ from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import DEFAULT_POLICY, EngineOptions
-from sparsepack.runtime.sampling import Sampler
 
 
-class HybridDecoder:
-    """See `runtime.decoder.Decoder`: an `OperationsDecoder` on `DividedMlps`, and between tokens the policy.
+class HybridDecoder(OperationsDecoder):
+    """An `OperationsDecoder` on `DividedMlps`, and between tokens the policy.
 
     A text begins with the placement by the artifact's frequencies. After each token the policy sees who was active and
     says who has slots from then on; of a prompt it sees one token after the other when all have passed. The same text
@@ -60,11 +58,15 @@ class HybridDecoder:
         links = options.links or measured or HALVES
         self._links = "given" if options.links else "measured" if measured else "assumed equal"
         self._mlps = DividedMlps(operations, beside(second), shape, packed.architecture.hidden, self._count, links)
-        self._decoder = OperationsDecoder(packed, self._mlps, device, context, first, cache_type)
-        self.threads = first + second
+        super().__init__(packed, self._mlps, device, context, first, cache_type)
+        self._both = first + second
         self._policy = None if options.begin else options.policy or DEFAULT_POLICY
         self._begin = options.begin or POLICIES[options.policy or DEFAULT_POLICY].begin
         self.reset()
+
+    @property
+    def threads(self) -> int:
+        return self._both
 
     @property
     def description(self) -> str:
@@ -76,69 +78,38 @@ class HybridDecoder:
 
     @property
     def served(self) -> HitCounts:
-        """What decoded tokens needed."""
-        return self._run.counts
-
-    @property
-    def resident(self) -> np.ndarray:
-        """Who has slots now: bool [blocks, neurons], by the model's numbers."""
-        return self._by_model(self._mlps.residency.resident)
-
-    @property
-    def sparse_from(self) -> SparseFrom | None:
-        return self._decoder.sparse_from
-
-    @property
-    def cache_type(self) -> str:
-        return self._decoder.cache_type
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return self._decoder.positions
-
-    @property
-    def stepped(self) -> int:
-        return self._decoder.stepped
-
-    def active(self) -> dict[tuple[int, str], int]:
-        return self._decoder.active()
+        return self._moves.counts
 
     def reset(self) -> None:
-        self._decoder.reset()
+        super().reset()
         nothing = np.zeros((0, *self._frequency.shape), np.uint8)
-        self._run = PolicyRun(self._begin, Start(self._frequency, self._count, nothing, prompt=0))
-        self._mlps.place(self._as_stored(self._run.resident), anew=True)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        self._decoder.truncate(sequence, length)
+        self._moves = PolicyRun(self._begin, Start(self._frequency, self._count, nothing, prompt=0))
+        self._mlps.place(self._as_stored(self._moves.resident), anew=True)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         self._mlps.forget()
-        logits = self._decoder.prefill(sequence, ids)
+        logits = super().prefill(sequence, ids)
         self._token_boundary(prompt=len(ids))
         return logits
 
     def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
         self._mlps.forget()
-        logits = self._decoder.step(ids, sparse)
+        logits = super().step(ids, sparse)
         self._token_boundary(prompt=0)
         return logits
 
-    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
-        return [samplers[0].choose(self.step(ids, sparse)[0])]
-
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         self._mlps.forget()
-        logits = self._decoder.teacher_forced(ids, sparse_from, sparse)
+        logits = super().teacher_forced(ids, sparse_from, sparse)
         self._token_boundary(prompt=sparse_from)
         return logits
 
     def _token_boundary(self, prompt: int) -> None:
         """Count what the positions of a pass needed, ask the policy, and move. `prompt`: of these, not decoded."""
-        before = self._run.resident
-        self._run.advance(map(self._by_model, self._mlps.needed()), prompt)
-        if not np.array_equal(self._run.resident, before):
-            self._mlps.place(self._as_stored(self._run.resident), anew=False)
+        before = self._moves.resident
+        self._moves.advance(map(self._by_model, self._mlps.needed()), prompt)
+        if not np.array_equal(self._moves.resident, before):
+            self._mlps.place(self._as_stored(self._moves.resident), anew=False)
 
     def _by_model(self, stored: np.ndarray) -> np.ndarray:
         """What is known of each neuron by the model's numbers, as in traces: policies break ties by these."""

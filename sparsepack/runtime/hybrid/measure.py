@@ -1,4 +1,4 @@
-"""How fast the links are between two workers of one processor, measured: see `split.Links`.
+"""How fast the links are between two workers of one processor, measured: see `placement.links.Links`.
 
     alone      the device out of slots | the device out of the host's records | the worker out of the host's records
     together   the device out of slots, or of the host's records; at the same time the worker out of the host's records
@@ -127,7 +127,7 @@ def _time(call: Callable[[], Any]) -> int:
 
 
 def _times_together(calls: Calls, worker: Worker, offloaded: Calls) -> tuple[list[int], list[int]]:
-    """The same of the device, and of the worker, which goes on as long as the device does."""
+    """Nanoseconds of the device's next calls, and of the worker's, which go on as long as the device's do."""
     ended = threading.Event()
 
     def work() -> list[int]:

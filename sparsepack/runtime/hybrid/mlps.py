@@ -74,7 +74,7 @@ class DividedMlps:
         self._seen: list[list[np.ndarray]] = [[] for _ in range(shape[0])]
 
     def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> HostNeurons:
-        """The next block's."""
+        """Prepare the records of the next block."""
         loaded = self._operations.load_neurons(records, device)
         self._blocks.append(HostNeurons(len(self._blocks), loaded, records.rows))
         return self._blocks[-1]

@@ -1,4 +1,4 @@
-"""The reference as a backend: on every device that torch has; see `runtime.backends.BackendModule`."""
+"""The reference as a backend: on every device that torch has; see `runtime.backend_module.BackendModule`."""
 
 import torch
 

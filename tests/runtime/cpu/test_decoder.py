@@ -248,8 +248,3 @@ def test_without_kernels_the_reference_runs_and_the_reason_is_told(monkeypatch: 
 def test_the_cpu_backend_runs_on_the_cpu_only() -> None:
     with pytest.raises(UserError, match=r"device meta: .*use device cpu or the reference backend"):
         Engine(model("llama"), device="meta", backend="cpu")
-
-
-def test_threads_out_of_range_are_an_error() -> None:
-    with pytest.raises(UserError, match="threads 0: expected at least 1"):
-        Engine(model("llama"), backend="cpu", threads=0)

@@ -1,6 +1,5 @@
 """What `sparsepack tune` finds, keeps and changes; never how fast anything is."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from sparsepack.cli import main
 from sparsepack.errors import OutputError
 from sparsepack.runtime.cpu import tune as tuning
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set
-from sparsepack.runtime.cpu.machine import cpu_info
 from sparsepack.runtime.cpu.tile_config import SCHEMA, TileConfig, read_tuned, tile_config, tuned, tuned_path
 from sparsepack.runtime.cpu.tune import measure
 
@@ -74,15 +72,6 @@ def test_what_was_found_is_used_from_then_on() -> None:
     assert tile_config(SHAPE, 1) == NEVER_MEASURED
     row = measure([SHAPE], threads=1)["shapes"][0]
     assert tile_config(SHAPE, 1) == TileConfig(row["span"], row["tile"]) != NEVER_MEASURED
-
-
-def test_what_profile_measured_is_still_read(cache: Path) -> None:
-    """Where and how version 0.1.0 kept it."""
-    machine = hashlib.sha256(f"{cpu_info()}|{instruction_set()}|1".encode()).hexdigest()[:12]
-    path = cache / "sparsepack" / f"cpu-{machine}.json"
-    path.parent.mkdir(parents=True)
-    path.write_text('{"schema": 1, "shapes": [{"rows": 1100, "columns": 24, "span": 1, "tile": 24}]}')
-    assert tile_config(SHAPE, 1) == TileConfig(span=1, tile=24)
 
 
 def test_a_matrix_of_one_weight_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from packed_models import random_model
 
 from sparsepack.errors import UserError
-from sparsepack.runtime import engine
+from sparsepack.runtime.backend_module import chosen_backend
 from sparsepack.runtime.cuda.driver import device
 from sparsepack.runtime.cuda.driver.compiler import nvrtc_version
 from sparsepack.runtime.cuda.driver.device import usable
@@ -33,7 +33,7 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
 
 
 def chosen() -> tuple[str, tuple[str, ...]]:
-    return engine._chosen(EngineOptions("cuda"), random_model("llama"))
+    return chosen_backend(EngineOptions("cuda"), random_model("llama"))
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -81,7 +81,7 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 def test_the_cuda_backend_runs_on_gpus_only() -> None:
     with pytest.raises(UserError, match=r"device cpu: the cuda backend runs on NVIDIA GPUs; use device cuda"):
         Engine(random_model("llama"), backend="cuda")
-    assert engine._chosen(EngineOptions(backend="cuda"), random_model("llama")) == ("cuda", ())
+    assert chosen_backend(EngineOptions(backend="cuda"), random_model("llama")) == ("cuda", ())
 
 
 def test_other_backends_have_one_type_of_cache() -> None:

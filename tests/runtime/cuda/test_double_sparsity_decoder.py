@@ -36,7 +36,7 @@ def decoder(
 
 def test_steps_turn_sparse_where_the_policy_says(packed: PackedModel, kernels: Kernels) -> None:
     ours, theirs = decoder(packed, kernels), oracle(packed)
-    assert ours.sparse_from.tokens == FIRST
+    assert ours.cache.sparse_from.tokens == FIRST
     fill(ours, 12)
     fill(theirs, 12)
     for id in IDS[12:50].tolist():
@@ -74,7 +74,7 @@ def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_say
     monkeypatch.setattr("sparsepack.runtime.cuda.attention.caches.break_even", lambda *_: 40)
     ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 1, "f32", kernels)
     plain, theirs = oracle(replace(packed, attention=None)), oracle(packed)
-    assert ours.sparse_from == SparseFrom(FIRST, 40)
+    assert ours.cache.sparse_from == SparseFrom(FIRST, 40)
     for one in (ours, plain):
         fill(one, 25)
     for id in IDS[25:39].tolist():
@@ -82,7 +82,7 @@ def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_say
     for one in (ours, theirs):
         one.reset()
     assert_near(ours.teacher_forced(IDS[:35], 0, True), theirs.teacher_forced(IDS[:35], 0, True))
-    assert ours.sparse_from == SparseFrom(FIRST, 40)
+    assert ours.cache.sparse_from == SparseFrom(FIRST, 40)
 
 
 @every_cache

@@ -18,7 +18,6 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.loading import load
 from sparsepack.models.records.sparse_attention import TokenPolicy
-from sparsepack.runtime.backends import check_selects
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.attention import Variant
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
@@ -26,6 +25,7 @@ from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import check_selects
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 POLICY = policy_from(4)

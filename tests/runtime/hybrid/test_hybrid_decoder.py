@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import SHARE, engine_of, marks_of
+from backends import SHARE, engine_of, every_backend_that
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_models import by_neurons, random_model, stock_logits, stock_model
@@ -24,7 +24,7 @@ from sparsepack.placement.names import ONLINE
 from sparsepack.placement.placement import Placement, budget_of
 from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.placement.policy_run import play
-from sparsepack.runtime import backends, operations_decoder
+from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import mlps
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -33,10 +33,7 @@ IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).toli
 EXACT = {"reference": 1e-5, "cpu": 2e-3}
 """Relative, of all logits. The cpu backend multiplies in 16 bits and keeps keys and values in half precision."""
 
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [pytest.param(row.name, id=row.name, marks=marks_of(row)) for row in backends.BACKENDS.values() if row.slots],
-)
+every_backend = every_backend_that(lambda row: row.slots)
 links = st.builds(Links, *[st.sampled_from([1e-3, 1.0, 1e3])] * 3, st.sampled_from([0.0, 1.0, 1e9]))
 
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.codecs.labels import encode_labels, label_numbers
@@ -25,10 +26,6 @@ POLICIES = [
     TokenPolicy(Fraction(1, 3), sinks=3, recent=4, min_context=20),
     TokenPolicy(Fraction(1), sinks=0, recent=1, min_context=0),
 ]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def selected_by_a_loop(scores: Tensor, position: int, policy: TokenPolicy, window: int) -> set[int]:

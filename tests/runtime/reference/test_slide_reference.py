@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import PackingError
@@ -13,10 +14,6 @@ from sparsepack.runtime.reference.slide import SlidMatrix, quantise_slide, slide
 
 PATTERNS = [Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10), Pattern(14, 16)]
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def pruned(rows: int, columns: int, pattern: Pattern) -> Tensor:

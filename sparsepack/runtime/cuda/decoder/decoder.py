@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.cuda.attention.caches import new_cache
-from sparsepack.runtime.cuda.attention.kv_cache import NewCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
 from sparsepack.runtime.cuda.decoder.model import load_attention, load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
@@ -84,16 +83,8 @@ class CudaDecoder:
         return self._kernels.device_name(self._device)
 
     @property
-    def sparse_from(self) -> SparseFrom | None:
-        return self._cache.sparse_from
-
-    @property
-    def cache_type(self) -> str:
-        return self._cache.type
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self._cache.lengths)
+    def cache(self) -> CudaKvCache:
+        return self._cache
 
     @property
     def stepped(self) -> int:

@@ -1,0 +1,129 @@
+"""What some backends have and others lack, a row for each feature, and which backend is taken for what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparsepack.errors import UserError
+from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, backend_named, most_sequences
+from sparsepack.runtime.options import EngineOptions
+
+if TYPE_CHECKING:
+    from sparsepack.formats.packed import PackedModel
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that some backends have and others lack.
+
+    asked       -- whether options, or the model where one is given, need it
+    there       -- whether a backend has enough of it for them
+    refusal     -- the error where it does not, with fields for the row, the options, the model, and for names, devices
+                   and hardware of the rows that do
+    check_model -- raises `UserError` for a model that has no use for it
+    """
+
+    asked: Callable[[EngineOptions, PackedModel | None], bool]
+    there: Callable[[Backend, EngineOptions, PackedModel | None], bool]
+    refusal: str
+    check_model: Callable[[PackedModel], None] | None = None
+
+    def check(self, row: Backend, options: EngineOptions, packed: PackedModel | None = None) -> None:
+        """Raise `UserError` where a backend lacks it."""
+        if self.there(row, options, packed):
+            return
+        able = [other for other in BACKENDS.values() if self.there(other, options, packed)]
+        names, hardware = (" or ".join(texts) for texts in zip(*((a.name, a.hardware) for a in able), strict=True))
+        devices = " or ".join(device for other in able for device in other.devices[:1])
+        values = {"row": row, "options": options, "packed": packed}
+        raise UserError(self.refusal.format(**values, names=names, hardware=hardware, devices=devices))
+
+
+def check_selects(packed: PackedModel) -> None:
+    """Raise `UserError` for a model none of whose layers selects what it reads: over the bus that would take too
+    long."""
+    attention, windows = packed.attention, packed.architecture.sliding_windows
+    if attention is None:
+        raise UserError(
+            "offload: the model reads every token at each step, which takes too long from the host's memory; pack it "
+            "with --attention double, or leave it out"
+        )
+    layers, policy = zip(attention.channels, windows, strict=True), attention.policy
+    if not any(channels is not None and policy.sparse_from.within(window) for channels, window in layers):
+        raise UserError(
+            f"offload: every layer reads all that it sees, which is fewer than {policy.min_context} tokens "
+            "(--min-context); pack the model with fewer, or leave it out"
+        )
+
+
+def check_by_count(packed: PackedModel) -> None:
+    """Raise `UserError` for a model whose MLPs have no neurons that could have slots."""
+    if not packed.mlp_kind.by_count:
+        raise UserError("cached: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+
+
+SEQUENCES = Feature(
+    asked=lambda options, packed: options.sequences > 1,
+    there=lambda row, options, packed: row.sequences >= options.sequences,
+    refusal="a batch of {options.sequences} by the {row.name} backend on device {options.device}: several sequences "
+    "run together on {hardware} alone; use --device {devices}, or run one after the other",
+)
+TUNING = Feature(
+    asked=lambda options, packed: False,  # by the verb alone
+    there=lambda row, options, packed: row.tunes,
+    refusal="device {options.device}: the {row.name} backend has nothing to tune; use device {devices}",
+)
+FEATURES = (
+    SEQUENCES,
+    Feature(
+        asked=lambda options, packed: packed is not None,
+        there=lambda row, options, packed: packed is None or packed.mlp_kind in row.mlps,
+        refusal="the {row.name} backend does not run models by {packed.mlp_kind.name}; "
+        "use backend {names}, or pack the model as zigzag-q4_k",
+    ),
+    Feature(
+        asked=lambda options, packed: options.offload,
+        there=lambda row, options, packed: row.offloads,
+        refusal="offload: the {row.name} backend keeps keys and values where it computes; use device {devices}, or "
+        "leave it out",
+        check_model=check_selects,
+    ),
+    Feature(
+        asked=lambda options, packed: options.cached is not None,
+        there=lambda row, options, packed: row.slots,
+        refusal="cached: the {row.name} backend gives neurons no slots; use backend {names}",
+        check_model=check_by_count,
+    ),
+    TUNING,
+)
+"""`check_features` looks for these features, in this order."""
+
+
+def check_features(row: Backend, options: EngineOptions, packed: PackedModel | None = None) -> None:
+    """Raise `UserError` where options, or a model if one is given, ask for a feature that a backend lacks, or that the
+    model has no use for."""
+    for feature in FEATURES:
+        if feature.asked(options, packed):
+            feature.check(row, options, packed)
+            if packed is not None and feature.check_model is not None:
+                feature.check_model(packed)
+
+
+def backend_asked(options: EngineOptions) -> Backend:
+    """The backend that is asked for, or that of the device; raises `UserError` where no backend decodes so many texts
+    together, or this backend lacks a feature that the options ask for."""
+    most = most_sequences()
+    if not 1 <= options.sequences <= most:
+        raise UserError(f"a batch of {options.sequences} sequences: expected 1 to {most}")
+    row = backend_for(options.device) if options.backend is None else backend_named(options.backend)
+    check_features(row, options)
+    return row
+
+
+def tuning_backend(options: EngineOptions) -> Backend:
+    """The backend that `sparsepack tune` measures on a device; raises `UserError` where there is nothing to measure."""
+    row = backend_for(options.device)
+    TUNING.check(row, options)
+    return row
