@@ -152,6 +152,6 @@ def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any
     for tensor in tensors:
         if len(tensor.logical_shape) == 2:
             rows, columns = tensor.logical_shape
-            padding = math.prod(tensor.shape) // columns - rows
+            padding = tensor.shape[0] * tensor.shape[2] - rows if len(tensor.shape) == 3 else 0  # of whole bands
             shapes[tensor.name] = {"shape": [rows, columns], "padding_rows": padding}
     return shapes

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sparsepack.formats.artifact import Program
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS
-from sparsepack.formats.neuron.reader import read_neuron_model
+from sparsepack.formats.neuron.reader import NeuronReader
 from sparsepack.formats.neuron.section import neuron_summary
-from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
@@ -20,8 +19,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 class NeuronArtifact(ZigzagArtifact):
     """A neuron GGUF."""
 
-    def packed(self) -> PackedModel:
-        return read_neuron_model(self.file, self.manifest)
+    reader = NeuronReader
 
     def neurons(self) -> dict[str, Any]:
         return neuron_summary(self.manifest, self.path)

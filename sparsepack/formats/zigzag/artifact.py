@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_of
 from sparsepack.formats.zigzag.layout import RULE_VECTORS
-from sparsepack.formats.zigzag.reader import read_model
+from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.records.sparse_attention import SparseAttention
 
@@ -24,8 +25,10 @@ _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "o
 class ZigzagArtifact(GgufArtifact):
     """A zigzag GGUF."""
 
+    reader: ClassVar[type[ModelReader]] = ModelReader
+
     def packed(self) -> PackedModel:
-        return read_model(self.file, self.manifest)
+        return self.reader(self.file, self.manifest).model()
 
     def stock(self) -> StockModel:
         return stock_of(self.packed())

@@ -22,7 +22,7 @@ from sparsepack.formats.packed import NeuronMlp
 from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised
 from sparsepack.formats.table import FORMATS
-from sparsepack.formats.verify import verify, verify_against
+from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rule import SiteRule
 
@@ -98,16 +98,16 @@ def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file:
 
 
 def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: Path, tmp_path: Path) -> None:
-    report = verify_against(file, relu)
+    report = verify(file, relu)
     assert report.passed, report.problems
     assert {t.name for t in report.tensors if ".mlp_" in t.name} == {
         f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "records", "norm")
     }
     other = open_checkpoint(make_model(tmp_path / "other", "qwen2", seed=1, **RELU))
-    problems = verify_against(file, other).problems
+    problems = verify(file, other).problems
     assert any("blk.0.mlp_records.weight: relative error" in problem for problem in problems)
     wider = open_checkpoint(make_model(tmp_path / "wider", "qwen2", **{**RELU, "intermediate_size": 301}))
-    assert any("mlp_records.weight" in problem for problem in verify_against(file, wider).problems)
+    assert any("mlp_records.weight" in problem for problem in verify(file, wider).problems)
 
 
 def test_a_damaged_or_truncated_file_is_noticed(file: Path, tmp_path: Path) -> None:
