@@ -41,7 +41,7 @@ class NeuronArtifact(ZigzagArtifact):
         return gate[order] if f"mlp_{part}" == GATE else torch.cat([up[order], down.t()[order]], dim=1)
 
     def _order(self, name: str) -> Tensor:
-        return torch.from_numpy(self.file.bytes(name).copy()).view(torch.int32).long()
+        return self.stored(name).view(torch.int32).flatten().long()
 
     def programs(self) -> Iterator[Program]:
         for program in super().programs():

@@ -25,7 +25,7 @@ from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.neuron.artifact import NeuronArtifact
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import neuron_section
-from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
 from sparsepack.formats.transfer import stacked_on
 from sparsepack.formats.zigzag.plan import checked_shape, engine_plan, planned_site, planned_vector
@@ -43,10 +43,8 @@ def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
 def check_model(format: Format, checkpoint: Checkpoint) -> None:
     """Raise `CheckpointError` for a model that no engine can run, `PackingError` for one without neurons that are
     exactly inactive, of a width that 256 does not divide, or with biases in the MLP."""
-    try:
+    with naming(checkpoint.name):
         check_neurons(checkpoint.architecture)
-    except PackingError as error:
-        raise PackingError(f"{checkpoint.name}: {error}") from error
     for site in MLP_SITES:
         if checkpoint.stacked_bias(0, site) is not None:
             raise PackingError(
@@ -62,10 +60,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     counts = request.neurons
     if counts is None:
         raise PackingError(f"format {format.name}: it stores neurons by how often they are active; give --calibration")
-    try:
+    with naming(checkpoint.name):
         check_counts(counts, checkpoint.architecture)
-    except PackingError as error:
-        raise PackingError(f"{checkpoint.name}: {error}") from error
     _check_rules(format, request)
 
     def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sparsepack.formats.artifact import Program
@@ -54,9 +53,7 @@ class ZigzagArtifact(GgufArtifact):
 
     def _blocks(self, name: str, first: int, last: int) -> Tensor:
         """The bands [first, last): uint8 [bands, columns, 144]."""
-        bands, columns = self.tensors[name].shape[:2]
-        stored = self.file.bytes(name).reshape(bands, columns, -1)
-        return torch.from_numpy(stored[first:last].copy())
+        return self.stored(name, first, last).view(last - first, self.tensors[name].shape[1], -1)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name in _OUTSIDE:
