@@ -48,7 +48,7 @@ def prune(model: Path, output: Path, keep: int = 6, of: int = 8, **options: Any)
 
 @pytest.fixture(scope="module")
 def slid(pruned: Path) -> dict[str, Path]:
-    """It in every format."""
+    """The pruned model in every slid format."""
     folders = {format: pruned.parent / format for format in FORMATS}
     for format, folder in folders.items():
         pack(PackRequest(str(pruned), folder, format=format))
