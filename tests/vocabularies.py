@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sparsepack.formats.plain.llama_cpp.vocabulary import VALUE_TYPES
+from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES
 
 LINES = "\n".join(pydoc_data.topics.topics.values()).splitlines(keepends=True)
 EOS = {"eos_token": "<|endoftext|>"}
@@ -70,7 +70,7 @@ def load(keys: dict[str, Any], path: Path) -> Any:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(keys["tokenizer.ggml.tokens"]))
     for key, value in keys.items():
-        writer.add_key_value(key, value, *VALUE_TYPES[key])
+        writer.add_key_value(key, value, *KEY_TYPES[key])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError
 from sparsepack.files.gguf import TensorInfo
+from sparsepack.formats.codecs.matrices import decode_rows
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import FORMATS, Format, those_with
@@ -30,7 +33,7 @@ class Program:
 class Artifact(ABC):
     """An opened artifact: its header is checked, its tensors not yet.
 
-    A container (`gguf.container`, `folder.container`) gives the stored bytes, a format what they mean.
+    A container (`containers.gguf`, `containers.safetensors`) gives the stored bytes, a format what they mean.
     """
 
     manifest: Mapping[str, Any]
@@ -60,8 +63,18 @@ class Artifact(ABC):
         """Check every byte. Raises `ArtifactError` naming the first bad tensor or file."""
 
     @abstractmethod
+    def bytes(self, name: str) -> np.ndarray:
+        """The raw bytes of a tensor: uint8 [nbytes], mapped, not copied."""
+
+    def stored(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """The bytes of a tensor from `first` to before `last` of its first dimension, copied: uint8 [n, bytes each]."""
+        return torch.from_numpy(self.bytes(name).reshape(self.tensors[name].shape[0], -1)[first:last].copy())
+
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """The logical weights of a tensor, float32; of a matrix its rows [first, last) alone."""
+        info = self.tensors[name]
+        data = self.stored(name) if len(info.shape) == 1 else self.stored(name, first, last)
+        return decode_rows(data, info.type).reshape(-1, *info.shape[1:])
 
     @abstractmethod
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:

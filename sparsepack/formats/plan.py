@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ class PlannedTensor:
         return stored_bytes(self.type, math.prod(self.shape))
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Put the name of what is worked on before the message of a `PackingError`."""
+    try:
+        yield
+    except PackingError as error:
+        raise PackingError(f"{what}: {error}") from error
+
+
 @dataclass(frozen=True)
 class PlannedGroup:
     """Tensors that are made together and stand one after the other, such as the values of a matrix and their scales.
@@ -83,10 +93,8 @@ class PlannedGroup:
 
     def data(self) -> Sequence[torch.Tensor]:
         """What `produce` makes. Raises `PackingError` naming the first tensor where they cannot be encoded."""
-        try:
+        with naming(self.tensors[0].name):
             made = self.produce()
-        except PackingError as error:
-            raise PackingError(f"{self.tensors[0].name}: {error}") from error
         for tensor, data in zip(self.tensors, made, strict=True):
             if data.nbytes != tensor.nbytes:
                 raise RuntimeError(f"{tensor.name}: {data.nbytes} bytes were made, {tensor.nbytes} planned")
@@ -152,6 +160,6 @@ def manifest_shapes(tensors: Iterable[PlannedTensor]) -> dict[str, dict[str, Any
     for tensor in tensors:
         if len(tensor.logical_shape) == 2:
             rows, columns = tensor.logical_shape
-            padding = math.prod(tensor.shape) // columns - rows
+            padding = tensor.shape[0] * tensor.shape[2] - rows if len(tensor.shape) == 3 else 0  # of whole bands
             shapes[tensor.name] = {"shape": [rows, columns], "padding_rows": padding}
     return shapes

@@ -71,12 +71,11 @@ class Report:
 def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> Report:
     """Check an artifact by itself: every byte's hash, shapes, zeros in padding, sparse attention that fits the model.
 
-    against -- also compare every tensor with this checkpoint: see `verify_against`
+    against -- also compare every tensor with this checkpoint, some rows of a matrix at a time
 
     Raises `ArtifactError` where there is nothing to check.
     """
-    if against is not None:
-        return verify_against(Path(path), against if isinstance(against, Checkpoint) else open_checkpoint(against))
+    checkpoint = against if against is None or isinstance(against, Checkpoint) else open_checkpoint(against)
     path = Path(path)
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")
@@ -92,17 +91,16 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
         problems = tuple(artifact.padding_problems())
     except ArtifactError as error:
         problems = (str(error),)
-    return Report(str(path), kind, problems, checked)
+    if checkpoint is None or problems:
+        return Report(str(path), kind, problems, checked)
+    problems, tensors = _against(artifact, checkpoint)
+    return Report(str(path), kind, problems, (*checked, f"weights of {checkpoint.name}"), tensors)
 
 
-def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
-    """`verify`, and every tensor against the model that it should be of; decodes some rows of a matrix at a time."""
-    alone = verify(path)
-    if not alone.passed:
-        return alone
-    artifact = open_artifact(Path(path))
+def _against(artifact: Artifact, checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[TensorError, ...]]:
+    """The problems and the errors of every tensor of an intact artifact beside the model that it should be of."""
+    path, packed_from = artifact.path, artifact.manifest["model"]
     problems, tensors = [], []
-    packed_from = artifact.manifest["model"]
     if packed_from["sha256"] != checkpoint.sha256:
         problems.append(
             f"{path}: packed from {packed_from['name']} (SHA-256 {packed_from['sha256'][:12]}), "
@@ -123,8 +121,7 @@ def verify_against(path: Path, checkpoint: Checkpoint) -> Report:
         for t in tensors
         if not t.passed
     ]
-    checked = (*alone.checked, f"weights of {checkpoint.name}")
-    return Report(alone.path, alone.kind, tuple(problems), checked, tuple(tensors))
+    return tuple(problems), tuple(tensors)
 
 
 def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:

@@ -24,7 +24,7 @@ def opened(folder: ArtifactFolder, manifest: Mapping[str, Any]) -> Artifact:
 
 
 def check_model(format: Format, checkpoint: Checkpoint) -> None:
-    """It holds every model."""
+    """Refuse no model: the format holds every one."""
 
 
 def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> FolderPlan:

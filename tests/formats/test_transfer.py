@@ -7,6 +7,7 @@ import pytest
 import torch
 from artifacts_for_tests import write_plain, write_zigzag
 from codec_cases import relative_error
+from devices import DEVICES, needs_cuda
 from small_rules import rules
 
 from sparsepack.files.gguf import read_gguf
@@ -18,13 +19,6 @@ from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
 Checkpoints = dict[str, Checkpoint]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-    ),
-]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -105,7 +99,7 @@ def test_threads_write_what_one_writes(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("piece", [1 << 12, transfer.PIECE])
 @pytest.mark.parametrize("name", ["llama", "odd", "qwen2", "qwen3"])
 def test_a_cuda_device_packs_what_the_cpu_packs(

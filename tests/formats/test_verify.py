@@ -14,7 +14,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import alone
-from sparsepack.formats.verify import verify, verify_against
+from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 
 Checkpoints, Files = dict[str, Checkpoint], dict[str, Path]
@@ -22,7 +22,7 @@ Checkpoints, Files = dict[str, Checkpoint], dict[str, Path]
 
 @pytest.mark.parametrize("name", [*SMALL, "odd"])
 def test_zigzag_files_are_their_models(checkpoints: Checkpoints, zigzag_files: Files, name: str) -> None:
-    report = verify_against(zigzag_files[name], checkpoints[name])
+    report = verify(zigzag_files[name], checkpoints[name])
     assert report.passed, report.problems
     assert {t.name for t in report.tensors} >= {"blk.0.attn_in.weight", "blk.1.mlp_mid.weight", "token_embd.weight"}
     assert max(t.error for t in report.tensors if t.type == "F32") == 0
@@ -33,7 +33,7 @@ def test_zigzag_files_are_their_models(checkpoints: Checkpoints, zigzag_files: F
 @pytest.mark.parametrize("family", SMALL)
 def test_plain_files_are_their_models(checkpoints: Checkpoints, tmp_path: Path, family: str, kind: str) -> None:
     write_plain(checkpoints[family], tmp_path / "m.gguf", type=kind)
-    report = verify_against(tmp_path / "m.gguf", checkpoints[family])
+    report = verify(tmp_path / "m.gguf", checkpoints[family])
     assert report.passed, report.problems
     assert len(report.tensors) == len(checkpoints[family].source.shapes)
 
@@ -60,9 +60,9 @@ def test_rows_are_decoded_as_the_whole_is(checkpoints: Checkpoints, tmp_path: Pa
 def test_pieces_add_up_to_the_error_of_the_whole(
     checkpoints: Checkpoints, zigzag_files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = verify_against(zigzag_files["odd"], checkpoints["odd"])
+    whole = verify(zigzag_files["odd"], checkpoints["odd"])
     monkeypatch.setattr("sparsepack.formats.verify._PIECE", 1)
-    pieces = verify_against(zigzag_files["odd"], checkpoints["odd"])
+    pieces = verify(zigzag_files["odd"], checkpoints["odd"])
     artifact = open_artifact(zigzag_files["odd"])
     for one, other in zip(whole.tensors, pieces.tensors, strict=True):
         source = artifact.source(one.name, checkpoints["odd"])
@@ -73,7 +73,7 @@ def test_pieces_add_up_to_the_error_of_the_whole(
 
 
 def test_report_is_json(checkpoints: Checkpoints, zigzag_files: Files) -> None:
-    report = json.loads(json.dumps(verify_against(zigzag_files["llama"], checkpoints["llama"]).to_json()))
+    report = json.loads(json.dumps(verify(zigzag_files["llama"], checkpoints["llama"]).to_json()))
     assert report["passed"] is True
     assert report["kind"] == "zigzag-q4_k"
     assert report["tensors"][0]["passed"] is True
@@ -81,7 +81,7 @@ def test_report_is_json(checkpoints: Checkpoints, zigzag_files: Files) -> None:
 
 def test_another_model_of_the_same_shapes_fails_by_hash_and_by_weights(zigzag_files: Files, tmp_path: Path) -> None:
     other = open_checkpoint(make_model(tmp_path / "model", "llama", seed=1))
-    report = verify_against(zigzag_files["llama"], other)
+    report = verify(zigzag_files["llama"], other)
     assert not report.passed
     assert "another model, or another version of it" in report.problems[0]
     errors = {t.name: t.error for t in report.tensors}
@@ -94,15 +94,15 @@ def test_another_version_with_nearly_the_same_weights_fails_by_hash_alone(
 ) -> None:
     path = tmp_path / "m.gguf"
     write_plain(checkpoints["llama"], path, type="f32")
-    report = verify_against(zigzag_files["llama"], open_checkpoint(path))
+    report = verify(zigzag_files["llama"], open_checkpoint(path))
     assert len(report.problems) == 1
     assert all(t.passed for t in report.tensors)
 
 
 def test_another_family_or_size_fails(checkpoints: Checkpoints, zigzag_files: Files, tmp_path: Path) -> None:
-    assert not verify_against(zigzag_files["llama"], checkpoints["qwen2"]).passed
+    assert not verify(zigzag_files["llama"], checkpoints["qwen2"]).passed
     smaller = open_checkpoint(make_model(tmp_path / "model", "llama", num_hidden_layers=1, intermediate_size=256))
-    problems = verify_against(zigzag_files["llama"], smaller).problems
+    problems = verify(zigzag_files["llama"], smaller).problems
     assert any("blk.0.mlp_in.weight: [1024, 256] in the file, [512, 256]" in problem for problem in problems)
     assert any("blk.1.mlp_in.weight: [1024, 256] in the file, None" in problem for problem in problems)
 
@@ -113,7 +113,7 @@ def test_a_damaged_file_fails_and_is_not_compared(
     data = bytearray(zigzag_files["llama"].read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "m.gguf").write_bytes(data)
-    report = verify_against(tmp_path / "m.gguf", checkpoints["llama"])
+    report = verify(tmp_path / "m.gguf", checkpoints["llama"])
     assert not report.passed
     assert "does not match the SHA-256" in report.problems[0]
     assert report.tensors == ()
@@ -128,7 +128,7 @@ def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monke
     # The rows of `down` in another order: the hashes are right, the model is not.
     monkeypatch.setattr(zigzag, "pack", lambda w: pack(w.flip(0) if w.shape[1] == 512 else w))
     write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf")
-    report = verify_against(tmp_path / "m.gguf", checkpoints["llama"])
+    report = verify(tmp_path / "m.gguf", checkpoints["llama"])
     assert [t.name for t in report.tensors if not t.passed] == ["blk.0.mlp_mid.weight", "blk.1.mlp_mid.weight"]
 
 

@@ -1,6 +1,5 @@
 """One stored matrix of any type: which type fits it, its bytes, and its weights back from them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +14,7 @@ ZIGZAG = "zigzag-q4_k"
 """A matrix in zigzag order has this type."""
 
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_K": q4_k.encode,
-    "Q5_0": q5_0.encode,
-    "Q6_K": q6_k.encode,
-    "Q8_0": q8_0.encode,
-}
-_DECODERS: dict[str, Callable[..., Tensor]] = {
-    "Q4_K": q4_k.decode,
-    "Q5_0": q5_0.decode,
-    "Q6_K": q6_k.decode,
-    "Q8_0": q8_0.decode,
-}
+_CODECS = {codec.name: codec for codec in (q4_k.CODEC, q5_0.CODEC, q6_k.CODEC, q8_0.CODEC)}
 
 
 @dataclass(frozen=True)
@@ -73,8 +61,8 @@ def encode_rows(weight: Tensor, type: str) -> Tensor:
 
     Raises `PackingError` for weights that are not finite, or that F16 cannot hold.
     """
-    if type in _ENCODERS:
-        return _ENCODERS[type](weight)
+    if type in _CODECS:
+        return _CODECS[type].encode(weight)
     beyond = largest(weight)
     stored = weight.detach().to(_FLOATS[type]).contiguous()
     if not torch.isfinite(stored).all():
@@ -84,8 +72,8 @@ def encode_rows(weight: Tensor, type: str) -> Tensor:
 
 def decode_rows(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """The inverse of `encode_rows`: uint8 [..., bytes per row] -> `dtype` [..., columns]."""
-    if type in _DECODERS:
-        return _DECODERS[type](blocks, dtype)
+    if type in _CODECS:
+        return _CODECS[type].decode(blocks, dtype)
     return blocks.contiguous().view(_FLOATS[type]).to(dtype)
 
 

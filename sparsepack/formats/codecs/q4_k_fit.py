@@ -21,10 +21,12 @@ from sparsepack.formats.codecs.superblock import (
     fp16_bytes,
     next_fp16,
     reciprocal,
+    sum_squares,
     sum_subs,
 )
+from sparsepack.formats.codecs.types import BLOCKS
 
-BLOCK_BYTES = 144
+BLOCK_BYTES = BLOCKS["Q4_K"][1]
 
 SUB = 32
 SUBS = BLOCK // SUB
@@ -78,12 +80,7 @@ def _sums(y: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
     """Sums of q, q q and q y over each sub-block: [3, 8, n]. Overwrites q."""
     out = torch.empty(3, y.shape[0], y.shape[2], device=y.device)
     torch.sum(q, 1, out=out[0])
-    if q.is_cuda:
-        # One pass where the product and its sum are three; exact once rounded. CPUs do not vectorise it.
-        torch.linalg.vector_norm(q, dim=1, out=out[1])
-        out[1].square_().round_()
-    else:
-        torch.sum(torch.mul(q, q, out=scratch), 1, out=out[1])
+    sum_squares(q, scratch, out[1])
     torch.sum(q.mul_(y), 1, out=out[2])
     return out
 

@@ -10,41 +10,21 @@
     bit i of the 32 high bits   weight i
     byte 6 + i                  low nibble: weight i, high nibble: weight 16 + i
 
-llama.cpp stores in it what Q4_K does not fit, since its blocks are short.
+llama.cpp stores in it what Q4_K does not fit, since its blocks are short. The encoder takes, of a few steps, the one
+with the least squared error; a block of zeros has d = 0.
 """
 
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs.superblock import FP16_MAX, decode_blocks, encode_blocks, fp16_bytes, fp16_from_bytes
+from sparsepack.formats.codecs.superblock import FP16_MAX, BlockCodec, fp16_bytes, fp16_from_bytes
 
 BLOCK = 32
-BLOCK_BYTES = 22
 LEVELS = (16.0, 15.5, 15.0, 14.5)
 """These numbers of steps on the side of the largest weight are tried; 16 are there, but 15 on the other side."""
 
 LOWEST, HIGHEST = -FP16_MAX * 16, FP16_MAX * 16
 """The format can hold weights between these two."""
-
-
-def encode(weights: Tensor) -> Tensor:
-    """Quantise along the last dimension.
-
-    weights: float32, float16 or bfloat16 [..., K], K a multiple of 32. Returns uint8 [..., K / 32 * 22] on the same
-    device. Of a few steps the one with the least squared error. Weights beyond what the format holds become its
-    largest; a block of zeros has d = 0.
-
-    Raises PackingError for weights that are not finite, or a K that 32 does not divide.
-    """
-    return encode_blocks(weights, BLOCK, BLOCK_BYTES, "Q5_0", _encode)
-
-
-def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantise: uint8 [..., n * 22] -> `dtype` [..., n * 32], computed in float32 as ggml does, then rounded.
-
-    Raises PackingError where `blocks` is not uint8 or not whole blocks.
-    """
-    return decode_blocks(blocks, dtype, BLOCK_BYTES, "Q5_0", _decode, BLOCK)
 
 
 def _decode(blocks: Tensor) -> Tensor:
@@ -54,8 +34,9 @@ def _decode(blocks: Tensor) -> Tensor:
     return fp16_from_bytes(blocks[:, :2]) * (q.float() - 16)
 
 
-def _encode(x: Tensor) -> Tensor:
-    """float32 [n, 32] -> uint8 [n, 22]."""
+def _encode(x: Tensor, largest: float) -> Tensor:
+    """Floats [n, 32] -> uint8 [n, 22]."""
+    x = x.float()
     most = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
     scale = most.abs().clamp_min(1e-30)[:, None]
     tried = torch.stack([(most / -levels).clamp(-FP16_MAX, FP16_MAX).half().float() for levels in LEVELS])
@@ -71,3 +52,7 @@ def _encode(x: Tensor) -> Tensor:
 
 def _nearest(x: Tensor, d: Tensor) -> Tensor:
     return torch.where(d != 0, 1 / d, 0)[:, None].mul(x).round_().clamp_(-16, 15)
+
+
+CODEC = BlockCodec("Q5_0", _encode, _decode)
+encode, decode = CODEC.encode, CODEC.decode

@@ -14,6 +14,7 @@
 `encode` works as Q4_K's does, without a min: weights become integers of 16 bits relative to the largest of their
 sub-block (sums are then exact in any order), a few numbers of levels place the grid, least squares fits the scale,
 the best wins; d is the best of a few, scales are rounded to eight bits, and q, scales and d are made best once more.
+A superblock of zeros becomes q = 0 with zero scales and d, the format's only zero.
 """
 
 import torch
@@ -22,20 +23,19 @@ from torch import Tensor
 from sparsepack.formats.codecs.superblock import (
     BLOCK,
     FP16_MAX,
-    check_columns,
-    decode_blocks,
-    for_each_chunk,
+    BlockCodec,
     fp16,
     fp16_bytes,
     fp16_from_bytes,
-    largest,
     next_fp16,
     reciprocal,
+    sum_squares,
     sum_subs,
     superblocks_first,
 )
+from sparsepack.formats.codecs.types import BLOCKS
 
-BLOCK_BYTES = 210
+BLOCK_BYTES = BLOCKS["Q6_K"][1]
 
 SUB = 16
 SUBS = BLOCK // SUB
@@ -51,35 +51,6 @@ FIRST_BONUS = 1 + 4e-7
 HIGHEST = FP16_MAX * 127 * 31
 
 
-def encode(weights: Tensor) -> Tensor:
-    """Quantise along the last dimension.
-
-    weights: float32, float16 or bfloat16 [..., K], K a multiple of 256. Returns uint8 [..., K / 256 * 210] on the same
-    device. Minimises the squared error, every weight counting the same. Weights beyond what the format holds become
-    its largest; a superblock of zeros becomes q = 0 with zero scales and d, the format's only zero.
-
-    Raises PackingError for weights that are not finite, or a K that 256 does not divide.
-    """
-    check_columns(weights, "Q6_K")
-    beyond = largest(weights) > HIGHEST
-    flat = weights.detach().reshape(-1, BLOCK)
-    blocks = torch.empty(flat.shape[0], BLOCK_BYTES, dtype=torch.uint8, device=weights.device)
-
-    def work(part: slice) -> None:
-        blocks[part] = _encode(superblocks_first(flat[part]), beyond).t()
-
-    for_each_chunk(flat.shape[0], weights.device, work)
-    return blocks.view(*weights.shape[:-1], weights.shape[-1] // BLOCK * BLOCK_BYTES)
-
-
-def decode(blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Dequantise: uint8 [..., n * 210] -> `dtype` [..., n * 256], computed in float32 as ggml does, then rounded.
-
-    Raises PackingError where `blocks` is not uint8 or not whole superblocks.
-    """
-    return decode_blocks(blocks, dtype, BLOCK_BYTES, "Q6_K", _decode)
-
-
 def _decode(blocks: Tensor) -> Tensor:
     low = blocks[:, :128].view(-1, 2, 1, 64)
     high = blocks[:, 128:192].view(-1, 2, 1, 32)
@@ -89,10 +60,10 @@ def _decode(blocks: Tensor) -> Tensor:
     return (q.view(-1, SUBS, SUB).float().sub_(32) * s[:, :, None]).view(-1, BLOCK)
 
 
-def _encode(x: Tensor, beyond: bool) -> Tensor:
-    """Quantise superblocks that stand in columns: float32 [256, n], overwritten -> uint8 [210, n]."""
-    y = x.view(SUBS, SUB, -1)
-    if beyond:
+def _encode(flat: Tensor, largest: float) -> Tensor:
+    """Floats [n, 256], none beyond `largest` -> uint8 [n, 210]; superblocks stand in columns meanwhile."""
+    y = superblocks_first(flat).view(SUBS, SUB, -1)
+    if largest > HIGHEST:
         y.clamp_(-HIGHEST, HIGHEST)
     # weight = unit * y; unit has the sign that makes y -STEPS at the largest weight: q reaches -32 but only 31.
     least, most = y.amin(1), y.amax(1)  # [16, n]
@@ -116,7 +87,7 @@ def _encode(x: Tensor, beyond: bool) -> Tensor:
     d = _refined(qq, qy, scale, d, loss)
 
     q = _nearest(y, (unit * _signed_reciprocal(scale * d))[:, None], q).add_(32).to(torch.uint8)
-    return _pack(d, scale.to(torch.int8), q.view(2, BLOCK // 2, -1))
+    return _pack(d, scale.to(torch.int8), q.view(2, BLOCK // 2, -1)).t()
 
 
 def _nearest(y: Tensor, factor: Tensor | float, out: Tensor) -> Tensor:
@@ -126,12 +97,7 @@ def _nearest(y: Tensor, factor: Tensor | float, out: Tensor) -> Tensor:
 def _sums(y: Tensor, q: Tensor, scratch: Tensor) -> Tensor:
     """Sums of q q and q y over each sub-block: [2, 16, n]. Overwrites q."""
     out = torch.empty(2, y.shape[0], y.shape[2], device=y.device)
-    if q.is_cuda:
-        # One pass where the product and its sum are three; exact once rounded. CPUs do not vectorise it.
-        torch.linalg.vector_norm(q, dim=1, out=out[0])
-        out[0].square_().round_()
-    else:
-        torch.sum(torch.mul(q, q, out=scratch), 1, out=out[0])
+    sum_squares(q, scratch, out[0])
     torch.sum(q.mul_(y), 1, out=out[1])
     return out
 
@@ -184,3 +150,7 @@ def _pack(d: Tensor, scale: Tensor, q: Tensor) -> Tensor:
     # Nothing is left of a d whose scales are all zero: equal weights, equal bytes.
     blocks[208:210] = fp16_bytes(torch.where((scale != 0).any(0), d, 0))
     return blocks
+
+
+CODEC = BlockCodec("Q6_K", _encode, _decode)
+encode, decode = CODEC.encode, CODEC.decode

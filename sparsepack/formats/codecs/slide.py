@@ -66,11 +66,6 @@ class Slide:
         """Values that are stored for a group."""
         return self.windows * self.most
 
-    @property
-    def expansion(self) -> float:
-        """Lifted inputs for each input: gamma in the paper, 1.5 for keep 6 of 8."""
-        return self.windows * self.window / self.pattern.of
-
     def stored(self, columns: int) -> int:
         """Values that are stored for a row of so many inputs."""
         return self.pattern.groups(columns) * self.slots

@@ -5,11 +5,14 @@ Blocks are superblocks of 256 weights unless told otherwise.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
+from sparsepack.formats.codecs.types import BLOCKS
 
 BLOCK = 256
 FP16_MAX = 65504.0
@@ -71,65 +74,81 @@ def largest(weights: Tensor) -> float:
     return magnitude
 
 
-def encode_blocks(
-    weights: Tensor, block: int, block_bytes: int, name: str, encode: Callable[[Tensor], Tensor]
+def encode_chunks(
+    count: int, block_bytes: int, device: torch.device, encode: Callable[[slice], Tensor], block: int = BLOCK
 ) -> Tensor:
-    """Quantise in chunks: floats [..., n * block] -> uint8 [..., n * block_bytes] on the same device.
-
-    encode -- float32 [n, block] -> uint8 [n, block_bytes]
-
-    Raises PackingError for weights that are not finite, or not whole blocks.
-    """
-    check_columns(weights, name, block)
-    largest(weights)
-    flat = weights.detach().reshape(-1, block)
-    blocks = torch.empty(flat.shape[0], block_bytes, dtype=torch.uint8, device=weights.device)
+    """So many encoded blocks, made in chunks: uint8 [count, block_bytes]; `encode` makes those of a slice of them."""
+    blocks = torch.empty(count, block_bytes, dtype=torch.uint8, device=device)
 
     def work(part: slice) -> None:
-        blocks[part] = encode(flat[part].float())
+        blocks[part] = encode(part)
 
-    for_each_chunk(flat.shape[0], weights.device, work, block)
-    return blocks.view(*weights.shape[:-1], weights.shape[-1] // block * block_bytes)
+    for_each_chunk(count, device, work, block)
+    return blocks
 
 
-def decode_blocks(
-    blocks: Tensor,
-    dtype: torch.dtype,
-    block_bytes: int,
-    name: str,
-    decode: Callable[[Tensor], Tensor],
-    block: int = BLOCK,
-) -> Tensor:
-    """Dequantise in chunks: uint8 [..., n * block_bytes] -> `dtype` [..., n * block].
+@dataclass(frozen=True)
+class BlockCodec:
+    """A type of ggml's: weights along the last dimension in blocks that are quantised each by itself.
 
-    decode -- uint8 [n, block_bytes] -> float32 [n, block]
-
-    Raises PackingError where `blocks` is not uint8 or not whole blocks.
+    name         -- ggml's, of a row of `types.BLOCKS`
+    encode_chunk -- floats [n, block], and the largest magnitude of all weights -> uint8 [n, block_bytes]
+    decode_chunk -- uint8 [n, block_bytes] -> float32 [n, block]
+    on_device    -- floats [n, block], finite -> uint8 [n, block_bytes] by a kernel of their device; None: it has none
     """
-    if blocks.dtype != torch.uint8:
-        raise PackingError(f"{name} blocks: {blocks.dtype}, expected torch.uint8; view them as bytes")
-    if blocks.dim() == 0 or blocks.shape[-1] % block_bytes:
-        raise PackingError(
-            f"{name} blocks {list(blocks.shape)}: the last dimension must be a multiple of {block_bytes} bytes; "
-            "the tensor is of another format or cut off"
-        )
-    flat = blocks.reshape(-1, block_bytes)
-    weights = torch.empty(flat.shape[0], block, dtype=dtype, device=blocks.device)
 
-    def work(part: slice) -> None:
-        weights[part] = decode(flat[part])
+    name: str
+    encode_chunk: Callable[[Tensor, float], Tensor]
+    decode_chunk: Callable[[Tensor], Tensor]
+    on_device: Callable[[Tensor], Tensor | None] = lambda flat: None
 
-    for_each_chunk(flat.shape[0], blocks.device, work, block)
-    return weights.view(*blocks.shape[:-1], blocks.shape[-1] // block_bytes * block)
+    def encode(self, weights: Tensor) -> Tensor:
+        """Quantise along the last dimension.
 
+        weights: float32, float16 or bfloat16 [..., n * block]. Returns uint8 [..., n * block_bytes] on the same device.
+        Minimises the squared error, every weight counting the same. Weights beyond what the format holds become its
+        largest; a block of zeros decodes to zeros.
 
-def check_columns(weights: Tensor, name: str, block: int = BLOCK) -> None:
-    """Raise PackingError unless the last dimension of `weights` is a multiple of `block`."""
-    if weights.dim() == 0 or weights.shape[-1] % block:
-        raise PackingError(
-            f"weights {list(weights.shape)}: {name} needs a multiple of {block} in the last dimension; "
-            "pad it with zeros and record the logical length"
-        )
+        Raises PackingError for weights that are not finite, or not whole blocks.
+        """
+        block, block_bytes = BLOCKS[self.name]
+        if weights.dim() == 0 or weights.shape[-1] % block:
+            raise PackingError(
+                f"weights {list(weights.shape)}: {self.name} needs a multiple of {block} in the last dimension; "
+                "pad it with zeros and record the logical length"
+            )
+        most = largest(weights)
+        flat = weights.detach().reshape(-1, block)
+        blocks = self.on_device(flat)
+        if blocks is None:
+            chunk = partial(self._encoded, flat, most)
+            blocks = encode_chunks(len(flat), block_bytes, weights.device, chunk, block)
+        return blocks.view(*weights.shape[:-1], weights.shape[-1] // block * block_bytes)
+
+    def _encoded(self, flat: Tensor, most: float, part: slice) -> Tensor:
+        return self.encode_chunk(flat[part], most)
+
+    def decode(self, blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Dequantise: uint8 [..., n * block_bytes] -> `dtype` [..., n * block], in float32 as ggml does, then rounded.
+
+        Raises PackingError where `blocks` is not uint8 or not whole blocks.
+        """
+        block, block_bytes = BLOCKS[self.name]
+        if blocks.dtype != torch.uint8:
+            raise PackingError(f"{self.name} blocks: {blocks.dtype}, expected torch.uint8; view them as bytes")
+        if blocks.dim() == 0 or blocks.shape[-1] % block_bytes:
+            raise PackingError(
+                f"{self.name} blocks {list(blocks.shape)}: the last dimension must be a multiple of {block_bytes} "
+                "bytes; the tensor is of another format or cut off"
+            )
+        flat = blocks.reshape(-1, block_bytes)
+        weights = torch.empty(len(flat), block, dtype=dtype, device=blocks.device)
+
+        def work(part: slice) -> None:
+            weights[part] = self.decode_chunk(flat[part])
+
+        for_each_chunk(len(flat), blocks.device, work, block)
+        return weights.view(*blocks.shape[:-1], blocks.shape[-1] // block_bytes * block)
 
 
 def superblocks_first(flat: Tensor) -> Tensor:
@@ -137,6 +156,16 @@ def superblocks_first(flat: Tensor) -> Tensor:
     columns = torch.empty(BLOCK, flat.shape[0], dtype=torch.float32, device=flat.device)
     # Casting before transposing keeps the strided copy between equal types, which torch does several times faster.
     return columns.copy_((flat.float() if flat.device.type == "cpu" else flat).t())
+
+
+def sum_squares(q: Tensor, scratch: Tensor, out: Tensor) -> None:
+    """Sums of squares of whole numbers over dimension 1, exact: [subs, numbers, n] -> out [subs, n]."""
+    if q.is_cuda:
+        # One pass where the product and its sum are three; exact once rounded. CPUs do not vectorise it.
+        torch.linalg.vector_norm(q, dim=1, out=out)
+        out.square_().round_()
+    else:
+        torch.sum(torch.mul(q, q, out=scratch), 1, out=out)
 
 
 def reciprocal(x: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ skipping an input column skips whole superblocks. They are stored band by band, 
     band 1      | 144 bytes  | 144 bytes  | ... | 144 bytes    |     rows 256 .. 511, missing ones are zeros
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import q4_k, q4_k_device
 from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES, LOWEST, encode_columns
-from sparsepack.formats.codecs.superblock import BLOCK, for_each_chunk, largest
+from sparsepack.formats.codecs.superblock import BLOCK, encode_chunks, largest
 
 BAND_ROWS = BLOCK
 
@@ -36,19 +38,14 @@ def pack(weight: Tensor) -> Tensor:
     weight = weight.detach()
     blocks = q4_k_device.encode(weight)
     if blocks is None:
-        blocks = _pack_in_chunks(weight, beyond)
+        count = bands(weight.shape[0]) * weight.shape[1]
+        made = partial(_encoded, weight, beyond)
+        blocks = encode_chunks(count, BLOCK_BYTES, weight.device, made)
     return blocks.view(bands(weight.shape[0]), weight.shape[1], BLOCK_BYTES)
 
 
-def _pack_in_chunks(weight: Tensor, beyond: bool) -> Tensor:
-    rows, columns = weight.shape
-    blocks = torch.empty(bands(rows) * columns, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
-
-    def work(part: slice) -> None:
-        blocks[part] = encode_columns(_columns(weight, part), beyond).t()
-
-    for_each_chunk(blocks.shape[0], weight.device, work)
-    return blocks
+def _encoded(weight: Tensor, beyond: bool, part: slice) -> Tensor:
+    return encode_columns(_columns(weight, part), beyond).t()
 
 
 def _columns(weight: Tensor, part: slice) -> Tensor:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sparsepack.formats.artifact import Program
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS
-from sparsepack.formats.neuron.reader import read_neuron_model
+from sparsepack.formats.neuron.reader import NeuronReader
 from sparsepack.formats.neuron.section import neuron_summary
-from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
@@ -20,8 +19,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 class NeuronArtifact(ZigzagArtifact):
     """A neuron GGUF."""
 
-    def packed(self) -> PackedModel:
-        return read_neuron_model(self.file, self.manifest)
+    reader = NeuronReader
 
     def neurons(self) -> dict[str, Any]:
         return neuron_summary(self.manifest, self.path)
@@ -43,7 +41,7 @@ class NeuronArtifact(ZigzagArtifact):
         return gate[order] if f"mlp_{part}" == GATE else torch.cat([up[order], down.t()[order]], dim=1)
 
     def _order(self, name: str) -> Tensor:
-        return torch.from_numpy(self.file.bytes(name).copy()).view(torch.int32).long()
+        return self.stored(name).view(torch.int32).flatten().long()
 
     def programs(self) -> Iterator[Program]:
         for program in super().programs():

@@ -12,7 +12,6 @@ is `formats.neuron.section`.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from sparsepack.formats.containers.gguf.writer import GgufPlan
 from sparsepack.formats.neuron.artifact import NeuronArtifact
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import neuron_section
-from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
 from sparsepack.formats.transfer import stacked_on
-from sparsepack.formats.zigzag.plan import engine_plan, planned_site
+from sparsepack.formats.zigzag.plan import checked_shape, engine_plan, planned_site, planned_vector
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
@@ -44,10 +43,8 @@ def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
 def check_model(format: Format, checkpoint: Checkpoint) -> None:
     """Raise `CheckpointError` for a model that no engine can run, `PackingError` for one without neurons that are
     exactly inactive, of a width that 256 does not divide, or with biases in the MLP."""
-    try:
+    with naming(checkpoint.name):
         check_neurons(checkpoint.architecture)
-    except PackingError as error:
-        raise PackingError(f"{checkpoint.name}: {error}") from error
     for site in MLP_SITES:
         if checkpoint.stacked_bias(0, site) is not None:
             raise PackingError(
@@ -63,10 +60,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     counts = request.neurons
     if counts is None:
         raise PackingError(f"format {format.name}: it stores neurons by how often they are active; give --calibration")
-    try:
+    with naming(checkpoint.name):
         check_counts(counts, checkpoint.architecture)
-    except PackingError as error:
-        raise PackingError(f"{checkpoint.name}: {error}") from error
     _check_rules(format, request)
 
     def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
@@ -90,13 +85,8 @@ def _planned_neurons(
     checkpoint: Checkpoint, architecture: Architecture, layer: int, counts: NeuronCounts, device: str
 ) -> Iterator[PlannedGroup]:
     name, count, hidden = f"blk.{layer}", architecture.intermediate, architecture.hidden
-    expected = {"mlp_in": (2 * count, hidden), "mlp_mid": (hidden, count)}
-    for site, shape in expected.items():
-        if checkpoint.stacked_shape(site, layer) != shape:
-            found = checkpoint.stacked_shape(site, layer)
-            raise PackingError(
-                f"{name}.{site}: the weights are {found}, config.json means {shape}; is it this model's?"
-            )
+    for site in MLP_SITES:
+        checked_shape(checkpoint, architecture, layer, site)
     order = neurons.by_frequency(counts.active[layer])
 
     def gate() -> Tensor:
@@ -109,9 +99,5 @@ def _planned_neurons(
     bands = (zigzag.bands(count), hidden, zigzag.BAND_ROWS)
     yield alone(PlannedTensor(f"{name}.{GATE}", bands, "Q4_K", logical=(count, hidden)), gate)
     yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, 2 * hidden), "Q4_K"), records)
-    for vector, type, value in (
-        (FREQUENCY, "F32", counts.frequency[layer].float()[order]),
-        (ORDER, "I32", order.to(torch.int32)),
-    ):
-        data = value.contiguous()
-        yield alone(PlannedTensor(f"{name}.{vector}", (count,), type, weights=False), partial(data.view, torch.uint8))
+    yield planned_vector(f"{name}.{FREQUENCY}", "F32", counts.frequency[layer].float()[order])
+    yield planned_vector(f"{name}.{ORDER}", "I32", order.to(torch.int32))

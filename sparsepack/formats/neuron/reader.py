@@ -1,13 +1,9 @@
-"""Read a neuron GGUF: as `zigzag_reader`, its MLPs by neurons."""
-
-from collections.abc import Mapping
-from typing import Any
+"""Read a neuron GGUF: as `zigzag.reader` does, its MLPs by neurons."""
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.files.gguf import GgufFile
 from sparsepack.formats.codecs.neurons import original_order
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import read_neuron_section
@@ -15,15 +11,9 @@ from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.formats.zigzag.reader import ModelReader
 
 
-def read_neuron_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:
-    """What an engine runs, from an opened file. Matrices stay in it, mapped; all else is copied.
+class NeuronReader(ModelReader):
+    """Takes the tensors of a neuron GGUF as its base does, those of the MLPs by neurons."""
 
-    Raises `ArtifactError` where the file is inconsistent.
-    """
-    return _NeuronReader(file, manifest).model()
-
-
-class _NeuronReader(ModelReader):
     def model(self) -> PackedModel:
         density = read_neuron_section(self.manifest, self.file.path).density
         if len(density) != self.architecture.layers:

@@ -23,8 +23,8 @@ from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plain.artifact import ROTARY_FACTORS, PlainArtifact, llama_cpp_rows
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys, rotary_factors
 from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
-from sparsepack.formats.plain.llama_cpp.vocabulary import VALUE_TYPES, vocabulary
-from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
+from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, naming, tensors_of
 from sparsepack.formats.table import Format
 from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
@@ -89,10 +89,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
 def _architecture_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], list[str]]:
     """The model's keys, and notes where llama.cpp computes something else."""
     architecture = checkpoint.architecture
-    try:
+    with naming(checkpoint.name):
         return architecture_keys(architecture, checkpoint.config)
-    except PackingError as error:
-        raise PackingError(f"{checkpoint.name}: {error}") from error
 
 
 def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], list[str]]:
@@ -101,7 +99,7 @@ def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], lis
     keys = vocabulary(tokenizer, tokenizer_config(checkpoint), checkpoint.config.to_dict())
     name = keys["tokenizer.ggml.pre"]
     notes = [f"pre-tokenizer {name}: {INEXACT[name]}"] if name in INEXACT else []
-    return {key: (value, *VALUE_TYPES[key]) for key, value in keys.items()}, notes
+    return {key: (value, *KEY_TYPES[key]) for key, value in keys.items()}, notes
 
 
 def _groups(checkpoint: Checkpoint, types: Mapping[str, str], device: str) -> Iterator[PlannedGroup]:

@@ -87,30 +87,18 @@ class SlidArtifact(FolderArtifact):
         how = self.slide_of(name)
         if how is None:
             return super().decoded(name, first, last)
-        values, scale = self._values(name, first, last), self._part(name + SCALE, first, last)
+        of_type = value_type(self.format)
+        values = self.stored(name, first, last).view(of_type.dtype).float()  # [rows, stored]
         weight = unslide(values, self._positions(name, how, first, last), how, self.logical_shape(name)[1])
-        return weight if scale is None else dequantised(weight, scale.view(torch.float32).flatten())
-
-    def _values(self, name: str, first: int, last: int | None) -> Tensor:
-        """float32 [rows, stored]"""
-        data = self._part(name, first, last)
-        assert data is not None
-        return data.view(value_type(self.format).dtype).float()
+        if not of_type.scaled:
+            return weight
+        return dequantised(weight, self.stored(name + SCALE, first, last).view(torch.float32).flatten())
 
     def _positions(self, name: str, how: Slide, first: int, last: int | None) -> Tensor:
-        packed = self._part(name + POSITIONS, first, last)
-        assert packed is not None
         try:
-            return unpack_positions(packed, self.tensors[name].shape[1], how)
+            return unpack_positions(self.stored(name + POSITIONS, first, last), self.tensors[name].shape[1], how)
         except PackingError as error:
             raise ArtifactError(f"{self.path}: {name}: {error}; copy or pack it again") from error
-
-    def _part(self, name: str, first: int, last: int | None) -> Tensor | None:
-        """The bytes of some rows of a tensor: uint8 [rows, bytes per row]; None where there is no such tensor."""
-        if name not in self.tensors:
-            return None
-        data = self.folder.bytes(name).reshape(self.tensors[name].shape[0], -1)
-        return torch.from_numpy(data[first:last].copy())
 
     def stock(self) -> StockModel:
         stock, values = super().stock(), value_type(self.format)

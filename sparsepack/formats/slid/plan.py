@@ -26,7 +26,7 @@ from sparsepack.formats.codecs.slide import Slide
 from sparsepack.formats.containers.safetensors.container import ArtifactFolder
 from sparsepack.formats.containers.safetensors.writer import FolderPlan, model_texts
 from sparsepack.formats.manifest import make_manifest
-from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, tensors_of
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.slid.artifact import SlidArtifact
 from sparsepack.formats.slid.layout import slid_tensors, value_type
 from sparsepack.formats.table import Format
@@ -57,12 +57,6 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     patterns = _patterns(checkpoint, request)
     slides = {name: Slide(pattern) for name, pattern in patterns.items()}
     groups = tuple(_groups(format, checkpoint, slides, request.device))
-    shapes = checkpoint.source.shapes
-    listed = {
-        tensor.name: {"shape": list(shapes.get(tensor.name, tensor.shape)), "padding_rows": 0}
-        for tensor in tensors_of(groups)
-        if len(tensor.shape) == 2
-    }
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
     notes += request.notes
@@ -80,7 +74,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
             format.name,
             checkpoint,
             request.provenance,
-            listed,
+            manifest_shapes(tensors_of(groups)),
             notes,
             attention=request.attention,
         ),

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sparsepack.formats.artifact import Program
@@ -13,7 +13,7 @@ from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_of
 from sparsepack.formats.zigzag.layout import RULE_VECTORS
-from sparsepack.formats.zigzag.reader import read_model
+from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.records.sparse_attention import SparseAttention
 
@@ -24,8 +24,10 @@ _OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "o
 class ZigzagArtifact(GgufArtifact):
     """A zigzag GGUF."""
 
+    reader: ClassVar[type[ModelReader]] = ModelReader
+
     def packed(self) -> PackedModel:
-        return read_model(self.file, self.manifest)
+        return self.reader(self.file, self.manifest).model()
 
     def stock(self) -> StockModel:
         return stock_of(self.packed())
@@ -51,9 +53,7 @@ class ZigzagArtifact(GgufArtifact):
 
     def _blocks(self, name: str, first: int, last: int) -> Tensor:
         """The bands [first, last): uint8 [bands, columns, 144]."""
-        bands, columns = self.tensors[name].shape[:2]
-        stored = self.file.bytes(name).reshape(bands, columns, -1)
-        return torch.from_numpy(stored[first:last].copy())
+        return self.stored(name, first, last).view(last - first, self.tensors[name].shape[1], -1)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name in _OUTSIDE:

@@ -153,11 +153,7 @@ def planned_site(
 ) -> Iterator[PlannedGroup]:
     """A site's matrix, its bias and its rule. Raises `PackingError` where the matrix is not the configuration's."""
     name, device = f"blk.{layer}.{site}", request.device
-    parts, columns = site_shapes(architecture)[site]
-    rows = sum(parts)
-    if checkpoint.stacked_shape(site, layer) != (rows, columns):
-        found = checkpoint.stacked_shape(site, layer)
-        raise PackingError(f"{name}: the weights are {found}, config.json means {(rows, columns)}; is it this model's?")
+    rows, columns = checked_shape(checkpoint, architecture, layer, site)
 
     def weight() -> Tensor:
         return zigzag.pack(stacked_on(device, checkpoint.projections(layer, site)))
@@ -177,12 +173,27 @@ def planned_site(
         yield from _planned_rule(name, rule)
 
 
+def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:
+    """Rows and columns of a site's matrix; raises `PackingError` where they are not the configuration's."""
+    parts, columns = site_shapes(architecture)[site]
+    expected, found = (sum(parts), columns), checkpoint.stacked_shape(site, layer)
+    if found != expected:
+        raise PackingError(
+            f"blk.{layer}.{site}: the weights are {found}, config.json means {expected}; is it this model's?"
+        )
+    return expected
+
+
+def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
+    """A vector that holds no weights of the model, in memory from the plan on; its dtype is that of `type`."""
+    data = value.to("cpu").contiguous()
+    return alone(PlannedTensor(name, tuple(data.shape), type, weights=False), partial(data.view, torch.uint8))
+
+
 def _planned_rule(name: str, rule: SiteRule) -> Iterator[PlannedGroup]:
     for part, value in (("threshold", rule.limits), ("offset", rule.offset)):
         if value is not None:
-            data = value.detach().to("cpu", torch.float32).reshape(-1).contiguous()
-            tensor = PlannedTensor(f"{name}.{part}", tuple(data.shape), "F32", weights=False)
-            yield alone(tensor, partial(data.view, torch.uint8))
+            yield planned_vector(f"{name}.{part}", "F32", value.detach().float().reshape(-1))
 
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:

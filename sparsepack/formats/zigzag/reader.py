@@ -28,16 +28,12 @@ _LARGEST = 3.4e38  # float32
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
 
 
-def read_model(file: GgufFile, manifest: Mapping[str, Any]) -> PackedModel:
-    """What an engine runs, from an opened file. Matrices stay in it, mapped; norms, biases and rules are copied.
-
-    Raises `ArtifactError` where the file is inconsistent.
-    """
-    return ModelReader(file, manifest).model()
-
-
 class ModelReader:
-    """Takes the tensors of a file one after the other, and notices missing, wrong and unknown ones."""
+    """Takes the tensors of a file one after the other, and notices missing, wrong and unknown ones.
+
+    Matrices stay in the file, mapped; norms, biases and rules are copied. Raises `ArtifactError` where it is
+    inconsistent.
+    """
 
     def __init__(self, file: GgufFile, manifest: Mapping[str, Any]) -> None:
         self.file, self.manifest = file, manifest

@@ -21,10 +21,10 @@ def _problems(recipe: Recipe, asked: bool) -> Iterator[str]:
 
 
 def _run(job: Job, asked: bool) -> None:
-    from sparsepack.formats.verify import verify_against
+    from sparsepack.formats.verify import verify
 
     artifact = artifact_of(job)
-    report = verify_against(artifact, job.checkpoint).to_json()
+    report = verify(artifact, job.checkpoint).to_json()
     for problem in report["problems"]:
         say(f"verify: {problem}")
     # Without the work folder's path: it may be moved, and two runs of one recipe leave the same bytes.

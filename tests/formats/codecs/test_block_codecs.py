@@ -10,6 +10,7 @@ import ggml
 import pytest
 import torch
 from codec_cases import relative_error
+from devices import needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -197,7 +198,7 @@ def test_wrong_shapes_and_types_are_refused(codec: Codec) -> None:
 
 @every_codec
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("name", codec_cases.synthetic())
 def test_cuda_decodes_the_same_and_encodes_as_well(codec: Codec, name: str) -> None:
     weights = codec_cases.synthetic()[name]

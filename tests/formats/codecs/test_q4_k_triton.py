@@ -9,6 +9,7 @@ import codec_cases
 import pytest
 import torch
 from codec_cases import relative_error
+from devices import needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_CUDA and not os.environ.get("TRITON_INTERPRET"), reason="no CUDA device"),
 ]
-needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="no CUDA device")
 types = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 

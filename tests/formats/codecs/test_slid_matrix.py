@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import Tensor
 
 from sparsepack.errors import PackingError
@@ -12,13 +13,6 @@ from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-    ),
-]
 
 
 def placed(group: list[float], how: Slide) -> tuple[list[float], list[int]]:

@@ -79,14 +79,6 @@ def test_the_paper_s_example() -> None:
     assert lift(torch.arange(8), how).tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("keep", "of", "expansion"),
-    [(2, 4, 1), (4, 6, 4 / 3), (4, 8, 1.5), (6, 8, 1.5), (8, 10, 1.6), (14, 16, 1.75)],
-)
-def test_the_expansion_is_the_paper_s(keep: int, of: int, expansion: float) -> None:
-    assert Slide(Pattern(keep, of)).expansion == pytest.approx(expansion)
-
-
 @pytest.mark.parametrize(("keep", "of", "most", "window"), [(3, 6, 2, 4), (6, 9, 3, 6), (9, 12, 3, 6), (5, 6, 3, 4)])
 def test_other_hardware_is_exact_too(keep: int, of: int, most: int, window: int) -> None:
     pattern = Pattern(keep, of)

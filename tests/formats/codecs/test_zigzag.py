@@ -4,6 +4,7 @@ import codec_cases
 import pytest
 import torch
 from codec_cases import relative_error
+from devices import needs_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,7 +81,7 @@ def test_wrong_matrices_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_cuda_packs_as_well() -> None:
     weight = matrix(1000, 333)
     on_cuda = zigzag.pack(weight.cuda())

@@ -21,7 +21,7 @@ from sparsepack.formats.containers.safetensors.layout import MANIFEST, sealed, u
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.table import FORMATS, Format
-from sparsepack.formats.verify import verify, verify_against
+from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.packing import CARD, PackRequest, pack
 
@@ -51,11 +51,11 @@ def copied(made: Path, tmp_path: Path) -> Path:
 
 
 def test_it_is_the_model(checkpoints: dict[str, Checkpoint], made: Path) -> None:
-    report = verify_against(made, checkpoints["llama"])
+    report = verify(made, checkpoints["llama"])
     assert report.passed, report.problems
     assert {t.name for t in report.tensors} == set(checkpoints["llama"].source.shapes)
     assert max(t.error for t in report.tensors) == 0
-    assert not verify_against(made, checkpoints["mistral"]).passed
+    assert not verify(made, checkpoints["mistral"]).passed
     found = describe(made)
     assert (found["kind"], found["bits_per_weight"]["blocks"]) == (NAME, 16)
     sealed = [file for file in made.iterdir() if file.name != CARD]  # which people may change
@@ -187,7 +187,7 @@ def test_only_an_artifact_is_overwritten_and_only_as_a_whole(
     assert {file.name: file.read_bytes() for file in copied.iterdir()} == before
     assert [entry.name for entry in copied.parent.iterdir()] == ["m"]
     pack(replace(request, overwrite=True))
-    assert verify_against(copied, checkpoints["qwen2"]).passed
+    assert verify(copied, checkpoints["qwen2"]).passed
     other = copied.parent / "thesis"
     other.mkdir()
     (other / "a.txt").write_text("years")

@@ -44,7 +44,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def groups(count: int, live: Counter[str] | None = None, bad: tuple[int, ...] = ()) -> tuple[PlannedGroup, ...]:
-    """Of a matrix and two vectors each; `live` notes how many are in memory, `now` and at `most`."""
+    """Groups of a matrix and two vectors each; `live` notes how many are in memory, `now` and at `most`."""
     lock = threading.Lock()
 
     def note(change: int) -> None:

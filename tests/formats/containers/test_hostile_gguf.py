@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from sparsepack.cli import main
 from sparsepack.errors import UserError
@@ -35,6 +35,11 @@ def sealed(whole: sealed_gguf.Gguf, key: str, text: str, path: Path) -> Path:
 
 def manifest_of(whole: sealed_gguf.Gguf) -> dict:
     return json.loads(next(value[8:] for key, _, value in whole.pairs if key == MANIFEST))
+
+
+def inspected(whole: sealed_gguf.Gguf, text: str, path: Path) -> Result:
+    """`inspect` of the file with another manifest."""
+    return CliRunner().invoke(main, ["inspect", str(sealed(whole, MANIFEST, text, path))])
 
 
 TABLE = {"allocation": "uniform", "criterion": "magnitude", "sparsity": 0.5, "upstream": "sparse"}
@@ -78,7 +83,7 @@ def test_a_hostile_manifest_is_one_line(whole: sealed_gguf.Gguf, change: str, tm
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, '{"schema": ' + "9" * 5000 + "}", "\ufffe"])
 def test_a_manifest_that_is_none_is_one_line(whole: sealed_gguf.Gguf, text: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["inspect", str(sealed(whole, MANIFEST, text, tmp_path / "m.gguf"))])
+    result = inspected(whole, text, tmp_path / "m.gguf")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
 
 
@@ -86,14 +91,14 @@ def test_rows_that_are_missing_are_shown_as_such(whole: sealed_gguf.Gguf, tmp_pa
     rows = [{"layer": 0, "site": "attn_in", "sparsity": 0.5, "threshold": 1}]
     rows += [{**rows[0], "layer": 1, "site": "mlp_in"}]
     made = {**manifest_of(whole), "thresholds": {**TABLE, "rows": rows}}
-    result = CliRunner().invoke(main, ["inspect", str(sealed(whole, MANIFEST, json.dumps(made), tmp_path / "m.gguf"))])
+    result = inspected(whole, json.dumps(made), tmp_path / "m.gguf")
     assert result.exit_code == 0, result.output
     assert "| - " in result.stdout or " - |" in result.stdout
 
 
 def test_what_a_file_says_does_not_command_the_terminal(whole: sealed_gguf.Gguf, tmp_path: Path) -> None:
     made = {**manifest_of(whole), "notes": ["\x1b[2Jgone"]}
-    result = CliRunner().invoke(main, ["inspect", str(sealed(whole, MANIFEST, json.dumps(made), tmp_path / "m.gguf"))])
+    result = inspected(whole, json.dumps(made), tmp_path / "m.gguf")
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert "?[2Jgone" in result.stdout

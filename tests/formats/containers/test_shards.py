@@ -35,14 +35,14 @@ IDS = torch.arange(3, 60)[None]
 
 @pytest.fixture(scope="module")
 def whole(pruned: Path) -> Path:
-    """In one file."""
+    """The slid folder with its tensors in one file."""
     pack(PackRequest(str(pruned), pruned.parent / "whole", format="slide-int8"))
     return pruned.parent / "whole"
 
 
 @pytest.fixture(scope="module")
 def in_shards(pruned: Path) -> Path:
-    """In files of 100 kB."""
+    """The slid folder with its tensors in files of 100 kB."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparsepack.packing.plan_of", lambda *_: planned(pruned))
         pack(PackRequest(str(pruned), pruned.parent / "shards", format="slide-int8"))
@@ -65,7 +65,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Of what is sealed."""
+    """The bytes of each sealed file, by its name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != CARD}
 
 

@@ -1,7 +1,6 @@
 """The neuron GGUF: what is written is read back in any order, other programs show it truthfully, others are refused."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from artifacts_for_tests import neuron_counts, plan_neurons, write_zigzag
 from codec_cases import relative_error
+from forged import edited, named
 from models_for_tests import make_model
 
 from sparsepack.errors import ArtifactError, PackingError
@@ -22,7 +22,7 @@ from sparsepack.formats.packed import NeuronMlp
 from sparsepack.formats.plan import PlannedGroup
 from sparsepack.formats.stock import dequantised
 from sparsepack.formats.table import FORMATS
-from sparsepack.formats.verify import verify, verify_against
+from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.rule import SiteRule
 
@@ -98,16 +98,16 @@ def test_gguf_py_dequantises_records_and_gate_truthfully(relu: Checkpoint, file:
 
 
 def test_it_is_verified_against_its_model_and_no_other(relu: Checkpoint, file: Path, tmp_path: Path) -> None:
-    report = verify_against(file, relu)
+    report = verify(file, relu)
     assert report.passed, report.problems
     assert {t.name for t in report.tensors if ".mlp_" in t.name} == {
         f"blk.{n}.mlp_{what}.weight" for n in range(2) for what in ("gate", "records", "norm")
     }
     other = open_checkpoint(make_model(tmp_path / "other", "qwen2", seed=1, **RELU))
-    problems = verify_against(file, other).problems
+    problems = verify(file, other).problems
     assert any("blk.0.mlp_records.weight: relative error" in problem for problem in problems)
     wider = open_checkpoint(make_model(tmp_path / "wider", "qwen2", **{**RELU, "intermediate_size": 301}))
-    assert any("mlp_records.weight" in problem for problem in verify_against(file, wider).problems)
+    assert any("mlp_records.weight" in problem for problem in verify(file, wider).problems)
 
 
 def test_a_damaged_or_truncated_file_is_noticed(file: Path, tmp_path: Path) -> None:
@@ -157,10 +157,6 @@ def test_what_does_not_fit_the_model_is_refused(relu: Checkpoint) -> None:
     plan_neurons(relu, {(0, "mlp_mid"): SiteRule()})  # dense
 
 
-def edited(text: str, **changes: Any) -> str:
-    return json.dumps(json.loads(text) | changes)
-
-
 def changed(group: PlannedGroup, name: str, value: torch.Tensor) -> PlannedGroup:
     if group.tensors[0].name != name:
         return group
@@ -186,11 +182,10 @@ FORGED = {
 def test_inconsistent_files_are_refused(relu: Checkpoint, tmp_path: Path, case: str) -> None:
     manifest, tensors, said = FORGED[case]
     plan: Any = plan_neurons(relu)
-    text, *rest = plan.values[MANIFEST]
     groups = plan.groups
     for name, value in tensors.items():
         groups = tuple(changed(group, name, value) for group in groups)
-    values = {**plan.values, MANIFEST: (edited(text, **manifest), *rest)}
+    values = edited(dict(plan.values), MANIFEST, **manifest)
     dataclasses.replace(plan, values=values, groups=groups).write(tmp_path / "m.gguf")
     with pytest.raises(ArtifactError, match=said) as caught:
         read_packed(tmp_path / "m.gguf")
@@ -202,7 +197,6 @@ def test_tensors_that_it_should_not_have_are_refused(relu: Checkpoint, tmp_path:
     plan: Any = plan_neurons(relu)
     norm = next(group for group in plan.groups if group.tensors[0].name == "output_norm.weight")
     for name in ("blk.0.mlp_gate.threshold", "blk.0.mlp.order", "blk.0.mlp_in.weight"):
-        extra = dataclasses.replace(norm, tensors=(dataclasses.replace(norm.tensors[0], name=name),))
-        dataclasses.replace(plan, groups=(*plan.groups, extra)).write(tmp_path / "m.gguf", overwrite=True)
+        dataclasses.replace(plan, groups=(*plan.groups, named(norm, name))).write(tmp_path / "m.gguf", overwrite=True)
         with pytest.raises(ArtifactError, match=f"{name} is not understood"):
             read_packed(tmp_path / "m.gguf")

@@ -17,7 +17,7 @@ from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plain.llama_cpp import keys
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
-from sparsepack.formats.verify import verify_against
+from sparsepack.formats.verify import verify
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.families import FAMILIES
@@ -188,7 +188,7 @@ def test_odd_widths_fall_back_as_in_llama_quantize(
         found = {info.type for name, info in artifact.tensors.items() if part in name}
         assert found == {type}
     assert any("needs a multiple of 256" in note for note in notes)
-    assert verify_against(tmp_path / "m.gguf", checkpoint).problems == ()
+    assert verify(tmp_path / "m.gguf", checkpoint).problems == ()
     relative, _, _ = disagreement(*both_logits(tmp_path / "m.gguf", checkpoint))
     assert relative <= 2e-2
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from vocabularies import (
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.plain.llama_cpp.pretokenizers import INEXACT
-from sparsepack.formats.plain.llama_cpp.vocabulary import VALUE_TYPES, vocabulary
+from sparsepack.formats.plain.llama_cpp.vocabulary import KEY_TYPES, vocabulary
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these tests")
 
@@ -90,14 +89,6 @@ def test_sentencepiece_tokenisation_equals_hugging_face(merges: str, spaces: str
         texts = [text for text in texts if not text.startswith((" ", "▁")) and "> " not in text]
     assert differing(llama, encoder(Tokenizer.from_str(json.dumps(parsed))), texts) == []
     assert keys["tokenizer.ggml.add_space_prefix"] is (spaces != "never")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Path:
-    place = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[3] / "shared"))
-    if not (place / "models").is_dir():
-        pytest.skip(f"no trained models at {place} (SPARSEPACK_SHARED)")
-    return place
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -186,7 +177,7 @@ def test_every_key_has_a_type_and_special_ids_come_from_either_config(small: dic
     }
     config = {"vocab_size": 500, "eos_token_id": [0, 1], "pad_token_id": 1, "bos_token_id": 7}
     keys = vocabulary(small, tokenizer_config, config)
-    assert keys.keys() <= VALUE_TYPES.keys()
+    assert keys.keys() <= KEY_TYPES.keys()
     ids = {kind: keys[f"tokenizer.ggml.{kind}_token_id"] for kind in ("bos", "eos", "padding")}
     assert ids == {"bos": 1, "eos": 0, "padding": 1}
     assert "tokenizer.ggml.unknown_token_id" not in keys

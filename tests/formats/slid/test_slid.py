@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import needs_cuda
 from models_for_tests import TEXT, make_model
 
 import sparsepack
@@ -51,7 +52,7 @@ def prune(model: Path, output: Path, keep: int = 6, of: int = 8, **options: Any)
 
 @pytest.fixture(scope="module")
 def slid(pruned: Path) -> dict[str, Path]:
-    """It in every format."""
+    """The pruned model in every slid format."""
     folders = {format: pruned.parent / format for format in FORMATS}
     for format, folder in folders.items():
         pack(PackRequest(str(pruned), folder, format=format))
@@ -91,22 +92,20 @@ def test_it_is_intact_and_that_model(format: str, slid: dict[str, Path], pruned:
 
 
 @pytest.mark.parametrize(("format", "share"), [("slide-int8", 0.9375), ("slide-fp8", 0.9375), ("slide-bf16", 1.6875)])
-def test_bytes_are_counted_with_positions(format: str, share: float, slid: dict[str, Path]) -> None:
+def test_bytes_are_planned_and_counted_with_positions(
+    format: str, share: float, slid: dict[str, Path], pruned: Path
+) -> None:
     description = describe(slid[format])
     assert description["bits_per_weight"]["blocks"] == pytest.approx(8 * share)
     sealed = [file for file in slid[format].iterdir() if file.name != "README.md"]
     assert description["file_bytes"] == sum(file.stat().st_size for file in sealed)
+    plan = plan_of(open_checkpoint(pruned), PackRequest(str(pruned), Path("x"), format=format))
+    assert plan.total_bytes == description["file_bytes"]
     assert {row["program"]: row["loads"] for row in description["loads_in"]} == {
         "sparsepack": True,
         "transformers": True,
         "llama.cpp": False,
     }
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_plan_knows_the_bytes(format: str, slid: dict[str, Path], pruned: Path, tmp_path: Path) -> None:
-    plan = plan_of(open_checkpoint(pruned), PackRequest(str(pruned), tmp_path / "x", format=format))
-    assert plan.total_bytes == describe(slid[format])["file_bytes"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -128,7 +127,7 @@ def test_transformers_computes_what_eval_measures(format: str, slid: dict[str, P
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("format", FORMATS)
 @torch.inference_mode()
 def test_transformers_computes_the_same_on_a_gpu(format: str, slid: dict[str, Path]) -> None:
@@ -152,13 +151,6 @@ def test_its_card_says_what_was_done_and_how_to_load_it(slid: dict[str, Path], p
     assert f'AutoModelForCausalLM.from_pretrained("{slid["slide-fp8"].name}")' in card
     assert f"`{pruned}` (qwen2)" in card
     assert "sparsepack generate" not in card
-
-
-def test_eval_measures_it(slid: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT[:3000])
-    asked = {"perplexity": (str(tmp_path / "text.txt"),), "context": 64, "windows": 2, "protocol": "dense"}
-    result = evaluate(EvalRequest(str(slid["slide-int8"]), **asked))
-    assert result["perplexity"][0]["perplexity"]["value"] > 1
 
 
 @pytest.mark.parametrize("format", [None, "slide-int8", "zigzag-q4_k", "f16"])

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from sparsepack.files.gguf import GgufFile, TensorInfo, read_gguf
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs.matrices import decode_rows
 from sparsepack.formats.containers.gguf.integrity import check_header, check_tensors
 from sparsepack.formats.containers.gguf.values import MANIFEST
 from sparsepack.formats.manifest import read_manifest
@@ -40,13 +39,13 @@ class GgufArtifact(Artifact):
     def check_bytes(self) -> None:
         check_tensors(self.file)
 
-    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        info = self.tensors[name]
-        data = self.file.bytes(name).reshape(*info.shape[:-1], -1)
-        data = data if len(info.shape) == 1 else data[first:last]
-        copied = torch.from_numpy(data.copy())
+    def bytes(self, name: str) -> np.ndarray:
+        return self.file.bytes(name)
+
+    def stored(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        copied = super().stored(name, first, last)
         self.file.forget(name)
-        return decode_rows(copied, info.type)
+        return copied
 
 
 def open_gguf(path: Path) -> tuple[GgufFile, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.matrices import fitting_type, relative_error
 from sparsepack.formats.codecs.types import BLOCKS, type_that_fits
+from sparsepack.formats.plan import naming
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint
 
 LARGEST_ERROR = 0.03
@@ -57,10 +58,8 @@ def _measured(checkpoint: Checkpoint, name: str, width: int) -> tuple[str, str |
         if width % (block := BLOCKS[type][0]):
             reasons.append(f"{type} needs a multiple of {block} columns, it has {width}")
             continue
-        try:
+        with naming(name):
             error = relative_error(sample, type)
-        except PackingError as problem:
-            raise PackingError(f"{name}: {problem}") from problem
         if error <= LARGEST_ERROR:
             break
         reasons.append(f"{type} would lose {error:.1%} of it")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError
@@ -20,7 +19,6 @@ from sparsepack.files.shards import INDEX, WEIGHTS, check_index
 from sparsepack.files.stored import shown
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention import ATTENTION, sparse_attention_of
-from sparsepack.formats.codecs.matrices import decode_rows
 from sparsepack.formats.codecs.types import stored_bytes
 from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, unsealed
 from sparsepack.formats.manifest import read_manifest
@@ -159,13 +157,8 @@ class FolderArtifact(Artifact):
             if not fine:
                 raise ArtifactError(f"{self.path}: damaged: {name} does not match the SHA-256; copy or pack it again")
 
-    def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        info = self.tensors[name]
-        data = self.folder.bytes(name)
-        if len(info.shape) == 1:
-            return decode_rows(torch.from_numpy(data.copy()), info.type)
-        rows = data.reshape(info.shape[0], -1)[first:last]
-        return decode_rows(torch.from_numpy(rows.copy()), info.type).reshape(-1, *info.shape[1:])
+    def bytes(self, name: str) -> np.ndarray:
+        return self.folder.bytes(name)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         return checkpoint.tensor(name) if name in checkpoint.source.shapes else None

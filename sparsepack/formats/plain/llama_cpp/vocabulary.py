@@ -24,7 +24,7 @@ from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
 
 _KEY = "tokenizer.ggml."
 
-VALUE_TYPES: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {
+KEY_TYPES: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {
     _KEY + "model": (GGUFValueType.STRING, None),
     _KEY + "pre": (GGUFValueType.STRING, None),
     _KEY + "tokens": (GGUFValueType.ARRAY, GGUFValueType.STRING),
@@ -40,7 +40,7 @@ VALUE_TYPES: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {
     _KEY + "add_space_prefix": (GGUFValueType.BOOL, None),
     CHAT_TEMPLATE: (GGUFValueType.STRING, None),
 }
-"""The type and element type of every key: `writer.add_key_value(key, value, *VALUE_TYPES[key])`."""
+"""The type and element type of every key: `writer.add_key_value(key, value, *KEY_TYPES[key])`."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -48,7 +48,7 @@ Ranks = dict[tuple[str, str], int]
 
 
 def vocabulary(tokenizer: dict, tokenizer_config: dict, config: dict) -> dict[str, Any]:
-    """The `tokenizer.*` keys of a GGUF, as plain Python values; `VALUE_TYPES` has their GGUF types.
+    """The `tokenizer.*` keys of a GGUF, as plain Python values; `KEY_TYPES` has their GGUF types.
 
     `tokenizer`, `tokenizer_config` and `config` are the parsed tokenizer.json, tokenizer_config.json (with the text of
     a chat_template.jinja put in as `chat_template`, where the model has that file) and config.json.
