@@ -1,6 +1,6 @@
 """The seam between the engine and whatever computes its tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,10 @@ from sparsepack.runtime.sampling import Sampler
 
 class Decoder(Protocol):
     """A packed model with the caches of one text or several, filled position by position. Its caller checks ids and
-    room, and gives no more sequences than there are.
+    room, gives no more sequences than there are, and steps at least one.
+
+    A step takes an id for each sequence, or None for one that stands still: its text and its length stay as they are,
+    and what it costs the others is the backend's matter, little or nothing.
 
     description -- what runs, for people: instruction set or device, threads
     threads     -- of the processor
@@ -51,15 +54,32 @@ class Decoder(Protocol):
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
 
-    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
-        """Append a token to each sequence. Returns the logits after them: float32 [sequences, vocabulary]."""
+    def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
+        """Append a token to each sequence with an id. Returns the logits after them: float32 [sequences, vocabulary];
+        rows of sequences that stand still mean nothing."""
 
-    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
-        """What each sampler chooses from the logits of `step`."""
+    def decode_next(
+        self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
+    ) -> list[int | None]:
+        """What each sampler chooses from the logits of `step`; None where the sequence stands still."""
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         """Append int64 [S] to the one sequence that there is, dense up to `sparse_from`, the others as steps. Returns
         all logits: float32 [S, vocabulary]."""
+
+
+def stepped(ids: Sequence[int | None]) -> dict[int, int]:
+    """The id of each sequence that does not stand still, by its number, in ascending order."""
+    return {sequence: id for sequence, id in enumerate(ids) if id is not None}
+
+
+def among_all(logits: Tensor, sequences: Collection[int], count: int) -> Tensor:
+    """The logits of some sequences [sequences, vocabulary] at their numbers among `count`, zeros between."""
+    if len(sequences) == count:
+        return logits
+    return logits.new_zeros(count, logits.shape[1]).index_copy_(
+        0, torch.tensor([*sequences], device=logits.device), logits
+    )
 
 
 def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:

@@ -14,6 +14,7 @@ from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.decoder import stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler
@@ -175,11 +176,12 @@ class Engine:
         return self.step_all([id])[0]
 
     @torch.no_grad()
-    def step_all(self, ids: Sequence[int]) -> Tensor:
-        """Append a token to each text, skipping the columns that are inactive in all of them. Returns the logits after
-        them: float32 [sequences, vocabulary].
+    def step_all(self, ids: Sequence[int | None]) -> Tensor:
+        """Append a token to each text, or none where the id is None, skipping the columns that are inactive in all of
+        them. Returns the logits after them: float32 [sequences, vocabulary], of which the rows of texts that stand
+        still mean nothing.
 
-        Raises `UserError` for another number of ids, one that the model does not have, or a full cache.
+        Raises `UserError` for another number of ids, none at all, one that the model does not have, or a full cache.
         """
         self._check_step(ids)
         logits = self._decoder.step(ids, not self.dense)
@@ -188,17 +190,25 @@ class Engine:
 
     def decode_next(self, id: int, sampler: Sampler) -> int:
         """Append one token to the one text, and choose the next; see `decode_all`."""
-        return self.decode_all([id], [sampler])[0]
+        (chosen,) = self.decode_all([id], [sampler])
+        assert chosen is not None
+        return chosen
 
     @torch.no_grad()
-    def decode_all(self, ids: Sequence[int], samplers: Sequence[Sampler]) -> list[int]:
+    def decode_all(self, ids: Sequence[int | None], samplers: Sequence[Sampler | None]) -> list[int | None]:
         """Append tokens as `step_all` does, and choose the next of each text: `Sampler.choose` of the logits, without
-        the detour through torch where the backend can. Raises `UserError` as `step_all`, `ArtifactError` as the
-        samplers do."""
+        the detour through torch where the backend can; None for texts that stand still, which need no sampler. Raises
+        `UserError` as `step_all`, `ArtifactError` as the samplers do."""
         if len(samplers) != len(self._ids):
             raise ValueError(f"{len(samplers)} samplers for {len(self._ids)} sequences")
-        if any(sampler.sampling.penalises for sampler in samplers):
-            return [sampler.choose(row) for sampler, row in zip(samplers, self.step_all(ids), strict=True)]
+        if any(sampler is None for sampler, id in zip(samplers, ids, strict=True) if id is not None):
+            raise ValueError("a text that does not stand still has no sampler")
+        if any(sampler.sampling.penalises for sampler in samplers if sampler is not None):
+            logits = self.step_all(ids)
+            return [
+                None if id is None or sampler is None else sampler.choose(row)
+                for id, sampler, row in zip(ids, samplers, logits, strict=True)
+            ]
         self._check_step(ids)
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)
         self._appended(ids)
@@ -225,9 +235,9 @@ class Engine:
         self._ids[0] += ids
         return logits
 
-    def _appended(self, ids: Sequence[int]) -> None:
-        for there, id in zip(self._ids, ids, strict=True):
-            there.append(id)
+    def _appended(self, ids: Sequence[int | None]) -> None:
+        for sequence, id in stepped(ids).items():
+            self._ids[sequence].append(id)
 
     def _checked(self, ids: Sequence[int], position: int) -> Tensor:
         if len(ids):
@@ -235,11 +245,14 @@ class Engine:
             _check_room(self.context, position, len(ids))
         return torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
 
-    def _check_step(self, ids: Sequence[int]) -> None:
+    def _check_step(self, ids: Sequence[int | None]) -> None:
         if len(ids) != len(self._ids):
             raise UserError(f"{len(ids)} tokens for {len(self._ids)} sequences; expected one for each")
-        _check_ids(self.architecture.vocabulary, ids)
-        _check_room(self.context, max(self.positions), 1)
+        if not (moving := stepped(ids)):
+            raise UserError("a step of no sequence; expected a token for at least one")
+        _check_ids(self.architecture.vocabulary, [*moving.values()])
+        positions = self.positions
+        _check_room(self.context, max(positions[sequence] for sequence in moving), 1)
 
     def _check_sequence(self, sequence: int) -> None:
         if not 0 <= sequence < len(self._ids):

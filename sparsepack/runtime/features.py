@@ -67,8 +67,8 @@ def check_by_count(packed: PackedModel) -> None:
 SEQUENCES = Feature(
     asked=lambda options, packed: options.sequences > 1,
     there=lambda row, options, packed: row.sequences >= options.sequences,
-    refusal="a batch of {options.sequences} by the {row.name} backend on device {options.device}: several sequences "
-    "run together on {hardware} alone; use --device {devices}, or run one after the other",
+    refusal="a batch of {options.sequences} by the {row.name} backend: it runs at most {row.sequences} together; "
+    "use backend {names}, or fewer",
 )
 TUNING = Feature(
     asked=lambda options, packed: False,  # by the verb alone

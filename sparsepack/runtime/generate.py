@@ -1,18 +1,18 @@
 """Talk to a packed model: a prompt in, text out as it is made."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
-from sparsepack.runtime.detokenise import TextStream
+from sparsepack.runtime.continuation import Continuation, sampling_of
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.sampling import Sampler
 from sparsepack.runtime.stopping import StopText
 
 
@@ -54,9 +54,8 @@ class Generation(Iterator[str]):
     `result` says how the text has ended, and makes what is left where some is; `results` says so of each text. `close`
     ends them early. The engine works for one generation at a time: a new one takes it away from an old one.
 
-    prompts  -- ids of each prompt; prompt n draws by the seed + n
+    prompts  -- ids of each prompt, at most as many as the engine has sequences; prompt n draws by the seed + n
     keep     -- whether to go on from what the engine has of each prompt; otherwise the engine forgets its texts
-    unwanted -- asked before every step: whether to end here, as `close` does
     """
 
     def __init__(
@@ -66,12 +65,9 @@ class Generation(Iterator[str]):
         prompts: Sequence[Sequence[int]],
         options: GenerateOptions,
         keep: bool = False,
-        unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._engine, self._options, self._keep, self._unwanted = engine, options, keep, unwanted
-        self._prompts = [list(ids) for ids in prompts]
-        self._samplers = [Sampler(_sampling(options, n), ids) for n, ids in enumerate(prompts)]
-        self._answers = [_Answer(tokenizer, ids, options, engine.architecture.eos) for ids in prompts]
+        self._engine, self._keep = engine, keep
+        self._texts = [Continuation(engine, tokenizer, ids, options, n) for n, ids in enumerate(prompts)]
         self._prefilled, self._decoded = [0] * len(prompts), 0
         self._prefill_seconds = self._decode_seconds = 0.0
         self._skipped: Skipped | None = None
@@ -94,18 +90,18 @@ class Generation(Iterator[str]):
             pass
         return [
             Generated(
-                text=answer.text,
-                tokens=tuple(answer.tokens),
-                reason=answer.reason or "cancelled",
-                stop=answer.stop,
-                prompt_tokens=len(ids),
+                text=text.text,
+                tokens=tuple(text.tokens),
+                reason=text.reason or "cancelled",
+                stop=text.stop,
+                prompt_tokens=len(text.ids),
                 prefilled=prefilled,
                 prefill_seconds=self._prefill_seconds,
                 decoded=self._decoded,
                 decode_seconds=self._decode_seconds,
                 skipped=self._skipped,
             )
-            for answer, ids, prefilled in zip(self._answers, self._prompts, self._prefilled, strict=True)
+            for text, prefilled in zip(self._texts, self._prefilled, strict=True)
         ]
 
     def _run(self) -> Generator[str, None, None]:
@@ -114,53 +110,44 @@ class Generation(Iterator[str]):
         since = self._engine.counts()
         try:
             yield from self._made()
-            for answer in self._answers:
-                if rest := answer.rest():
-                    yield rest
         finally:
             self._skipped = self._engine.skipped(since)
 
     def _made(self) -> Iterator[str]:
-        """Tokens of all texts, until each has a reason to end or nobody wants them."""
-        engine, going, chosen = self._engine, list(range(len(self._prompts))), list[int]()
-        for made in range(self._options.tokens):
-            for n in going if made else ():
-                if engine.positions[n] == engine.context:
-                    self._answers[n].reason = "context"
-            going = self._unended(going)
-            if not going or self._unwanted():
-                return
-            chosen = self._step(chosen, going) if made else self._first()
+        """The texts, a token of each at a time, until each has a reason to end."""
+        chosen: Sequence[int | None] = ()
+        while going := [n for n, text in enumerate(self._texts) if not text.reason]:
+            chosen = self._step(chosen, going) if chosen else self._first()
             for n in going:
-                if piece := self._answers[n].take(chosen[n]):
+                if piece := self._texts[n].take(_there(chosen[n])):
                     yield piece
-            going = self._unended(going)
-        for n in going:
-            self._answers[n].reason = "tokens"
-
-    def _unended(self, texts: Sequence[int]) -> list[int]:
-        return [n for n in texts if not self._answers[n].reason]
 
     def _first(self) -> list[int]:
         """Prefill each prompt and choose its first token."""
         began, chosen = time.perf_counter(), []
-        for n, ids in enumerate(self._prompts):
-            kept = self._engine.keep(ids, n) if self._keep else 0
-            self._prefilled[n] = len(ids) - kept
-            chosen.append(self._samplers[n].choose(self._engine.prefill(ids[kept:], n)))
+        for n, text in enumerate(self._texts):
+            kept = self._engine.keep(text.ids, n) if self._keep else 0
+            self._prefilled[n] = len(text.ids) - kept
+            chosen.append(text.sampler.choose(self._engine.prefill(text.ids[kept:], n)))
         self._prefill_seconds = time.perf_counter() - began
         return chosen
 
-    def _step(self, chosen: Sequence[int], going: Sequence[int]) -> list[int]:
-        """Append the token that was chosen to each text, and choose the next. A text that has ended costs the others
-        little: what its sequence still computes, from an empty cache, is not looked at."""
+    def _step(self, chosen: Sequence[int | None], going: Sequence[int]) -> list[int | None]:
+        """Append the token that was chosen to each text that goes on, and choose the next."""
         began = time.perf_counter()
-        for n in set(range(len(self._prompts))) - set(going):
-            self._engine.truncate(0, n)
-        chosen = self._engine.decode_all(chosen, self._samplers)
+        ids: list[int | None] = [None] * len(self._engine.positions)
+        samplers: list[Sampler | None] = [None] * len(ids)
+        for n in going:
+            ids[n], samplers[n] = chosen[n], self._texts[n].sampler
+        chosen = self._engine.decode_all(ids, samplers)
         self._decode_seconds += time.perf_counter() - began
         self._decoded += len(going)
         return chosen
+
+
+def _there(id: int | None) -> int:
+    assert id is not None
+    return id
 
 
 def generate(
@@ -188,50 +175,6 @@ def generate_together(
     options = checked(options)
     ids = [_fitting_prompt(engine, tokenizer, prompt) for prompt in prompts]
     return Generation(engine, tokenizer, ids, options).results()
-
-
-class _Answer:
-    """One continuation while it is made: its tokens, its text, and what ended it."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], options: GenerateOptions, eos: Sequence[int]
-    ) -> None:
-        self._stream, self._stops, self._eos = TextStream(tokenizer, prompt), StopText(options.stop), eos
-        special = tokenizer.get_added_tokens_decoder() if options.stop else {}
-        # Special tokens have no text of their own in the answer.
-        self._stop_ids = {id: t.content for id, t in special.items() if t.special and t.content in options.stop}
-        self._told: list[str] = []
-        self.tokens: list[int] = []
-        self.reason = ""
-        self.stop: str | None = None
-
-    @property
-    def text(self) -> str:
-        """What was told."""
-        return "".join(self._told)
-
-    def take(self, id: int) -> str:
-        """Add a token. Returns the text that is certain now; `reason` is there once it was the last."""
-        if id in self._eos and id not in self._stop_ids:
-            self.reason = "eos"
-            return ""
-        self.tokens.append(id)
-        if id in self._stop_ids:
-            self.reason, self.stop = "stop", self._stop_ids[id]
-            return ""
-        return self._tell(self._stops.push(self._stream.push(id)))
-
-    def rest(self) -> str:
-        """What was held back, when no more tokens come."""
-        held = "" if self._stops.found else self._stops.push(self._stream.finish()) + self._stops.finish()
-        return self._tell(held)
-
-    def _tell(self, piece: str) -> str:
-        if self._stops.found is not None:
-            self.reason, self.stop = "stop", self._stops.found
-        if piece:
-            self._told.append(piece)
-        return piece
 
 
 def open_tokenizer(tokenizer_json: str) -> Tokenizer:
@@ -265,15 +208,9 @@ def checked(options: GenerateOptions | None) -> GenerateOptions:
     options = options or GenerateOptions()
     if options.tokens < 0:
         raise UserError(f"{options.tokens} tokens to generate: expected 0 or more")
-    _sampling(options)
+    sampling_of(options)
     StopText(options.stop)
     return options
-
-
-def _sampling(options: GenerateOptions, number: int = 0) -> Sampling:
-    """How the tokens of prompt `number` are chosen."""
-    sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
-    return replace(sampling, seed=options.seed + number)
 
 
 def _fitting_prompt(engine: Engine, tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
-from sparsepack.runtime.decoder import attention_of
+from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.operations_layer import Mode, load_layer
@@ -20,14 +20,17 @@ PREFILL_TOKENS = 512
 
 
 class OperationsDecoder:
-    """See `runtime.decoder.Decoder`; of one sequence.
+    """See `runtime.decoder.Decoder`.
 
     All arithmetic outside of the operations is float32. The embedding stays in the mapped file, rows decoded as they
     are looked up.
 
+    Of several sequences, a step multiplies the columns that are active in any with what each of them has there.
+
     threads      -- that torch runs on during calls; None: as many as it has
     cache_type   -- as `operations.new_cache` takes it
     new_cache    -- what attends, instead of that
+    sequences    -- texts, each with a cache of its own
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class OperationsDecoder:
         threads: int | None,
         cache_type: str | None = None,
         new_cache: Callable[[AttentionShape, str | None, torch.device], KvCache] | None = None,
+        sequences: int = 1,
     ) -> None:
         self._packed, self._architecture, self._device = packed, packed.architecture, device
         self._operations = operations
@@ -47,7 +51,7 @@ class OperationsDecoder:
         self._output_norm = packed.output_norm.to(device)
         self._output = operations.load_rows(packed.output, device)
         new_cache = new_cache or operations.new_cache
-        self.cache = new_cache(attention_of(packed, context, device), cache_type, device)
+        self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
         self.stepped = 0
 
     @property
@@ -78,14 +82,24 @@ class OperationsDecoder:
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
-            return self._logits(self._run(ids, Mode.PREFILL)[-1:])[0]
+            return self._logits(self._run(ids, Mode.PREFILL, sequence)[-1:])[0]
 
-    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+    def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
+        moving = stepped(ids)
         with torch_threads(self._threads):
-            return self._logits(self._run(torch.tensor(ids), Mode.STEP if sparse else Mode.DENSE))
+            mode = Mode.STEP if sparse else Mode.DENSE_STEP
+            logits = self._logits(self._blocks(torch.tensor([*moving.values()]), mode, [*moving]))
+        self.stepped += 1
+        return among_all(logits, moving, len(ids))
 
-    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
-        return [samplers[0].choose(self.step(ids, sparse)[0])]
+    def decode_next(
+        self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
+    ) -> list[int | None]:
+        logits = self.step(ids, sparse)
+        return [
+            None if id is None or sampler is None else sampler.choose(row)
+            for id, sampler, row in zip(ids, samplers, logits, strict=True)
+        ]
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         with torch_threads(self._threads):
@@ -93,29 +107,35 @@ class OperationsDecoder:
             stepped = self._run(ids[sparse_from:], Mode.MASKED if sparse else Mode.DENSE)
             return self._logits(torch.cat([dense, stepped]))
 
-    def _run(self, ids: Tensor, mode: Mode) -> Tensor:
-        """Append tokens; the normed output of the last block: [S, hidden]."""
+    def _run(self, ids: Tensor, mode: Mode, sequence: int = 0) -> Tensor:
+        """Append tokens to a sequence; the normed output of the last block: [S, hidden]."""
+        if mode is not Mode.PREFILL:
+            self.stepped += len(ids)
         hidden = [self._output_norm.new_empty(0, self._architecture.hidden)]
-        hidden += [self._blocks(chunk, mode) for chunk in torch.split(ids, PREFILL_TOKENS) if len(chunk)]
+        hidden += [self._blocks(chunk, mode, [sequence]) for chunk in torch.split(ids, PREFILL_TOKENS) if len(chunk)]
         return torch.cat(hidden)
 
-    def _blocks(self, tokens: Tensor, mode: Mode) -> Tensor:
+    def _blocks(self, tokens: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
+        """Append as many tokens to each of some sequences, those of the first one first."""
         eps = self._architecture.norm_eps
         activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         for number, layer in enumerate(self._layers):
-            x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode)
+            x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode, sequences)
             x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode)
-        self.cache.advance(len(tokens))
-        if mode is not Mode.PREFILL:
-            self.stepped += len(tokens)
+        for sequence in sequences:
+            self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.rms_norm(x, self._output_norm, eps)
 
-    def _attention(self, number: int, x: Tensor, mode: Mode) -> Tensor:
+    def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
         sites = self._layers[number].attention
-        queries = self.cache.append(number, sites["attn_in"].product(x, mode))
         sparse = mode in (Mode.STEP, Mode.MASKED)
-        return sites["attn_out"].product(self.cache.attend(number, queries, sparse=sparse), mode)
+        rows = sites["attn_in"].product(x, mode).tensor_split(len(sequences))
+        attended = [
+            self.cache.attend(number, self.cache.append(number, qkv, sequence), sequence, sparse)
+            for sequence, qkv in zip(sequences, rows, strict=True)
+        ]
+        return sites["attn_out"].product(torch.cat(attended), mode)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._operations.matmul(self._output, hidden)

@@ -23,9 +23,14 @@ class Mode(Enum):
     """How a block treats the positions at hand; all but the first are counted."""
 
     PREFILL = "dense, not counted"
-    DENSE = "dense, counted"
-    STEP = "one position, inactive columns and neurons not read"
-    MASKED = "several positions, what is inactive read but zero: the same sums as STEP"
+    DENSE = "dense, each counted"
+    MASKED = "each counted, what is inactive read but zero: the same sums as STEP"
+    STEP = "one position of each sequence, counted as one; columns and neurons that are inactive in all are not read"
+    DENSE_STEP = "one position of each sequence, dense, counted as one"
+
+    def units(self, x: Tensor) -> int:
+        """How many units are counted where all of x [S, units] are read."""
+        return x.numel() if self in (Mode.DENSE, Mode.MASKED) else x.shape[1] if self is not Mode.PREFILL else 0
 
 
 class Mlp(Protocol):
@@ -56,17 +61,18 @@ class Site:
 
     def product(self, x: Tensor, mode: Mode) -> Tensor:
         """The output rows for x [S, columns]: [S, rows]."""
-        if mode in (Mode.PREFILL, Mode.DENSE) or self.rule is None:
-            if mode is not Mode.PREFILL:
-                self.active.add_(x.numel())
+        if mode in (Mode.PREFILL, Mode.DENSE, Mode.DENSE_STEP) or self.rule is None:
+            self.active.add_(mode.units(x))
             return _plus(self.operations.zigzag_matmul(self.matrix, x), self.bias)
         threshold, offset = self.rule.limits, self.rule.offset
         d = x if offset is None else x - offset
-        if mode is Mode.STEP:
+        if mode is Mode.STEP and len(x) == 1:
             indices, count = self.operations.collect(d[0], threshold)
             y = self.operations.zigzag_gemv(self.matrix, d[0], indices, count)[None]
         else:
             active = d.abs() > threshold
+            if mode is Mode.STEP:
+                active = active.any(0)
             count = active.sum()
             y = self.operations.zigzag_matmul(self.matrix, torch.where(active, d, 0))
         self.active.add_(count)
@@ -95,16 +101,16 @@ class _NeuronMlp:
 
     def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
         gate = activation(self.operations.zigzag_matmul(self.gate, x))  # [S, neurons]
-        if mode is not Mode.PREFILL:
-            self.active[MLP_GATE].add_(x.numel())
-        if mode is Mode.STEP:
+        self.active[MLP_GATE].add_(mode.units(x))
+        if mode is Mode.STEP and len(x) == 1:
             indices, count = self.operations.collect(gate[0], torch.zeros((), device=gate.device))
             self.active[MLP_RECORDS].add_(count)
             return self.operations.neuron_ffn(self.records, x[0], gate[0], indices, count)[None]
-        if mode is Mode.DENSE:
-            self.active[MLP_RECORDS].add_(gate.numel())
-        elif mode is Mode.MASKED:
-            self.active[MLP_RECORDS].add_(gate.count_nonzero())
+        if mode in (Mode.DENSE, Mode.DENSE_STEP):
+            self.active[MLP_RECORDS].add_(mode.units(gate))
+        elif mode is not Mode.PREFILL:
+            active = gate.any(0) if mode is Mode.STEP else gate
+            self.active[MLP_RECORDS].add_(active.count_nonzero())
         return self.operations.neuron_matmul(self.records, x, gate)
 
 

@@ -16,7 +16,7 @@ from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_neurons, load_rows, load_zigzag
-from sparsepack.runtime.decoder import attention_of
+from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -27,12 +27,17 @@ _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}  # kern
 
 
 class NativeDecoder:
-    """See `runtime.decoder.Decoder`; of one sequence.
+    """See `runtime.decoder.Decoder`.
 
     Matrices keep the size that they have in the file. Sums are float32, with multipliers of 16 bits within a tile of
     columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same text gives
     the same bits every run at the same number of threads, until `sparsepack tune` finds other layouts.
 
+    A step of several sequences reads every weight once for all of them, and skips the columns that are inactive in all
+    of them; its sums have another order than those of one sequence. A sequence that is stepped alone has the bits of a
+    decoder of one sequence.
+
+    sequences -- texts, each with a cache of its own
     threads   -- None: as many as torch has, one for each core unless told otherwise
     new_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
 
@@ -47,6 +52,7 @@ class NativeDecoder:
         device: torch.device,
         context: int,
         threads: int | None,
+        sequences: int = 1,
         new_cache: Callable[[AttentionShape], NativeKvCache] = NativeKvCache,
     ) -> None:
         backend_named("cpu").check_device(device)
@@ -54,7 +60,7 @@ class NativeDecoder:
         self.instruction_set = instruction_set()
         self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted)
         self._vocabulary = packed.architecture.vocabulary
-        self.cache = new_cache(attention_of(packed, context, device))
+        self.cache = new_cache(attention_of(packed, context, device, sequences))
         try:
             self.native = native().Decoder(_built(packed, self.cache, self.threads), self.instruction_set, self.threads)
         except RuntimeError as error:
@@ -82,30 +88,41 @@ class NativeDecoder:
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
-        self.native.prefill(ids.numpy(), False, logits.numpy())
+        self.native.prefill(sequence, ids.numpy(), False, logits.numpy())
         return logits[0]
 
-    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
-        logits = torch.empty(1, self._vocabulary)
-        self.native.step(ids[0], sparse, logits[0].numpy())
-        return logits
+    def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
+        moving = stepped(ids)
+        logits = torch.empty(len(moving), self._vocabulary)
+        self.native.step([*moving], [*moving.values()], sparse, logits.numpy())
+        return among_all(logits, moving, len(ids))
 
-    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
-        sampler, how = samplers[0], samplers[0].sampling
-        draw = sampler.draw() if how.temperature else 0.0
-        top_p = 1.0 if how.top_p is None else how.top_p
-        chosen, best = self.native.decode_next(ids[0], sparse, how.temperature, how.top_k or 0, top_p, draw)
-        if chosen < 0:
-            raise not_finite(best)
-        return [int(chosen)]
+    def decode_next(
+        self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
+    ) -> list[int | None]:
+        moving, chosen = stepped(ids), list[int | None](ids)
+        how = [_as_native(sampler) for sampler in (samplers[n] for n in moving) if sampler is not None]
+        found = self.native.decode_next([*moving], [*moving.values()], sparse, how)
+        for n, (id, best) in zip(moving, found, strict=True):
+            if id < 0:
+                raise not_finite(best)
+            chosen[n] = int(id)
+        return chosen
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._vocabulary)
         if sparse_from:
-            self.native.prefill(ids[:sparse_from].numpy(), True, logits[:sparse_from].numpy())
+            self.native.prefill(0, ids[:sparse_from].numpy(), True, logits[:sparse_from].numpy())
         for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
-            self.native.step(id, sparse, row.numpy())
+            self.native.step([0], [id], sparse, row[None].numpy())
         return logits
+
+
+def _as_native(sampler: Sampler) -> tuple[float, int, float, float]:
+    """Temperature, top_k, top_p and a draw, as native/decoder/sampling.h takes them."""
+    how = sampler.sampling
+    draw = sampler.draw() if how.temperature else 0.0
+    return how.temperature, how.top_k or 0, 1.0 if how.top_p is None else how.top_p, draw
 
 
 def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
@@ -127,7 +144,8 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
         packed.embedding.blocks.contiguous(), packed.embedding.columns, ROW_TYPES[packed.embedding.type]
     )
     builder.set_output(load_rows(packed.output), vector(packed.output_norm))
-    builder.set_cache(cache.native[0])
+    for of_one in cache.native:
+        builder.add_cache(of_one)
     return builder
 
 

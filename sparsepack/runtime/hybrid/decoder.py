@@ -92,7 +92,7 @@ class HybridDecoder(OperationsDecoder):
         self._token_boundary(prompt=len(ids))
         return logits
 
-    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+    def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         self._mlps.forget()
         logits = super().step(ids, sparse)
         self._token_boundary(prompt=0)

@@ -62,7 +62,9 @@ def decoder(
     usable(device)
     if options.cached is not None:
         return HybridDecoder(packed, operations, _beside, device, context, cache_type, options)
-    return OperationsDecoder(packed, operations, device, context, options.threads, cache_type)
+    return OperationsDecoder(
+        packed, operations, device, context, options.threads, cache_type, sequences=options.sequences
+    )
 
 
 def _beside(threads: int) -> NeuronFfn:

@@ -66,13 +66,18 @@ ZigzagMatrix random_zigzag(int64_t rows, int64_t columns, int span, int tile) {
     return m;
 }
 
+// `count` of the columns, ascending.
+std::vector<int32_t> some_of(int columns, int count) {
+    std::vector<int32_t> indices;
+    for (int32_t i = 0; i < columns; i++)
+        if (below(columns - i) < count - (int)indices.size()) indices.push_back(i);
+    return indices;
+}
+
 void check_gemv(const Kernels& k, const Zigzag& m, int count) {
     std::vector<float> x = normals(m.columns);
     x[below((int)m.columns)] *= 1000;
-    std::vector<int32_t> all(m.columns), indices;
-    for (int32_t i = 0; i < m.columns; i++) all[i] = i;
-    for (int64_t left = m.columns, i = 0; i < m.columns; i++, left--)
-        if (below((int)left) < count - (int)indices.size()) indices.push_back(all[i]);
+    std::vector<int32_t> indices = some_of((int)m.columns, count);
     for (int32_t span = 0; span < spans(&m); span++) {
         size_t rows = (size_t)span_bands(&m, span) * BAND_ROWS;
         std::vector<float> y[2];
@@ -104,22 +109,36 @@ void check_not_finite(const Kernels& k, const Zigzag& m, float value) {
     }
     check(none_finite(), k.name, text("gemv of %d x %d with %f", (int)m.rows, (int)m.columns, value));
     std::fill(y.begin(), y.end(), 0.0f);
-    for (int32_t quad = 0; quad < quads(&m); quad++)
-        k.zigzag_matmul(&m, quad, x.data(), m.columns, 1, y.data(), m.rows);
+    for (int32_t quad = 0; quad < quads(&m); quad++) {
+        MatmulWork work = {&m, quad, (int32_t)m.columns, nullptr, x.data(), y.data(), m.columns, m.rows, 1};
+        k.zigzag_matmul(&work);
+    }
     check(none_finite(), k.name, text("matmul of %d x %d with %f", (int)m.rows, (int)m.columns, value));
 }
 
-void check_zigzag_matmul(const Kernels& k, const Zigzag& m, int positions) {
+// count: of the columns that are active; -1: all, without a list.
+void check_zigzag_matmul(const Kernels& k, const Zigzag& m, int positions, int count) {
     int64_t x_stride = m.columns + below(3), y_stride = m.rows + 16;
+    std::vector<int32_t> indices = some_of((int)m.columns, std::max(0, count));
     std::vector<float> x = normals(positions * x_stride), y[2];
     for (int s = 0; s < 2; s++) {
         y[s].assign(positions * y_stride, GUARD);
-        for (int32_t quad = 0; quad < quads(&m); quad++)
-            (s ? k : scalar_kernels).zigzag_matmul(&m, quad, x.data(), x_stride, positions, y[s].data(), y_stride);
+        for (int32_t quad = 0; quad < quads(&m); quad++) {
+            MatmulWork work = {&m,
+                               quad,
+                               count < 0 ? (int32_t)m.columns : count,
+                               count < 0 ? nullptr : indices.data(),
+                               x.data(),
+                               y[s].data(),
+                               x_stride,
+                               y_stride,
+                               positions};
+            (s ? k : scalar_kernels).zigzag_matmul(&work);
+        }
     }
     check_near(y[1], y[0], k.name,
-               text("matmul of %d x %d, span %d, tile %d, %d positions", (int)m.rows, (int)m.columns, m.span, m.tile,
-                    positions));
+               text("matmul of %d x %d, span %d, tile %d, %d positions, %d active", (int)m.rows, (int)m.columns, m.span,
+                    m.tile, positions, count));
 }
 
 void check_zigzag(const Kernels& k) {
@@ -132,7 +151,8 @@ void check_zigzag(const Kernels& k) {
         ZigzagMatrix m = random_zigzag(s[0], s[1], s[2], s[3]);
         for (int count : {0, 1, 2, 3, 5, 8, 9, 33, 63, 64, 65, 129, s[1] - 1, s[1]})
             if (count >= 0 && count <= s[1]) check_gemv(k, m.view, count);
-        for (int positions : {1, 2, 3, 4, 5, 8, 9, 17, 33}) check_zigzag_matmul(k, m.view, positions);
+        for (int positions : {1, 2, 3, 4, 5, 8, 9, 17, 33})
+            for (int count : {-1, 0, s[1] / 2, s[1]}) check_zigzag_matmul(k, m.view, positions, count);
         for (float value : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()})
             check_not_finite(k, m.view, value);
     }

@@ -107,7 +107,7 @@ SAMPLINGS = [
 def choose_natively(engine: Engine, logits: Tensor, how: Sampling, draw: float) -> int:
     decoder: Any = engine._decoder
     top_p = 1.0 if how.top_p is None else how.top_p
-    return int(decoder.native.choose(logits, how.temperature, how.top_k or 0, top_p, draw)[0])
+    return int(decoder.native.choose(logits, (how.temperature, how.top_k or 0, top_p, draw))[0])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)

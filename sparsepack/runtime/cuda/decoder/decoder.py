@@ -17,6 +17,7 @@ from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
 from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.mirror import Mirror
+from sparsepack.runtime.decoder import stepped
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -38,7 +39,7 @@ class CudaDecoder:
     before the host has read its token (`RunAhead`). Of several, a column is skipped where it is inactive in all: what
     is read, and multiplied for each, is the union of the columns that are active in any. They may have different
     lengths, and their logits are those of sequences alone but for the order of sums and, in sparse steps, for the
-    columns of the others.
+    columns of the others, those that stand still included; what stands still costs what it has in its cache.
 
     sequences  -- texts, each with a cache of its own
     cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
@@ -113,20 +114,24 @@ class CudaDecoder:
             self._kernels.product(self._model.output, hidden[-1:].clone(), logits, norm=norm, eps=eps)
         return logits[0]
 
-    def step(self, ids: Sequence[int], sparse: bool) -> Tensor:
+    def step(self, ids: Sequence[int | None], sparse: bool) -> Tensor:
         with self._kernels.on_device(self._device):
             self._append(ids, sparse)
             return self._step.logits.clone()
 
-    def decode_next(self, ids: Sequence[int], sparse: bool, samplers: Sequence[Sampler]) -> list[int]:
+    def decode_next(
+        self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
+    ) -> list[int | None]:
         """What each sampler chooses from the logits of `step`; of one sequence on the device, of several the host
         chooses where the likeliest token is not wanted."""
         with self._kernels.on_device(self._device):
             self._append(ids, sparse)
             if self._ahead is None:
-                return self._chosen(samplers)
+                return self._chosen(ids, samplers)
+            (sampler,) = samplers
+            assert sampler is not None  # a step has at least one text
             following = self._graph(sparse) if self._cache.lengths[0] < self._context else None
-            chosen = self._ahead.choose(samplers[0], sparse, following)
+            chosen = self._ahead.choose(sampler, sparse, following)
             if following is None:
                 self._ids.known = [chosen]
             return [chosen]
@@ -162,16 +167,18 @@ class CudaDecoder:
                 f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once; take fewer"
             )
 
-    def _chosen(self, samplers: Sequence[Sampler]) -> list[int]:
+    def _chosen(self, ids: Sequence[int | None], samplers: Sequence[Sampler | None]) -> list[int | None]:
         """What the samplers of several sequences choose; the likeliest tokens are found on the device."""
         _, likeliest, bests = state_parts(self._step.state.cpu(), len(samplers))
-        chosen: list[int] = likeliest.tolist()
-        self._ids.known = list(chosen)
-        for n, best in enumerate(bests.tolist()):
-            if not math.isfinite(best):
+        self._ids.known = likeliest.tolist()
+        chosen: list[int | None] = list(self._ids.known)
+        for n, (id, sampler, best) in enumerate(zip(ids, samplers, bests.tolist(), strict=True)):
+            if id is None or sampler is None:
+                chosen[n] = None
+            elif not math.isfinite(best):
                 raise not_finite(best)
-            if samplers[n].sampling.temperature:
-                chosen[n] = samplers[n].choose(self._step.logits[n])
+            elif sampler.sampling.temperature:
+                chosen[n] = sampler.choose(self._step.logits[n])
         return chosen
 
     def _chunks(self, ids: Tensor) -> list[Tensor]:
@@ -183,15 +190,27 @@ class CudaDecoder:
         self._drop()
         return self._prefill.run(ids, sequence)
 
-    def _append(self, ids: Sequence[int], sparse: bool) -> None:
-        """Put a step on the current stream, unless it runs already; the cache counts the new positions."""
-        if self._ahead is None or not self._ahead.taken(ids[0], sparse):
+    def _append(self, ids: Sequence[int | None], sparse: bool) -> None:
+        """Put a step on the current stream, unless it runs already; the cache counts the new positions.
+
+        Kernels step every sequence. One that stands still gets a token too, which is forgotten at once: with a text, at
+        the position after its last; where it is full, in place of its last token.
+        """
+        moving, lengths = stepped(ids), list(self._cache.lengths)
+        for sequence in range(len(ids)):
+            if sequence not in moving and lengths[sequence] == self._context:
+                lengths[sequence] -= 1
+                self._cache.truncate(lengths[sequence], sequence)
+        first = next(iter(moving.values()))
+        if self._ahead is None or not self._ahead.taken(first, sparse):
             self._drop()
-            self._begin(list(ids), sparse)
-        lengths = self._cache.lengths
-        for sequence in range(len(lengths)):
+            self._begin([first if id is None else id for id in ids], sparse)
+        for sequence in range(len(ids)):
             self._cache.advance(1, sequence)
-        self._cache.positions.known = list(lengths)
+        self._cache.positions.known = list(self._cache.lengths)
+        for sequence in range(len(ids)):
+            if sequence not in moving:
+                self._cache.truncate(lengths[sequence], sequence)
         self._stepped += 1
 
     def _begin(self, ids: list[int], sparse: bool) -> None:

@@ -10,11 +10,13 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 namespace nb = nanobind;
@@ -27,6 +29,9 @@ template <class T, int dimensions>
 using Array = nb::ndarray<T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
 using Vector = Array<const float, 1>;
 using Lock = std::lock_guard<std::mutex>;
+using Sequences = std::vector<int32_t>;
+using Ids = std::vector<int64_t>;
+using How = std::tuple<double, int64_t, double, double>;  // the fields of Sampling
 
 std::vector<float> copied(const Vector& x) { return {x.data(), x.data() + x.size()}; }
 std::vector<float> copied(const std::optional<Vector>& x) { return x ? copied(*x) : std::vector<float>(); }
@@ -70,7 +75,7 @@ public:
         model_.owners.push_back(std::move(matrix));
     }
 
-    void set_cache(std::shared_ptr<KvCache> cache) { model_.cache = std::move(cache); }
+    void add_cache(std::shared_ptr<KvCache> cache) { model_.caches.push_back(std::move(cache)); }
 
     std::unique_ptr<Decoder> build(const std::string& instruction_set, int threads) {
         if (threads < 1) throw std::invalid_argument("threads: expected at least 1");
@@ -87,7 +92,8 @@ private:
 class Session {
 public:
     Session(Builder& builder, const std::string& instruction_set, int threads)
-        : decoder_(builder.build(instruction_set, threads)), logits_(decoder_->model().shape.vocabulary) {}
+        : decoder_(builder.build(instruction_set, threads)),
+          logits_(decoder_->model().shape.vocabulary * decoder_->model().caches.size()) {}
 
     void reset() {
         Lock lock(mutex_);
@@ -99,28 +105,35 @@ public:
         return decoder_->active();
     }
 
-    void step(int64_t id, bool sparse, Array<float, 1> logits) {
-        expect_room(logits.size(), 1);
+    void step(const Sequences& sequences, const Ids& ids, bool sparse, Array<float, 2> logits) {
+        expect_room(logits.size(), ids.size());
         Lock lock(mutex_);
-        decoder_->step(id, sparse, logits.data());
+        step_all(sequences, ids, sparse, logits.data());
     }
 
-    void prefill(Array<const int64_t, 1> ids, bool all, Array<float, 2> logits) {
+    void prefill(int32_t sequence, Array<const int64_t, 1> ids, bool all, Array<float, 2> logits) {
         expect_room(logits.size(), all ? ids.size() : 1);
         Lock lock(mutex_);
-        decoder_->prefill(ids.data(), int64_t(ids.size()), all, logits.data());
+        decoder_->prefill(sequence, ids.data(), int64_t(ids.size()), all, logits.data());
     }
 
-    std::pair<int64_t, float> decode_next(int64_t id, bool sparse, double temperature, int64_t top_k, double top_p,
-                                          double draw) {
+    // For each sequence (temperature, top_k, top_p, draw); returns the token and its logit.
+    std::vector<std::pair<int64_t, float>> decode_next(const Sequences& sequences, const Ids& ids, bool sparse,
+                                                       const std::vector<How>& how) {
+        if (how.size() != ids.size() || ids.size() > decoder_->model().caches.size())
+            throw std::invalid_argument("expected a way of sampling for each sequence");
         Lock lock(mutex_);
-        decoder_->step(id, sparse, logits_.data());
-        return chosen(logits_.data(), int64_t(logits_.size()), {temperature, top_k, top_p, draw});
+        step_all(sequences, ids, sparse, logits_.data());
+        std::vector<std::pair<int64_t, float>> found;
+        int64_t vocabulary = decoder_->model().shape.vocabulary;
+        for (size_t i = 0; i < how.size(); ++i)
+            found.push_back(chosen(logits_.data() + int64_t(i) * vocabulary, vocabulary, how[i]));
+        return found;
     }
 
-    std::pair<int64_t, float> choose(Vector logits, double temperature, int64_t top_k, double top_p, double draw) {
+    std::pair<int64_t, float> choose(Vector logits, const How& how) {
         Lock lock(mutex_);
-        return chosen(logits.data(), int64_t(logits.size()), {temperature, top_k, top_p, draw});
+        return chosen(logits.data(), int64_t(logits.size()), how);
     }
 
 private:
@@ -129,9 +142,15 @@ private:
             throw std::invalid_argument("logits: expected [positions, vocabulary]");
     }
 
-    std::pair<int64_t, float> chosen(const float* logits, int64_t n, const Sampling& how) {
+    void step_all(const Sequences& sequences, const Ids& ids, bool sparse, float* logits) {
+        if (sequences.size() != ids.size()) throw std::invalid_argument("expected a token for each sequence");
+        decoder_->step(sequences.data(), ids.data(), int32_t(ids.size()), sparse, logits);
+    }
+
+    std::pair<int64_t, float> chosen(const float* logits, int64_t n, const How& how) {
+        auto [temperature, top_k, top_p, draw] = how;
         float best;
-        int64_t id = sampler_.choose(logits, n, how, decoder_->pool(), &best);
+        int64_t id = sampler_.choose(logits, n, {temperature, top_k, top_p, draw}, decoder_->pool(), &best);
         return {id, best};
     }
 
@@ -159,17 +178,16 @@ void bind_decoder(nb::module_& m) {
         .def("set_neurons", &Builder::set_neurons, "records"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
-        .def("set_cache", &Builder::set_cache, "cache"_a);
+        .def("add_cache", &Builder::add_cache, "cache"_a);
     nb::class_<Session>(m, "Decoder")
         .def(nb::init<Builder&, const std::string&, int>(), "builder"_a, "instruction_set"_a, "threads"_a)
         .def("reset", &Session::reset, Released())
         .def_prop_ro("stepped", &Session::stepped)
         .def("active", &Session::active)
-        .def("step", &Session::step, "id"_a, "sparse"_a, "logits"_a, Released())
-        .def("prefill", &Session::prefill, "ids"_a, "all"_a, "logits"_a, Released())
-        .def("decode_next", &Session::decode_next, "id"_a, "sparse"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a,
-             Released())
-        .def("choose", &Session::choose, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "draw"_a, Released());
+        .def("step", &Session::step, "sequences"_a, "ids"_a, "sparse"_a, "logits"_a, Released())
+        .def("prefill", &Session::prefill, "sequence"_a, "ids"_a, "all"_a, "logits"_a, Released())
+        .def("decode_next", &Session::decode_next, "sequences"_a, "ids"_a, "sparse"_a, "how"_a, Released())
+        .def("choose", &Session::choose, "logits"_a, "how"_a, Released());
 }
 
 }  // namespace sparsepack

@@ -41,13 +41,15 @@ void check_model(const Model& m) {
     const Shape& s = m.shape;
     for (int64_t value : {int64_t(s.hidden), int64_t(s.intermediate), s.vocabulary, int64_t(s.prefill_tokens)})
         expect(value > 0, "sizes: expected positive numbers");
-    expect(m.cache && m.cache->layers() == int(m.layers.size()), "cache: none, or one of other layers");
+    expect(!m.caches.empty(), "no cache");
+    for (const auto& cache : m.caches)
+        expect(cache->layers() == int(m.layers.size()), "cache of other layers");
     expect(s.activation >= SILU && s.activation <= GELU_TANH, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
     expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");
     for (size_t i = 0; i < m.layers.size(); ++i)
-        check_layer(m.layers[i], s, m.cache->shape(), "block " + std::to_string(i));
+        check_layer(m.layers[i], s, m.caches[0]->shape(), "block " + std::to_string(i));
 }
 
 // bias + W offset
@@ -55,8 +57,10 @@ std::vector<float> sparse_bias(const Site& site, const Kernels& kernels) {
     if (site.offset.empty()) return site.bias;
     const Zigzag& m = *site.matrix;
     std::vector<float> y(m.rows);
-    for (int32_t quad = 0; quad < quads(&m); ++quad)
-        kernels.zigzag_matmul(&m, quad, site.offset.data(), m.columns, 1, y.data(), m.rows);
+    for (int32_t quad = 0; quad < quads(&m); ++quad) {
+        MatmulWork work = {&m, quad, int32_t(m.columns), nullptr, site.offset.data(), y.data(), m.columns, m.rows, 1};
+        kernels.zigzag_matmul(&work);
+    }
     if (!site.bias.empty()) kernels.sum(site.bias.data(), 0, 1, nullptr, int32_t(m.rows), 1, y.data());
     return y;
 }
@@ -66,11 +70,12 @@ std::vector<float> sparse_bias(const Site& site, const Kernels& kernels) {
 Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     : model_((check_model(model), std::move(model))),
       s_(model_.shape),
-      cache_(*model_.cache),
-      a_(cache_.shape()),
+      cache_(model_.caches[0].get()),
+      a_(cache_->shape()),
       k_(kernels),
       pool_(threads) {
     int64_t columns = std::max({s_.hidden, s_.intermediate, a_.q_rows()}), padded[2] = {0, 0};
+    int64_t texts = int64_t(model_.caches.size());
     for (Layer& layer : model_.layers) {
         for (int number = 0; number < SITES; ++number) {
             Site& site = layer.sites[number];
@@ -82,6 +87,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
             site.sparse_bias = sparse_bias(site, k_);
             const Zigzag& m = *site.matrix;
             int64_t room = gemv_slices(m, int32_t(m.columns), threads) * gemv_stride(m);
+            if (texts > 1) room = std::max(room, matmul_slices(m, int32_t(m.columns), threads) * texts * m.rows);
             padded[number & 1] = std::max(padded[number & 1], room);
         }
     }
@@ -92,7 +98,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     sum_ = Buffer<float>(s_.hidden);
     attn_output_ = Buffer<float>(a_.q_rows());
     middle_ = Buffer<float>(s_.intermediate);
-    listed_ = Buffer<int32_t>(s_.intermediate + 16 * threads);
+    listed_ = Buffer<int32_t>(columns + 16 * threads);
+    active_in_any_ = Buffer<uint8_t>(texts > 1 ? columns : 0);
     counts_ = Buffer<int32_t>(16 * threads);
     scratch_.resize(threads);
     for (Scratch& own : scratch_) {
@@ -101,21 +108,24 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.d = Buffer<float>(columns);
         own.indices = Buffer<int32_t>(columns + 16);
         own.heads = Buffer<float>(int64_t(a_.gqa_ratio() + 2) * a_.head_dim);
-        own.attention = Buffer<float>(cache_.scratch(1));
+        own.attention = Buffer<float>(cache_->scratch(1));
         own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));
     }
 }
 
 void Decoder::reset() {
-    cache_.reset();
+    for (const auto& cache : model_.caches) cache->reset();
     stepped_ = 0;
     active_.assign(active_.size(), 0);
 }
 
-void Decoder::check(const int64_t* ids, int64_t count) const {
+KvCache& Decoder::checked(int32_t sequence, const int64_t* ids, int64_t count) const {
+    if (sequence < 0 || sequence >= int32_t(model_.caches.size())) throw std::out_of_range("unknown sequence");
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= s_.vocabulary) throw std::out_of_range("unknown token id");
-    if (cache_.length() + count > a_.context) throw std::out_of_range("more tokens than the context has room for");
+    KvCache& cache = *model_.caches[sequence];
+    if (cache.length() + count > a_.context) throw std::out_of_range("more tokens than the context has room for");
+    return cache;
 }
 
 }  // namespace sparsepack

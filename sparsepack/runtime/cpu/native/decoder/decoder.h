@@ -7,6 +7,9 @@
 //
 // Where an MLP is stored by neurons, its last three phases are: gate product | active neurons | their records.
 //
+// A token of each of several texts has the same phases (decoder/several.cpp); a product then reads the columns that are
+// active in any of the texts, once for all of them. One text has the same bits whatever room there is for others.
+//
 // What lies between two phases and is small (norms, residual sums, listing the active columns) every thread does for
 // itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums (threads/products.h);
 // whoever reads them adds them in order.
@@ -53,7 +56,7 @@ struct Model {
     Rows embedding;                                   // as decoder/embedding.h reads it
     Rows output;                                      // as the kernels read it
     std::vector<float> output_norm;                   // [hidden]
-    std::shared_ptr<KvCache> cache;                   // empty; the decoder's from now on
+    std::vector<std::shared_ptr<KvCache>> caches;     // of each text, of one shape, empty; the decoder's from now on
     std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
 };
 
@@ -65,16 +68,17 @@ public:
     const Model& model() const noexcept { return model_; }
     Pool& pool() noexcept { return pool_; }
     int64_t stepped() const noexcept { return stepped_; }
-    // Active columns per (layer, site), summed over the stepped positions.
+    // Columns per (layer, site) that were active in any text, summed over the steps.
     const std::vector<int64_t>& active() const noexcept { return active_; }
 
     void reset();
 
-    // Appends one token. logits: [vocabulary]. Throws std::out_of_range for an unknown id or a full context.
-    void step(int64_t id, bool sparse, float* logits);
+    // Appends a token to each of `count` texts, in ascending order; the others stand still. logits: [count][vocabulary].
+    // Throws std::out_of_range for an unknown id or text, or a full context, and then nothing has changed.
+    void step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits);
 
-    // Appends tokens, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
-    void prefill(const int64_t* ids, int64_t count, bool all, float* logits);
+    // Appends tokens to a text, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
+    void prefill(int32_t sequence, const int64_t* ids, int64_t count, bool all, float* logits);
 
 private:
     // The memory that each thread has for itself.
@@ -101,7 +105,7 @@ private:
         int64_t rows;
     };
 
-    void check(const int64_t* ids, int64_t count) const;
+    KvCache& checked(int32_t sequence, const int64_t* ids, int64_t count) const;
 
     // decoder/products.cpp
     Input whole(int layer, int site, const float* x, int thread);
@@ -113,17 +117,27 @@ private:
 
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
-    void attend(const Input& input, int layer, int32_t kv_head, bool sparse, int thread);
-    int32_t border(int thread) const;
-    int32_t* list(int thread) const;
-    int32_t gather(int32_t count, int thread);
+    void attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread);
+    int32_t border(int64_t columns, int thread) const;
+    int32_t* list(int64_t columns, int thread) const;
+    int32_t gather(int64_t columns, int32_t count, int thread);
     Input gate(const Input& input, int layer, bool sparse, int thread);
+
+    // decoder/several.cpp
+    void tokens(const int64_t* ids, int32_t texts, bool sparse, float* logits, int thread);
+    Sums multiply_several(int layer, int site, float* x, int32_t texts, bool sparse, int thread);
+    static Sums of_text(const Sums& sums, int32_t text);
+    Active select_several(const Site& at, float* x, int32_t texts, int thread);
+    void attend_several(const Sums& qkv, int layer, int32_t texts, bool sparse, int thread);
+    void gate_several(const Sums& both, int32_t texts, int thread);
+    void neurons_several(const Sums& gate, int layer, int32_t texts, bool sparse, int thread);
 
     // decoder/neurons.cpp
     Sums neurons(const Input& gate, const float* x, int layer, bool sparse, int thread);
     void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
     // decoder/prefill.cpp
+    void grow_wide(int64_t positions);
     void chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
     void append_rows(int layer, int32_t first, int32_t last);
@@ -133,7 +147,7 @@ private:
 
     Model model_;
     const Shape& s_;
-    KvCache& cache_;
+    KvCache* cache_;  // of the one text at hand
     const AttentionShape& a_;
     const Kernels& k_;
     Pool pool_;
@@ -144,10 +158,12 @@ private:
     Buffer<float> sum_;              // of these, where they are too many for every thread to add all
     Buffer<float> attn_output_;
     Buffer<float> middle_;    // gate * up
-    Buffer<int32_t> listed_;  // its active columns, each thread's range at a place of its own
+    Buffer<int32_t> listed_;  // active columns, each thread's range at a place of its own
     Buffer<int32_t> counts_;  // of those, one cache line per thread
+    std::vector<KvCache*> texts_;    // that a step of several appends to
+    Buffer<uint8_t> active_in_any_;  // of these, by column
     std::vector<Scratch> scratch_;
-    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // prefill: [chunk][...]
+    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // prefill: [chunk][...]; steps of several: [texts][...]
 };
 
 }  // namespace sparsepack

@@ -10,15 +10,15 @@ Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, boo
     const float zero = 0;
     const Neurons& n = *model_.layers[layer].neurons;
     Scratch& own = scratch_[thread];
-    int32_t first = border(thread), size = border(thread + 1) - first, count = 0;
+    int32_t first = border(s_.intermediate, thread), size = border(s_.intermediate, thread + 1) - first, count = 0;
     float *g = middle_.data() + first, *partial_sums = partial_sums_[MLP_MID & 1].data();
     if (size) {
         read(sums(gate), first, size, g);
         for (int32_t i = 0; i < size; ++i) g[i] = g[i] < 0 ? 0 : g[i];
-        count = k_.collect(g, nullptr, &zero, 0, size, first, g, list(thread));
+        count = k_.collect(g, nullptr, &zero, 0, size, first, g, list(s_.intermediate, thread));
     }
     k_.neuron_input(x, n.bands, own.neuron_input.data());
-    int32_t total = gather(count, thread);
+    int32_t total = gather(s_.intermediate, count, thread);
     Active active = {own.indices.data(), total};
     if (!sparse) active = {all_.data(), s_.intermediate};
     if (thread == 0) active_[layer * SITES + MLP_MID] += active.count;
@@ -27,7 +27,7 @@ Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, boo
     return {partial_sums, s_.hidden, neuron_slices(active.count, pool_.threads()), &no_bias, s_.hidden};
 }
 
-// The same for the positions of a chunk, of which this thread has first ... last - 1: from the products of the gate.
+// The same for the positions of a chunk, or one of each of several texts, of which this thread has first ... last - 1: from the products of the gate.
 void Decoder::neuron_rows(int layer, int32_t first, int32_t last, int32_t positions) {
     const Neurons& n = *model_.layers[layer].neurons;
     float* gates = wide_rows_.data();

@@ -5,19 +5,23 @@
 #include "decoder/embedding.h"
 
 namespace sparsepack {
-void Decoder::prefill(const int64_t* ids, int64_t count, bool all, float* logits) {
-    check(ids, count);
-    int64_t most = std::min<int64_t>(s_.prefill_tokens, std::max<int64_t>(count, 1));
-    wide_x_.grow(most * s_.hidden);
-    wide_normed_.grow(most * s_.hidden);
-    wide_rows_.grow(most * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
-    wide_inner_.grow(most * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
-    for (Scratch& own : scratch_) own.attention.grow(cache_.scratch(KvCache::BLOCK));
+
+void Decoder::grow_wide(int64_t positions) {
+    wide_x_.grow(positions * s_.hidden);
+    wide_normed_.grow(positions * s_.hidden);
+    wide_rows_.grow(positions * std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}));
+    wide_inner_.grow(positions * std::max({a_.q_rows(), s_.intermediate, s_.hidden}));
+}
+
+void Decoder::prefill(int32_t sequence, const int64_t* ids, int64_t count, bool all, float* logits) {
+    cache_ = &checked(sequence, ids, count);
+    grow_wide(std::min<int64_t>(s_.prefill_tokens, std::max<int64_t>(count, 1)));
+    for (Scratch& own : scratch_) own.attention.grow(cache_->scratch(KvCache::BLOCK));
     for (int64_t first = 0; first < count; first += s_.prefill_tokens) {
         int32_t size = int32_t(std::min<int64_t>(s_.prefill_tokens, count - first));
         float* y = all ? logits + first * s_.vocabulary : first + size == count ? logits : nullptr;
         pool_.run([&](int thread) { chunk(ids + first, size, y, all, thread); });
-        cache_.advance(size);
+        cache_->advance(size);
     }
 }
 
@@ -35,7 +39,7 @@ void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, 
         pool_.barrier();
         append_rows(number, first, last);
         pool_.barrier();
-        cache_.attend_rows(pool_, number, wide_rows_.data(), count, wide_inner_.data(),
+        cache_->attend_rows(pool_, number, wide_rows_.data(), count, wide_inner_.data(),
                            scratch_[thread].attention.data());
         pool_.barrier();
         matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
@@ -74,7 +78,7 @@ void Decoder::append_rows(int number, int32_t first, int32_t last) {
     int32_t rows = a_.qkv_rows();
     for (int32_t p = first; p < last && !bias.empty(); ++p)
         k_.sum(bias.data(), 0, 1, nullptr, rows, 1, wide_rows_.data() + int64_t(p) * rows);
-    cache_.append_rows(number, wide_rows_.data(), first, last);
+    cache_->append_rows(number, wide_rows_.data(), first, last);
 }
 
 void Decoder::gate_rows(int number, int32_t first, int32_t last) {

@@ -1,15 +1,28 @@
-// One token: the phases that decoder.h lists.
+// One token of one text: the phases that decoder.h lists.
 #include <string.h>
+
+#include <stdexcept>
 
 #include "decoder/decoder.h"
 #include "decoder/embedding.h"
 
 namespace sparsepack {
 
-void Decoder::step(int64_t id, bool sparse, float* logits) {
-    check(&id, 1);
-    pool_.run([&](int thread) { token(id, sparse, logits, thread); });
-    cache_.advance(1);
+void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits) {
+    texts_.clear();
+    for (int32_t i = 0; i < count; ++i) {
+        if (i && sequences[i] <= sequences[i - 1]) throw std::out_of_range("texts not in ascending order");
+        texts_.push_back(&checked(sequences[i], ids + i, 1));
+    }
+    if (!count) return;
+    if (count == 1) {
+        cache_ = texts_[0];
+        pool_.run([&](int thread) { token(*ids, sparse, logits, thread); });
+    } else {
+        grow_wide(count);
+        pool_.run([&](int thread) { tokens(ids, count, sparse, logits, thread); });
+    }
+    for (KvCache* cache : texts_) cache->advance(1);
     ++stepped_;
 }
 
@@ -24,7 +37,9 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
         pool_.barrier();
-        pool_.share(a_.kv_heads, [&](int kv_head, int) { attend(input, number, kv_head, sparse, thread); });
+        pool_.share(a_.kv_heads, [&](int kv_head, int) {
+            attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
+        });
         pool_.barrier();
         input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
         multiply(input);
@@ -48,36 +63,37 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
 }
 
-// The query heads of one key head: from the product of attn_in to their part of `attn_output_`.
-void Decoder::attend(const Input& input, int layer, int32_t kv_head, bool sparse, int thread) {
+// The query heads of one key head: from a text's product of attn_in to their part of y [q_rows].
+void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread) {
     Scratch& own = scratch_[thread];
     int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
     float *q = own.heads.data(), *k = q + grouped, *v = k + width;
-    Sums qkv = sums(input);
     read(qkv, int64_t(kv_head) * grouped, grouped, q);
     read(qkv, a_.q_rows() + int64_t(kv_head) * width, width, k);
     read(qkv, a_.q_rows() + a_.kv_rows() + int64_t(kv_head) * width, width, v);
-    cache_.append(layer, kv_head, cache_.length(), q, k, v);
-    float* y = attn_output_.data() + int64_t(kv_head) * grouped;
-    cache_.attend(layer, kv_head, cache_.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
+    cache.append(layer, kv_head, cache.length(), q, k, v);
+    y += int64_t(kv_head) * grouped;
+    cache.attend(layer, kv_head, cache.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
 }
 
-// The channel at which a thread's range of the MLP's channels begins, and the thread's list of active ones in it.
-int32_t Decoder::border(int thread) const {
-    if (thread == pool_.threads()) return s_.intermediate;
-    return int32_t(int64_t(s_.intermediate) * thread / pool_.threads()) / 16 * 16;
+// The column at which a thread's range of so many columns begins, and the thread's list of active ones in it.
+int32_t Decoder::border(int64_t columns, int thread) const {
+    if (thread == pool_.threads()) return int32_t(columns);
+    return int32_t(columns * thread / pool_.threads()) / 16 * 16;
 }
-int32_t* Decoder::list(int thread) const { return listed_.data() + border(thread) + 16 * thread; }
+int32_t* Decoder::list(int64_t columns, int thread) const {
+    return listed_.data() + border(columns, thread) + 16 * thread;
+}
 
 // Puts the lists of all threads together, this one's with `count` entries, in its own scratch; returns how many there
 // are.
-int32_t Decoder::gather(int32_t count, int thread) {
+int32_t Decoder::gather(int64_t columns, int32_t count, int thread) {
     counts_.data()[16 * thread] = count;
     pool_.barrier();
     int32_t *indices = scratch_[thread].indices.data(), total = 0;
     for (int other = 0; other < pool_.threads(); ++other) {
         int32_t active = counts_.data()[16 * other];
-        memcpy(indices + total, list(other), active * sizeof(int32_t));
+        memcpy(indices + total, list(columns, other), active * sizeof(int32_t));
         total += active;
     }
     return total;
@@ -89,7 +105,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
     const Site& site = model_.layers[layer].sites[MLP_MID];
     sparse = sparse && !site.threshold.empty();
     Scratch& own = scratch_[thread];
-    int32_t first = border(thread), n = border(thread + 1) - first, count = 0;
+    int32_t first = border(s_.intermediate, thread), n = border(s_.intermediate, thread + 1) - first, count = 0;
     float *x = middle_.data() + first, *up = own.d.data();
     if (n) {
         Sums both = sums(input);
@@ -101,9 +117,9 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
         bool per_channel = site.threshold.size() > 1;
         const float* offset = site.offset.empty() ? nullptr : site.offset.data() + first;
         const float* threshold = site.threshold.data() + (per_channel ? first : 0);
-        count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(thread));
+        count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(s_.intermediate, thread));
     }
-    int32_t total = gather(count, thread);
+    int32_t total = gather(s_.intermediate, count, thread);
     if (!sparse) return whole(layer, MLP_MID, middle_.data(), thread);
     if (thread == 0) active_[layer * SITES + MLP_MID] += total;
     Active active = {own.indices.data(), total};

@@ -71,17 +71,19 @@ void zigzag_gemv(const GemvWork* work, const GemvWork*) {
     }
 }
 
-void zigzag_matmul(const Zigzag* m, int32_t quad, const float* x, int64_t x_stride, int32_t positions, float* y,
-                   int64_t y_stride) {
-    int32_t span = quad / m->span, bands = quad_bands(m, quad);
+void zigzag_matmul(const MatmulWork* work) {
+    const Zigzag* m = work->matrix;
+    int32_t quad = work->quad, span = quad / m->span, bands = quad_bands(m, quad);
     const uint8_t* data = span_data(m, span) + quad % m->span * (int64_t)sizeof(Quad);
     int64_t stride = span_stride(m, span), first = (int64_t)quad * QUAD_ROWS, left = m->rows - first;
     int64_t rows = left < QUAD_ROWS ? left : (int64_t)QUAD_ROWS;
-    for (int32_t p = 0; p < positions; p++) {
+    for (int32_t p = 0; p < work->positions; p++) {
         float sums[QUAD_ROWS] = {};
-        for (int64_t column = 0; column < m->columns; column++)
-            add_column((const Quad*)(data + stride * column), bands, x[p * x_stride + column], sums);
-        memcpy(y + p * y_stride + first, sums, sizeof(float) * rows);
+        for (int64_t i = 0; i < work->count; i++) {
+            int64_t column = work->indices ? work->indices[i] : i;
+            add_column((const Quad*)(data + stride * column), bands, work->x[p * work->x_stride + i], sums);
+        }
+        memcpy(work->y + p * work->y_stride + first, sums, sizeof(float) * rows);
     }
 }
 

@@ -17,6 +17,18 @@ struct GemvWork {
     float* y;                // [span_bands * 256], overwritten, in the order of the rows, padding rows too
 };
 
+// A work item of a product for several positions: the rows of one quad.
+struct MatmulWork {
+    const Zigzag* matrix;
+    int32_t quad;
+    int32_t count;           // of indices; 0 gives zeros
+    const int32_t* indices;  // the columns of the matrix that x has, ascending; null: all
+    const float* x;          // column `indices[i]` of position p at x + p * x_stride + i
+    float* y;                // [positions][y_stride], overwritten at the rows' numbers, the logical rows of the quad only
+    int64_t x_stride, y_stride;
+    int32_t positions;
+};
+
 // Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions -
 // 1) is `position + p` in the text and sees the positions up to its own, with a window at most that many; or, alone,
 // those that are listed.
@@ -47,6 +59,8 @@ struct NeuronWork {
     float* y;                // [hidden], overwritten
 };
 
+enum { MATMUL_TILE = 128 };
+
 enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
 
 struct Kernels {
@@ -61,10 +75,8 @@ struct Kernels {
     // Computes `work`; while it ends, fetches the first tile of `next` (null: none) into the cache.
     void (*zigzag_gemv)(const GemvWork* work, const GemvWork* next);
 
-    // Y = X W^T for the rows of one quad: x [positions][x_stride], y [positions][y_stride] at y + the row's number;
-    // writes the logical rows of the quad only.
-    void (*zigzag_matmul)(const Zigzag* matrix, int32_t quad, const float* x, int64_t x_stride, int32_t positions,
-                          float* y, int64_t y_stride);
+    // Y = X W^T for several positions, MATMUL_TILE columns at a time.
+    void (*zigzag_matmul)(const MatmulWork* work);
 
     // Makes of x [bands * 256] the input that neuron_ffn reads, which has neuron_input_bytes(bands) bytes.
     void (*neuron_input)(const float* x, int32_t bands, uint8_t* input);

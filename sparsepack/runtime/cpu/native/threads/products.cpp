@@ -56,8 +56,37 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
     groups = (positions + size - 1) / size;
     pool.share(quads(&m) * groups, [&](int number, int) {
         int64_t first = int64_t(number % groups) * size;
-        kernels.zigzag_matmul(&m, number / groups, x + first * m.columns, m.columns,
-                              int32_t(std::min<int64_t>(size, positions - first)), y + first * m.rows, m.rows);
+        int32_t here = int32_t(std::min<int64_t>(size, positions - first));
+        MatmulWork work = {&m, number / groups, int32_t(m.columns), nullptr, x + first * m.columns, y + first * m.rows,
+                           m.columns, m.rows, here};
+        kernels.zigzag_matmul(&work);
+    });
+}
+
+int32_t matmul_slices(const Zigzag& m, int32_t count, int32_t threads) {
+    int32_t wanted = threads == 1 ? 1 : (ITEMS_PER_THREAD * threads + quads(&m) - 1) / quads(&m);
+    return std::max(1, std::min(wanted, count / MATMUL_TILE));
+}
+
+void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active,
+                  int32_t positions, float* partial_sums) {
+    int32_t slices = matmul_slices(m, active.count, pool.threads());
+    int32_t tiles = (active.count + MATMUL_TILE - 1) / MATMUL_TILE;
+    auto border = [&](int32_t slice) {
+        return std::min(active.count, int32_t(int64_t(tiles) * slice / slices) * MATMUL_TILE);
+    };
+    pool.share(quads(&m) * slices, [&](int number, int) {
+        int32_t slice = number / quads(&m), first = border(slice);
+        MatmulWork work = {&m,
+                           number % quads(&m),
+                           border(slice + 1) - first,
+                           active.indices + first,
+                           x + first,
+                           partial_sums + int64_t(slice) * positions * m.rows,
+                           m.columns,
+                           m.rows,
+                           positions};
+        kernels.zigzag_matmul(&work);
     });
 }
 

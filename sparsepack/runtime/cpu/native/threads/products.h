@@ -31,6 +31,14 @@ inline int64_t gemv_stride(const Zigzag& matrix) { return int64_t(matrix.bands) 
 void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, Active active,
                 float* partial_sums);
 
+// The slices of a product for several positions that share their active columns.
+int32_t matmul_slices(const Zigzag& matrix, int32_t count, int32_t threads);
+
+// partial_sums[slice][positions][rows] = x W[:, active]^T, where a row of x begins with the active columns alone and the
+// next row is m.columns further.
+void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, Active active,
+                  int32_t positions, float* partial_sums);
+
 // y[positions][rows] = x[positions][columns] W^T
 void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, int32_t positions,
                   float* y);

@@ -1,0 +1,132 @@
+// A token of each of several texts: the phases of step.cpp, with as many rows as there are texts. What lies between two
+// products is shared out by texts or by columns, and the weights are read once for all of them.
+#include <string.h>
+
+#include "decoder/decoder.h"
+#include "decoder/embedding.h"
+
+namespace sparsepack {
+
+void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logits, int thread) {
+    int32_t first = texts * thread / pool_.threads(), last = texts * (thread + 1) / pool_.threads();
+    float *normed = wide_normed_.data(), *inner = wide_inner_.data();
+    auto add = [&](const Sums& sums) {
+        for (int32_t t = first; t < last; ++t)
+            read(of_text(sums, t), 0, s_.hidden, wide_x_.data() + int64_t(t) * s_.hidden, true);
+    };
+    for (int32_t t = first; t < last; ++t) embed(model_.embedding, ids[t], wide_x_.data() + int64_t(t) * s_.hidden);
+    for (int number = 0; number < int(model_.layers.size()); ++number) {
+        const Layer& layer = model_.layers[number];
+
+        norm_rows(layer.attn_norm, first, last);
+        pool_.barrier();
+        attend_several(multiply_several(number, ATTN_IN, normed, texts, sparse, thread), number, texts, sparse, thread);
+        pool_.barrier();
+        add(multiply_several(number, ATTN_OUT, inner, texts, sparse, thread));
+
+        norm_rows(layer.mlp_norm, first, last);
+        pool_.barrier();
+        Sums sums = multiply_several(number, MLP_IN, normed, texts, sparse, thread);
+        if (layer.neurons) {
+            neurons_several(sums, number, texts, sparse, thread);
+            continue;
+        }
+        gate_several(sums, texts, thread);
+        pool_.barrier();
+        add(multiply_several(number, MLP_MID, inner, texts, sparse, thread));
+    }
+    norm_rows(model_.output_norm, first, last);
+    pool_.barrier();
+    share_matmul(k_, pool_, model_.output, normed, texts, logits);
+}
+
+// The products of a site with the rows of x [texts][columns], which all threads have left; of x remains what is
+// multiplied. The sums are there for all threads, those of the texts one after the other: see `of_text`.
+Decoder::Sums Decoder::multiply_several(int layer, int site, float* x, int32_t texts, bool sparse, int thread) {
+    const Site& at = model_.layers[layer].sites[site];
+    const Zigzag& m = *at.matrix;
+    const std::vector<float>* bias = &at.bias;
+    Active active = {all_.data(), int32_t(m.columns)};
+    if (sparse && !at.threshold.empty()) {
+        active = select_several(at, x, texts, thread);
+        bias = &at.sparse_bias;
+        pool_.barrier();
+    }
+    if (thread == 0) active_[layer * SITES + site] += active.count;
+    float* partial_sums = partial_sums_[site & 1].data();
+    share_matmul(k_, pool_, m, x, active, texts, partial_sums);
+    pool_.barrier();
+    return {partial_sums, texts * m.rows, matmul_slices(m, active.count, pool_.threads()), bias, m.rows};
+}
+
+Decoder::Sums Decoder::of_text(const Sums& sums, int32_t text) {
+    return {sums.partial_sums + text * sums.rows, sums.stride, sums.slices, sums.bias, sums.rows};
+}
+
+// The columns that are active in any text, listed in the thread's own scratch; x keeps these alone, side by side, less
+// the offset. Each thread looks at a range of the columns, and after a barrier moves the columns of some texts.
+Active Decoder::select_several(const Site& at, float* x, int32_t texts, int thread) {
+    Scratch& own = scratch_[thread];
+    int64_t columns = at.matrix->columns;
+    int32_t first = border(columns, thread), n = border(columns, thread + 1) - first, count = 0;
+    uint8_t* in_any = active_in_any_.data() + first;
+    bool per_channel = at.threshold.size() > 1;
+    const float* offset = at.offset.empty() ? nullptr : at.offset.data() + first;
+    const float* threshold = at.threshold.data() + (per_channel ? first : 0);
+    if (n) memset(in_any, 0, n);
+    for (int32_t t = 0; t < texts && n; ++t) {
+        float* of_range = x + t * columns + first;
+        int32_t found = k_.collect(of_range, offset, threshold, per_channel, n, 0, of_range, own.indices.data());
+        for (int32_t i = 0; i < found; ++i) in_any[own.indices.data()[i]] = 1;
+    }
+    int32_t* listed = list(columns, thread);
+    for (int32_t i = 0; i < n; ++i)
+        if (in_any[i]) listed[count++] = first + i;
+    int32_t total = gather(columns, count, thread);
+    const int32_t* indices = own.indices.data();
+    for (int32_t t = thread; t < texts; t += pool_.threads()) {
+        float* row = x + t * columns;
+        for (int32_t i = 0; i < total; ++i) row[i] = row[indices[i]];  // an index is never less than i
+    }
+    return {indices, total};
+}
+
+// From the products of attn_in to the inputs of attn_out in `wide_inner_`.
+void Decoder::attend_several(const Sums& qkv, int layer, int32_t texts, bool sparse, int thread) {
+    pool_.share(texts * a_.kv_heads, [&](int item, int) {
+        int32_t text = item / a_.kv_heads;
+        float* y = wide_inner_.data() + int64_t(text) * a_.q_rows();
+        attend(of_text(qkv, text), *texts_[text], layer, item % a_.kv_heads, sparse, y, thread);
+    });
+}
+
+// From the products of mlp_in to the inputs of mlp_mid in `wide_inner_`; each thread does a range of the columns.
+void Decoder::gate_several(const Sums& both, int32_t texts, int thread) {
+    int32_t first = border(s_.intermediate, thread), n = border(s_.intermediate, thread + 1) - first;
+    float* up = scratch_[thread].d.data();
+    for (int32_t t = 0; t < texts && n; ++t) {
+        float* x = wide_inner_.data() + int64_t(t) * s_.intermediate + first;
+        read(of_text(both, t), first, n, x);
+        read(of_text(both, t), int64_t(s_.intermediate) + first, n, up);
+        k_.gate(s_.activation, x, up, n, x);
+    }
+}
+
+// What MLPs by neurons add to the texts. A record is read where its neuron is active in any text of a thread's share.
+void Decoder::neurons_several(const Sums& gate, int layer, int32_t texts, bool sparse, int thread) {
+    int32_t first = texts * thread / pool_.threads(), last = texts * (thread + 1) / pool_.threads();
+    int64_t count = model_.layers[layer].neurons->count;
+    float* gates = wide_rows_.data();
+    for (int32_t t = first; t < last; ++t) read(of_text(gate, t), 0, count, gates + t * count);
+    neuron_rows(layer, first, last, texts);
+    if (thread != 0) return;
+    int64_t active = sparse ? 0 : count;
+    for (int64_t n = 0; n < count && sparse; ++n) {
+        bool any = false;
+        for (int32_t t = 0; t < texts; ++t) any |= gates[t * count + n] > 0;
+        active += any;
+    }
+    active_[layer * SITES + MLP_MID] += active;
+}
+
+}  // namespace sparsepack
