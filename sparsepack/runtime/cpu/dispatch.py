@@ -11,8 +11,8 @@ FORCED = "SPARSEPACK_ISA"
 """This environment variable names the instruction set to run, for tests and comparisons."""
 
 _REMEDY = (
-    "run `pip install --force-reinstall --no-deps --no-cache-dir sparsepack`, in its source folder with `.` in place of "
-    "`sparsepack`, or use the reference backend"
+    "run `pip install --force-reinstall --no-deps --no-cache-dir sparsepack`, in its source folder with `.` in place "
+    "of `sparsepack`, or use the reference backend"
 )
 """Without --no-cache-dir pip installs again what it built without a compiler."""
 
