@@ -10,29 +10,27 @@ oracle's before anything is timed. Bytes are those that a step has to move; its 
 read bandwidth.
 """
 
-import json
-from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from cuda_attention import torchs_runs
-from cuda_timing import device_line, interleaved, read_bandwidth
+from cuda_attention import HEAD_DIM, Case, torchs_runs
+from cuda_timing import announced_bandwidth, device_line
+from figures import json_option, write_figures
+from nearness import expect_near
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.models.records.sparse_attention import TokenPolicy
-from sparsepack.runtime.cuda.attention import attention as dense_attention
 from sparsepack.runtime.cuda.attention import double_sparsity
-from sparsepack.runtime.cuda.attention.attention import AttentionParameters
-from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference import double_sparsity as reference
 from sparsepack.tables import Table, markdown
 
-HEAD_DIM, CHANNELS = 128, 32
+CHANNELS = 32
 CASES = (
     *((32, 32, batch, 16384) for batch in (1, 4, 16, 32)),
     (32, 8, 1, 16384),
@@ -45,129 +43,74 @@ BREAK_EVEN = (512, 1024, 2048, 4096, 8192)
 """Tokens at which it is asked whether sparse attention pays already."""
 POLICY = TokenPolicy(Fraction(1, 16), sinks=4, recent=64, min_context=0)
 BYTES = 1 << 30
-"""Of keys and values of all copies, at least."""
+"""Bytes that the keys and values of all copies take, at least."""
 LIMITS = {"sparse": 1e-3, "dense": 1e-3, "torch": 2e-2}
-"""Of the norm of a result; torch rounds its own to bfloat16."""
+"""The largest relative error of a result; torch rounds its own to bfloat16."""
 
 
-class Case:
-    """Steps of some texts of a length, over copies of their cache that take turns."""
+class SparseCase(Case):
+    """The same steps, which may also read a share of the tokens."""
 
-    def __init__(self, heads: int, kv_heads: int, batch: int, tokens: int, steps: int = 20) -> None:
-        self.heads, self.kv_heads, self.batch, self.tokens = heads, kv_heads, batch, tokens
-        self.dense_bytes = 2 * batch * kv_heads * tokens * HEAD_DIM * torch.bfloat16.itemsize
-        copies = max(2, -(-BYTES // self.dense_bytes))
-        self.length = copies * -(-steps // copies)
-        self._random = torch.Generator(device="cuda").manual_seed(0)
-        room = (batch, kv_heads, tokens, HEAD_DIM)
+    def __init__(self, heads: int, kv_heads: int, batch: int, tokens: int) -> None:
         heavy = torch.stack([torch.randperm(HEAD_DIM)[:CHANNELS].sort().values for _ in range(kv_heads)]).cuda()
-        cos, layer = torch.ones(tokens, HEAD_DIM // 2, device="cuda"), LayerAttention(channels=heavy)
-        shape = AttentionShape(heads, kv_heads, HEAD_DIM, 0.0, cos, torch.zeros_like(cos), (layer,), batch, POLICY)
-        self._heavy, self._last = heavy, torch.full((batch,), tokens - 1, dtype=torch.int32, device="cuda")
-        self._parameters = []
-        for _ in range(copies):
-            dense = AttentionParameters(shape, layer, self._normal(*room), self._normal(*room))
-            of = double_sparsity.double_sparsity_parameters(dense, heavy, POLICY)
-            double_sparsity.label_append(of, 0, tokens, positions=torch.zeros_like(self._last))
-            self._parameters.append(of)
-        self._q = self._normal(batch, heads, 1, HEAD_DIM)
-        new = [of[:, :, -1].reshape(batch, -1) for of in (self._keys(0), self._values(0))]
-        self._qkv = torch.cat([self._q.flatten(1), *new], dim=1).float()
-        self._out = torch.empty(batch, heads * HEAD_DIM, device="cuda")
+        super().__init__(heads, kv_heads, tokens, batch, nbytes=BYTES, channels=heavy, policy=POLICY)
+        self.heavy, self.labelled = heavy, []
+        for cache in self.caches:
+            of = double_sparsity.double_sparsity_parameters(cache, heavy, POLICY)
+            double_sparsity.label_append(of, 0, tokens, positions=torch.zeros_like(self.last))
+            self.labelled.append(of)
 
     def sparse(self, number: int, cluster: int | None = None) -> Tensor:
         """Put a sparse step on the current stream; float32 [batch, heads * HEAD_DIM]."""
-        of = self._parameters[number % len(self._parameters)]
-        double_sparsity.attend(of, self._qkv, self._last, self._out, cluster=cluster)
-        return self._out
-
-    def dense(self, number: int) -> Tensor:
-        """The same of every token."""
-        of = self._parameters[number % len(self._parameters)].dense
-        dense_attention.attend(of, self._qkv, self._last, self._out)
-        return self._out
-
-    def torchs(self, number: int) -> Tensor:
-        """The same by torch, over a cache that has the new position already: bfloat16 [batch, heads, 1, HEAD_DIM]."""
-        grouped = self.heads != self.kv_heads
-        return scaled_dot_product_attention(self._q, self._keys(number), self._values(number), enable_gqa=grouped)
+        of = self.labelled[number % len(self.labelled)]
+        double_sparsity.attend(of, self.qkv, self.last, self.out, cluster=cluster)
+        return self.out
 
     @property
     def sparse_bytes(self) -> int:
         """Labels and scales, and the selected tokens' keys and values."""
         each = CHANNELS // 2 + 2
-        read = POLICY.budget(self.tokens) * 4 * HEAD_DIM
-        return self.batch * self.kv_heads * (self.tokens * each + read)
+        read = POLICY.budget(self.positions) * 4 * HEAD_DIM
+        return self.batch * self.kv_heads * (self.positions * each + read)
 
-    def errors(self, found: Tensor, sparse: bool) -> float:
-        """Of the first copy's result, of the norm of the oracle's; of the first and the last text."""
-        worst = 0.0
-        for n in {0, self.batch - 1}:
-            q = self._q[n].float()
-            keys, values = self._keys(0)[n].float(), self._values(0)[n].float()
-            selected = torch.ones(self.kv_heads, 1, self.tokens, dtype=torch.bool, device="cuda")
-            if sparse:
-                of = self._parameters[0]
-                queries = reference.label_queries(q, self._heavy)
-                scores = reference.label_scores(queries, of.codes[n], of.scales[n])
-                selected = reference.select_tokens(scores, self.tokens - 1, POLICY)
-            expected = reference.attend_selected(q, keys, values, selected)
-            worst = max(worst, float((found[n].flatten().float() - expected.flatten()).norm() / expected.norm()))
-        return worst
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._random, device="cuda", dtype=torch.bfloat16)
-
-    def _keys(self, number: int) -> Tensor:
-        return self._parameters[number % len(self._parameters)].dense.keys
-
-    def _values(self, number: int) -> Tensor:
-        return self._parameters[number % len(self._parameters)].dense.values
+    def selected(self, text: int) -> Tensor:
+        """The tokens that a text's step reads of the first copy: bool [kv_heads, 1, tokens]."""
+        of = self.labelled[0]
+        queries = reference.label_queries(self.q[text].float(), self.heavy)
+        scores = reference.label_scores(queries, of.codes[text], of.scales[text])
+        return reference.select_tokens(scores, self.positions - 1, POLICY)
 
 
-def measure(case: Case, rounds: int, clusters: bool = False) -> dict[str, float]:
+def measure(case: SparseCase, rounds: int, clusters: bool = False) -> dict[str, float]:
     """Seconds of each way; with `clusters`, of sparse steps of every number of blocks a key head, too."""
-    _check("sparse", case.errors(case.sparse(0), True))
-    _check("dense", case.errors(case.dense(0), False))
+    expect_near("sparse", case.error(case.sparse(0), case.selected), LIMITS["sparse"])
+    expect_near("dense", case.error(case.dense(0)), LIMITS["dense"])
     runs = {"sparse": graph_seconds(case.sparse, case.length), "dense": graph_seconds(case.dense, case.length)}
-    runs |= torchs_runs(case, lambda found: _check("torch", case.errors(found, False)))
+    runs |= torchs_runs(case, lambda found: expect_near("torch", case.error(found), LIMITS["torch"]))
     if clusters:
         for n in double_sparsity.CLUSTERS:
             try:
-                _check("sparse", case.errors(case.sparse(0, n), True))
+                expect_near("sparse", case.error(case.sparse(0, n), case.selected), LIMITS["sparse"])
             except RuntimeError as error:
                 click.echo(f"{n} blocks: {error}")
                 continue
-            runs[f"sparse, {n}"] = graph_seconds(_with_cluster(case, n), case.length)
+            runs[f"sparse, {n}"] = graph_seconds(partial(case.sparse, cluster=n), case.length)
     return interleaved(runs, rounds)
 
 
-def _with_cluster(case: Case, cluster: int) -> Callable[[int], None]:
-    def run(number: int) -> None:
-        case.sparse(number, cluster)
-
-    return run
-
-
-def _check(name: str, error: float) -> None:
-    """RuntimeError where a result is wrong."""
-    if not error <= LIMITS[name]:
-        raise RuntimeError(f"{name}: wrong by {error:.3g}, expected {LIMITS[name]}; not timed")
-
-
-def row_of(case: Case, seconds: dict[str, float], bandwidth: float) -> list[str]:
+def row_of(case: SparseCase, seconds: dict[str, float], bandwidth: float) -> list[str]:
     """A line of the table."""
     others = {name: taken for name, taken in seconds.items() if not name.startswith(("sparse", "dense"))}
     best, sparse = min(others, key=lambda name: others[name]), seconds["sparse"]
     return [
         f"{case.heads}/{case.kv_heads}",
         str(case.batch),
-        str(case.tokens),
+        str(case.positions),
         f"{others[best] * 1e6:.1f} ({best})",
         f"{seconds['dense'] * 1e6:.1f}",
         f"{sparse * 1e6:.1f}",
         f"{others[best] / sparse:.2f}",
-        f"{case.dense_bytes / case.sparse_bytes:.1f}",
+        f"{case.nbytes / case.sparse_bytes:.1f}",
         f"{case.sparse_bytes / 2**20:.1f}",
         f"{case.sparse_bytes / sparse / bandwidth:.0%}",
     ]
@@ -190,15 +133,14 @@ HEAD = [
 @click.command()
 @click.option("--quick", is_flag=True, help="Three rounds.")
 @click.option("--clusters", is_flag=True, help="Also every number of blocks that can share a key head.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(quick: bool, clusters: bool, path: Path | None) -> None:
+@json_option
+def main(quick: bool, clusters: bool, json_path: Path | None) -> None:
     """Print the tables."""
-    bandwidth, rounds = read_bandwidth(), 3 if quick else 9
-    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    bandwidth, rounds = announced_bandwidth(), 3 if quick else 9
     results: list[dict[str, Any]] = []
 
     def timed(heads: int, kv_heads: int, batch: int, tokens: int) -> list[str]:
-        case = Case(heads, kv_heads, batch, tokens)
+        case = SparseCase(heads, kv_heads, batch, tokens)
         seconds = measure(case, rounds, clusters)
         results.append({"case": [heads, kv_heads, batch, tokens], "bytes": case.sparse_bytes, "seconds": seconds})
         if clusters:
@@ -214,8 +156,7 @@ def main(quick: bool, clusters: bool, path: Path | None) -> None:
     click.echo("\nWhere sparse attention begins to pay:\n")
     few = [(heads, kv, batch, tokens) for heads, kv in ((32, 32), (32, 8)) for batch in (1, 8) for tokens in BREAK_EVEN]
     click.echo(markdown(Table(HEAD, [timed(*case) for case in few])))
-    if path:
-        path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "results": results}, indent=1))
+    write_figures(json_path, {"device": device_line(), "bandwidth": bandwidth, "results": results})
 
 
 if __name__ == "__main__":

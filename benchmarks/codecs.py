@@ -4,16 +4,18 @@ python benchmarks/codecs.py [--device cuda]
 """
 
 import importlib.util
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
+from books import SHARED
 from torch import Tensor
+from turns import in_turns
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -44,7 +46,7 @@ def matrices() -> Iterator[tuple[str, str, Callable[[], Iterator[Tensor]]]]:
     """(name, order, the matrices counted together)."""
     for name, weights in codec_cases.synthetic().items():
         yield name, "rows", lambda weights=weights: iter([weights])
-    shared = Path(os.environ.get("SPARSEPACK_SHARED", ROOT.parent / "shared")) / "models"
+    shared = SHARED / "models"
     for model in ("books-26m-silu", "books-26m-relu", "stories-260k"):
         if not (shared / model).is_dir():
             click.echo(f"{shared / model} is absent: left out", err=True)
@@ -89,14 +91,16 @@ def speed_table(device: torch.device, size: int, repeats: int, dtype: torch.dtyp
     if device.type == "cpu" and ggml.library() is not None:
         for name in CODECS:
             runs[f"ggml {name}, 1 thread"] = lambda name=name: ggml.quantize(name, weights)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats + 1):  # the first round compiles and warms up
-        for name, run in runs.items():
-            start = time.perf_counter()
-            results[name] = run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
+
+    def seconds_of(name: str) -> float:
+        start = time.perf_counter()
+        results[name] = runs[name]()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    # The first round compiles and warms up.
+    seconds = in_turns({name: partial(seconds_of, name) for name in runs}, repeats + 1)
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     click.echo(f"\n{size} x {size} {str(dtype).removeprefix('torch.')}, {where}, median of {repeats}, interleaved\n")
     click.echo("| operation | first call, s | ms | M weights/s | GB/s of unpacked weights |\n|---|---|---|---|---|")

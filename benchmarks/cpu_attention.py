@@ -9,7 +9,6 @@ fastest step counts: what disturbs one only slows it. That flatters the shorter 
 the medians is printed as well. Both are compared with the oracle's before anything is timed.
 """
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from typing import Any
 import click
 import cpu_setting
 import torch
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
 
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cpu import operations
@@ -31,7 +32,7 @@ from sparsepack.runtime.reference.backend import operations as reference_operati
 from sparsepack.tables import Table, markdown
 
 HEADS = ((32, 8), (8, 4))
-"""Of queries, and of keys and values."""
+"""The heads of queries, and those of keys and values."""
 HEAD_DIM = 128
 CHANNELS = HEAD_DIM // 4
 POLICY = TokenPolicy(Fraction(1, 16), min_context=0)
@@ -40,7 +41,7 @@ SHORT = (96, 128, 192, 256, 512)
 """Where the break-even is looked for."""
 BYTES = 256 << 20
 LIMIT = 1e-4
-"""Of the norm of a result."""
+"""The largest relative error of a result."""
 CHUNK = 512
 
 
@@ -95,9 +96,7 @@ def check(case: Case) -> None:
     rows = random_rows(case, 1, 10**6)
     for sparse in (False, True):
         found, expected = (cache.attend(0, cache.append(0, rows), sparse=sparse) for cache in (ours, theirs))
-        error = float((found - expected).norm() / expected.norm())
-        if not error <= LIMIT:
-            raise RuntimeError(f"{case}, sparse {sparse}: wrong by {error:.3g}, expected at most {LIMIT}; not timed")
+        expect_near(f"{case}, sparse {sparse}", relative_error(found, expected), LIMIT)
 
 
 def _fill(case: Case, cache: Any, layers: int) -> None:
@@ -202,8 +201,8 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="Fewer rounds, two threads alone.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample.")
-def main(quick: bool, json_file: Path | None) -> None:
+@json_option
+def main(quick: bool, json_path: Path | None) -> None:
     where = cpu_setting.setting()
     click.echo(cpu_setting.setting_line(where))
     results = []
@@ -221,8 +220,7 @@ def main(quick: bool, json_file: Path | None) -> None:
         rows = [row for row in results if (row["heads"], row["kv_heads"], row["threads"]) == (heads, kv_heads, threads)]
         ratios = ", ".join(f"{row['positions']}: {row['ratio']:.2f}" for row in rows if row["positions"] in SHORT)
         click.echo(f"{heads} / {kv_heads}, {threads} threads: faster from {break_even(rows)} tokens on; x at {ratios}")
-    if json_file:
-        json_file.write_text(json.dumps({"setting": where, "steps": results}, indent=1))
+    write_figures(json_path, {"setting": where, "steps": results})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import cpu_setting
 import torch
 from cpu_decode_check import Checks
 from cpu_decode_table import show
+from figures import json_option, write_figures
 from llama_cpp_peer import LlamaCpp, bytes_per_token
 from synthetic import BILLION, DEFAULT_WORK, TINY, Synthetic, random_ids, synthetic
 
@@ -212,8 +213,8 @@ def load_rows(model: Synthetic, backend: str, threads: int, times: int) -> list[
 @click.option("--tiny", is_flag=True, help="A tiny model, to try the script; its figures mean nothing.")
 @click.option("--backend", default="cpu", show_default=True)
 @click.option("--threads", "threads", multiple=True, type=int, default=(2, 1), show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), default=cpu_setting.RESULTS / "cpu_decode.json")
-def main(work: Path, quick: bool, tiny: bool, backend: str, threads: tuple[int, ...], json_path: Path) -> None:
+@json_option
+def main(work: Path, quick: bool, tiny: bool, backend: str, threads: tuple[int, ...], json_path: Path | None) -> None:
     """Print the tables."""
     found, plan = cpu_setting.setting(), QUICK if quick else Plan()
     model = synthetic(work, TINY if tiny else BILLION)
@@ -231,7 +232,7 @@ def main(work: Path, quick: bool, tiny: bool, backend: str, threads: tuple[int, 
         "load": loads,
         "read_bandwidth": {count: it.bandwidth for count, it in results.items()},
     }
-    json_path.write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(json_path, result)
     print(show(result))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from llama_cpp_peer import LlamaCpp, check
+from nearness import relative_error
 from synthetic import Synthetic, random_ids
 
 from sparsepack.eval.subject import Subject, open_subject
@@ -86,7 +87,7 @@ class Checks:
         engine.dense = name == "dense"
         engine.reset()
         found = torch.stack([(engine.step(p[0]) if n else engine.prefill(p)) for n, p in enumerate(self._pieces())])
-        error = (_error if name == "dense" else _median_error)(found, expected.logits)
+        error = (relative_error if name == "dense" else _median_error)(found, expected.logits)
         message = f"logits differ from the stock model's by {error:.3g}, expected at most {expected.limit:.3g}"
         _expect(name, error <= expected.limit, message)
         for site, share in engine.activity().items():
@@ -105,10 +106,6 @@ class Checks:
 
     def _pieces(self) -> list[list[int]]:
         return [self.ids[:PROMPT], *([id] for id in self.ids[PROMPT:])]
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def _median_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -6,7 +6,6 @@ Each side has copies of the matrix of 512 MiB in all and goes through them. Ours
 The input's columns are active at random. Both sides are first compared with float64 on their own dequantised weights.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,10 @@ from typing import Any
 import click
 import cpu_setting
 import torch
+from figures import json_option, write_figures
 from ggml_gemv import GgmlGemv
+from nearness import expect_near, relative_error
+from turns import in_turns
 
 from sparsepack.formats.codecs import q4_k, zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
@@ -58,9 +60,7 @@ def open_case(rows: int, columns: int, copies_bytes: int) -> Case:
     errors = {PEER: _peer_error(peer, by_rows, inputs[0])}
     errors |= {_name(share): _our_error(matrices[-1], stored, inputs[0], t) for share, t in thresholds.items()}
     for name, error in errors.items():
-        limit = LIMITS["llama.cpp" if name == PEER else "ours"]
-        if not error <= limit:
-            raise RuntimeError(f"{rows} x {columns}, {name}: wrong by {error:.3g}, expected at most {limit}; not timed")
+        expect_near(f"{rows} x {columns}, {name}", error, LIMITS["llama.cpp" if name == PEER else "ours"])
     return Case(rows, columns, by_rows.nbytes, peer, matrices, inputs, thresholds, errors)
 
 
@@ -87,7 +87,7 @@ def _our_error(matrix: Any, stored: PackedMatrix, x: torch.Tensor, threshold: to
 
 def _error(found: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> float:
     expected = torch.cat([piece.double() @ x.double() for piece in weights.split(4096)])
-    return float((found.double() - expected).norm() / expected.norm())
+    return relative_error(found.double(), expected)
 
 
 def measure(case: Case, threads: int, rounds: int) -> dict[str, list[float]]:
@@ -97,11 +97,7 @@ def measure(case: Case, threads: int, rounds: int) -> dict[str, list[float]]:
     runs: dict[str, Callable[[], list[float]]] = {PEER: case.peer.seconds}
     for share, threshold in case.thresholds.items():
         runs[_name(share)] = lambda threshold=threshold: _our_seconds(case, threshold, threads)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(statistics.median(run()))
-    return seconds
+    return {name: list(map(statistics.median, each)) for name, each in in_turns(runs, rounds).items()}
 
 
 def _our_seconds(case: Case, threshold: torch.Tensor, threads: int) -> list[float]:
@@ -171,8 +167,8 @@ def show(result: dict[str, Any]) -> str:
 @click.option("--quick", is_flag=True, help="Two shapes, few rounds.")
 @click.option("--tiny", is_flag=True, help="A small matrix in the caches, to try the script; its figures mean nothing.")
 @click.option("--threads", "threads", multiple=True, type=int, default=(2, 1), show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path), default=cpu_setting.RESULTS / "cpu_gemv.json")
-def main(quick: bool, tiny: bool, threads: tuple[int, ...], json_path: Path) -> None:
+@json_option
+def main(quick: bool, tiny: bool, threads: tuple[int, ...], json_path: Path | None) -> None:
     """Print the table."""
     result: dict[str, Any] = {"setting": cpu_setting.setting(), "products": []}
     bandwidth: dict[int, list[float]] = {count: [] for count in threads}
@@ -186,7 +182,7 @@ def main(quick: bool, tiny: bool, threads: tuple[int, ...], json_path: Path) -> 
         case.peer.close()
     for row in result["products"]:
         row["read_bandwidth"] = statistics.median(bandwidth[row["threads"]])
-    json_path.write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(json_path, result)
     print(show(result))
 
 

@@ -142,7 +142,7 @@ def sides(zigzag: PackedModel, neurons: PackedModel) -> list[Side]:
 
 
 def seconds(engine: Engine | LlamaCpp, ids: Sequence[int]) -> float:
-    """Of the steps after the prompt."""
+    """The seconds that the steps after the prompt take together."""
     engine.reset()
     if isinstance(engine, LlamaCpp):
         engine.decode(ids[:PROMPT])

@@ -28,7 +28,6 @@ import sparsepack
 from sparsepack.errors import UserError
 from sparsepack.runtime.cpu.machine import cpu_info
 
-RESULTS = Path(__file__).parent / "results"
 _READ_BYTES = 5 << 28  # 1.25 GiB
 _VERSIONS = ("torch", "transformers", "llama-cpp-python")
 

@@ -8,26 +8,30 @@ wait for each other, but ours, as batches run it, may bring rows near before its
 before anything is timed.
 """
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 import torch
-from cuda_timing import device_line, interleaved, read_bandwidth
+from cuda_timing import announced_bandwidth, device_line
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
+from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters, attend
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference.double_sparsity import attend_selected
 from sparsepack.tables import Table, markdown
 
 HEADS = {"Llama-3-8B": (32, 8), "Llama-2-7B": (32, 32)}
-"""Of queries, and of keys and values."""
+"""The heads of queries, and those of keys and values."""
 HEAD_DIM = 128
 POSITIONS = (128, 1024, 4096, 16384, 65536)
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -35,73 +39,74 @@ BYTES = 600 << 20
 FEWEST = 20
 """Steps that are replayed together."""
 LIMITS = {"ours": 1e-4, "torch": 1e-2}
-"""Of the norm of a result; torch rounds its own to bfloat16."""
+"""The largest relative error of a result; torch rounds its own to bfloat16."""
 ROUNDS = 9
 WHY_NOT = r"(?s).*Triggered internally at .*sdp_utils"
 """Warnings in which torch says why a backend has no kernel for a case."""
 
 
-class TorchCase(Protocol):
-    """Steps over copies of a cache that take turns, `length` of them replayed together."""
-
-    length: int
-
-    def torchs(self, number: int) -> Tensor:
-        """Put a step by torch's attention on the current stream."""
-
-
 class Case:
-    """Steps of one sequence with so many positions, its new one included, over copies of its cache that take turns."""
+    """Steps of texts with so many positions each, the new ones included, over copies of their cache that take turns.
 
-    def __init__(self, heads: int, kv_heads: int, positions: int) -> None:
-        self.nbytes = 2 * kv_heads * positions * HEAD_DIM * torch.bfloat16.itemsize
-        copies = max(2, -(-BYTES // self.nbytes))
+    nbytes   -- keys and values of all copies, at least
+    channels -- heavy channels of each key head, and policy: of sparse attention, where there is any
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        positions: int,
+        batch: int = 1,
+        *,
+        nbytes: int = BYTES,
+        channels: Tensor | None = None,
+        policy: TokenPolicy | None = None,
+    ) -> None:
+        self.heads, self.kv_heads, self.positions, self.batch = heads, kv_heads, positions, batch
+        self.nbytes = 2 * batch * kv_heads * positions * HEAD_DIM * torch.bfloat16.itemsize
+        copies = max(2, -(-nbytes // self.nbytes))
         self.length = copies * -(-FEWEST // copies)
         generator = torch.Generator(device="cuda").manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-        self._heads, self._kv_heads = heads, kv_heads
-        self._keys, self._values = ([normal(1, kv_heads, positions, HEAD_DIM) for _ in range(copies)] for _ in range(2))
-        self._q = normal(1, heads, 1, HEAD_DIM)
-        new = normal(1, 2 * kv_heads * HEAD_DIM)
-        self._qkv = torch.cat([self._q.flatten(1), new], dim=1).float()
-        self._last = torch.tensor([positions - 1], dtype=torch.int32, device="cuda")
         # A rotation by nothing, which takes as long as any.
-        cos, layer = torch.ones(positions, HEAD_DIM // 2, device="cuda"), LayerAttention()
-        shape = AttentionShape(heads, kv_heads, HEAD_DIM, 0.0, cos, torch.zeros_like(cos), (layer,))
-        caches = zip(self._keys, self._values, strict=True)
-        self._parameters = [AttentionParameters(shape, layer, keys, values) for keys, values in caches]
-        self._out = torch.empty(1, heads * HEAD_DIM, device="cuda")
+        cos, layer = torch.ones(positions, HEAD_DIM // 2, device="cuda"), LayerAttention(channels=channels)
+        shape = AttentionShape(heads, kv_heads, HEAD_DIM, 0.0, cos, torch.zeros_like(cos), (layer,), batch, policy)
+        room = (batch, kv_heads, positions, HEAD_DIM)
+        self.caches = [AttentionParameters(shape, layer, normal(*room), normal(*room)) for _ in range(copies)]
+        self.q = normal(batch, heads, 1, HEAD_DIM)
+        new = [cached[:, :, -1].reshape(batch, -1) for cached in (self.caches[0].keys, self.caches[0].values)]
+        self.qkv = torch.cat([self.q.flatten(1), *new], dim=1).float()
+        self.last = torch.full((batch,), positions - 1, dtype=torch.int32, device="cuda")
+        self.out = torch.empty(batch, heads * HEAD_DIM, device="cuda")
 
-    def ours(self, number: int) -> Tensor:
-        """Put a step on the current stream; float32 [1, heads * HEAD_DIM]."""
-        attend(self._parameters[number % len(self._parameters)], self._qkv, self._last, self._out)
-        return self._out
+    def dense(self, number: int) -> Tensor:
+        """Put a step of ours on the current stream; float32 [batch, heads * HEAD_DIM]."""
+        attend(self.caches[number % len(self.caches)], self.qkv, self.last, self.out)
+        return self.out
 
     def torchs(self, number: int) -> Tensor:
-        """The same by torch, over a cache that has the new position already: bfloat16 [1, heads, 1, HEAD_DIM]."""
-        copy = number % len(self._keys)
-        grouped = self._heads != self._kv_heads
-        return scaled_dot_product_attention(self._q, self._keys[copy], self._values[copy], enable_gqa=grouped)
+        """The same by torch, over a cache that has the new position already: bfloat16 [batch, heads, 1, HEAD_DIM]."""
+        of = self.caches[number % len(self.caches)]
+        return scaled_dot_product_attention(self.q, of.keys, of.values, enable_gqa=self.heads != self.kv_heads)
 
-    def error(self, found: Tensor) -> float:
-        """Of the first copy's result, of the norm."""
-        gqa_ratio = self._heads // self._kv_heads
-        q = self._q.double().view(self._kv_heads, gqa_ratio, HEAD_DIM)
-        weights = (q @ self._keys[0][0].double().mT / HEAD_DIM**0.5).softmax(-1)
-        expected = (weights @ self._values[0][0].double()).flatten()
-        return float((found.double().flatten() - expected).norm() / expected.norm())
+    def error(self, found: Tensor, selected: Callable[[int], Tensor] | None = None) -> float:
+        """How far the first copy's result is from float64, relative; of the first and the last text, the larger.
 
-
-def checked(name: str, error: float) -> None:
-    """RuntimeError where a result is wrong."""
-    if not error <= LIMITS[name]:
-        raise RuntimeError(f"{name}: wrong by {error:.3g}, expected {LIMITS[name]}; not timed")
+        selected -- the tokens that are read by the text of a number, bool [kv_heads, 1, positions]; None: all
+        """
+        everything, worst = torch.ones(self.kv_heads, 1, self.positions, dtype=torch.bool, device="cuda"), 0.0
+        for n in {0, self.batch - 1}:
+            of_text = (x[n].double() for x in (self.q, self.caches[0].keys, self.caches[0].values))
+            expected = attend_selected(*of_text, selected(n) if selected else everything)
+            worst = max(worst, relative_error(found[n].double().flatten(), expected.flatten()))
+        return worst
 
 
-def _with_backend(case: TorchCase, backend: SDPBackend) -> Callable[[int], None]:
+def _with_backend(case: Case, backend: SDPBackend) -> Callable[[int], None]:
     """torch's step by one of its backends."""
 
     def run(number: int) -> None:
@@ -111,7 +116,7 @@ def _with_backend(case: TorchCase, backend: SDPBackend) -> Callable[[int], None]
     return run
 
 
-def torchs_runs(case: TorchCase, check: Callable[[Tensor], None]) -> dict[str, Callable[[], float]]:
+def torchs_runs(case: Case, check: Callable[[Tensor], object]) -> dict[str, Callable[[], float]]:
     """Each of torch's backends that has a kernel for a case, its result checked: what replays it."""
     runs = {}
     for backend in BACKENDS:
@@ -130,10 +135,10 @@ def torchs_runs(case: TorchCase, check: Callable[[Tensor], None]) -> dict[str, C
 def measure(heads: int, kv_heads: int, positions: int, rounds: int) -> dict[str, Any]:
     """Seconds of ours and of each of torch's that can."""
     case = Case(heads, kv_heads, positions)
-    checked("ours", case.error(case.ours(0)))
+    expect_near("ours", case.error(case.dense(0)), LIMITS["ours"])
     runs = {
-        "ours": graph_seconds(case.ours, case.length),
-        **torchs_runs(case, lambda y: checked("torch", case.error(y))),
+        "ours": graph_seconds(case.dense, case.length),
+        **torchs_runs(case, lambda y: expect_near("torch", case.error(y), LIMITS["torch"])),
     }
     return {"positions": positions, "nbytes": case.nbytes, "seconds": interleaved(runs, rounds)}
 
@@ -157,11 +162,10 @@ def row_of(model: str, result: dict[str, Any], bandwidth: float) -> list[str]:
 
 @click.command()
 @click.option("--quick", is_flag=True, help="One round.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(quick: bool, path: Path | None) -> None:
+@json_option
+def main(quick: bool, json_path: Path | None) -> None:
     """Print the table."""
-    bandwidth = read_bandwidth()
-    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    bandwidth = announced_bandwidth()
     results = {
         model: [measure(*heads, positions, 1 if quick else ROUNDS) for positions in POSITIONS]
         for model, heads in HEADS.items()
@@ -170,8 +174,7 @@ def main(quick: bool, path: Path | None) -> None:
     lines = [row_of(model, result, bandwidth) for model, found in results.items() for result in found]
     click.echo(markdown(Table(head, lines)))
     click.echo("x: the time of torch's best over ours")
-    if path:
-        path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "heads": results}, indent=1))
+    write_figures(json_path, {"device": device_line(), "bandwidth": bandwidth, "heads": results})
 
 
 if __name__ == "__main__":

@@ -8,19 +8,23 @@ model of the same widths with two layers are compared with the reference backend
 what tests compare (`tests/runtime/cuda/test_batch.py`).
 """
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
 from cuda_decode import LIMITS, NEW, PROMPT, SHOWN
-from cuda_synthetic import LLAMA_8B, find_thresholds, random_model, with_thresholds
+from cuda_synthetic import LLAMA_8B, random_model
 from cuda_timing import device_line
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
 from synthetic import Size, random_ids
+from thresholds import find_thresholds, with_thresholds
+from turns import in_turns
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.engine import Engine
@@ -43,14 +47,11 @@ def check(size: Size) -> float:
     steps = [together.step_all(ids) for ids in zip(*(text[PREFILLED:] for text in texts), strict=True)]
     found = torch.stack(steps, dim=1).double()
     expected = torch.stack([oracle.teacher_forced(text, len(text))[PREFILLED:] for text in texts]).double()
-    difference = float((found - expected).norm() / expected.norm())
-    if not difference <= LIMITS["dense"]:
-        raise RuntimeError(f"logits differ by {difference:.3g}, expected {LIMITS['dense']}; not timed")
-    return difference
+    return expect_near("logits of two texts", relative_error(found, expected), LIMITS["dense"])
 
 
 def step_seconds(engine: Engine, texts: Sequence[Sequence[int]]) -> float:
-    """Of a token of each text."""
+    """The seconds of a step, which appends a token to each text."""
     engine.reset()
     for number, text in enumerate(texts):
         engine.prefill(text[:PROMPT], number)
@@ -66,23 +67,23 @@ def measure(packed: PackedModel, sequences: int, rounds: int) -> dict[str, dict[
     """Dense and sparse decoding in turns."""
     engine = Engine(packed, device="cuda", context=PROMPT + NEW, sequences=sequences)
     texts = [random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3 + number) for number in range(sequences)]
-    samples: dict[str, list[float]] = {"dense": [], "sparse": []}
-    skipped = {}
-    for round in range(-1, rounds):
-        for mode, taken in samples.items():
-            engine.dense = mode == "dense"
-            seconds = step_seconds(engine, texts)
-            skipped[mode] = skipped_weights(packed, engine.activity()).overall
-            if round >= 0:
-                taken.append(seconds)
-    return {mode: {"seconds": statistics.median(taken), "sparsity": skipped[mode]} for mode, taken in samples.items()}
+
+    def timed(dense: bool) -> tuple[float, float]:
+        engine.dense = dense
+        return step_seconds(engine, texts), skipped_weights(packed, engine.activity()).overall
+
+    samples = in_turns({"dense": partial(timed, True), "sparse": partial(timed, False)}, rounds, warm_up=1)
+    return {
+        mode: {"seconds": statistics.median(seconds for seconds, _ in taken), "sparsity": taken[-1][1]}
+        for mode, taken in samples.items()
+    }
 
 
 @click.command()
 @click.option("--layers", type=int, help="Of the model, to try the script.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(layers: int | None, rounds: int, path: Path | None) -> None:
+@json_option
+def main(layers: int | None, rounds: int, json_path: Path | None) -> None:
     """Print the table."""
     click.echo(f"{device_line()}; {LLAMA_8B.name}, logits differ from the reference backend's by {check(LLAMA_8B):.1e}")
     packed = random_model(replace(LLAMA_8B, layers=layers or LLAMA_8B.layers))
@@ -100,8 +101,7 @@ def main(layers: int | None, rounds: int, path: Path | None) -> None:
         for mode, result in modes.items()
     ]
     click.echo(markdown(Table(["texts", "runtime", "skipped", "us a step", "t/s"], lines)))
-    if path:
-        path.write_text(json.dumps({"device": device_line(), "texts": results}, indent=1))
+    write_figures(json_path, {"device": device_line(), "texts": results})
 
 
 if __name__ == "__main__":

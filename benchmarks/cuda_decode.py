@@ -8,27 +8,22 @@ measured in November 2026 on an H100 with random Q4_K weights of the same shapes
 Before anything is timed, a model of the same widths with two layers is compared with the reference backend.
 """
 
-import json
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from cuda_synthetic import (
-    CONTEXT,
-    LLAMA_1B,
-    LLAMA_7B,
-    LLAMA_8B,
-    Thresholds,
-    find_thresholds,
-    random_model,
-    with_thresholds,
-)
-from cuda_timing import device_line, read_bandwidth
+from cuda_synthetic import CONTEXT, LLAMA_1B, LLAMA_7B, LLAMA_8B, random_model
+from cuda_timing import announced_bandwidth, device_line
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
 from synthetic import Size, random_ids
+from thresholds import Thresholds, find_thresholds, with_thresholds
+from turns import in_turns, interleaved
 
 from sparsepack.bench import traffic
 from sparsepack.formats.packed import PackedModel
@@ -44,7 +39,7 @@ SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
 SHOWN = 0.5
 PROMPT, NEW = 128, 128
 LIMITS = {"dense": 0.01, "sparse": 0.1}
-"""Of the logits, relative. Keys and values are bfloat16; where that moves an input across its threshold, more."""
+"""The largest relative error of the logits. Keys and values are bfloat16, which may move inputs across thresholds."""
 
 
 def check(size: Size) -> dict[str, float]:
@@ -64,14 +59,11 @@ def check(size: Size) -> dict[str, float]:
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, mode: str) -> float:
-    difference = float((found - expected).norm() / expected.norm())
-    if not difference <= LIMITS[mode]:
-        raise RuntimeError(f"{mode}: logits differ by {difference:.3g}, expected {LIMITS[mode]}; not timed")
-    return difference
+    return expect_near(f"{mode}, logits", relative_error(found, expected), LIMITS[mode])
 
 
 def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
-    """Of a token: greedy, after a prompt."""
+    """The seconds that a token takes after a prompt, each the likeliest after the last."""
     engine.dense = dense
     engine.reset()
     sampler = Sampler(Sampling())
@@ -84,7 +76,7 @@ def decode_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
 
 
 def teacher_forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float:
-    """Of a token: given ones, whose logits stay on the GPU."""
+    """The seconds that a token takes after a prompt, where all are given and logits stay on the GPU."""
     engine.dense = dense
     engine.reset()
     engine.prefill(ids[:PROMPT])
@@ -97,7 +89,7 @@ def teacher_forced_seconds(engine: Engine, ids: list[int], dense: bool) -> float
 
 
 def prefill_seconds(engine: Engine, ids: list[int]) -> float:
-    """Of a whole prompt."""
+    """The seconds that a whole prompt takes."""
     engine.reset()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -111,24 +103,22 @@ def measure(packed: PackedModel, thresholds: Thresholds, rounds: int) -> dict[st
     sparse = with_thresholds(packed, thresholds)
     engine = Engine(sparse, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, PROMPT + NEW, seed=3)
-    runs = [(kind, dense) for kind in ("chosen", "given") for dense in (True, False)]
-    samples: dict[str, list[float]] = {_name(*run): [] for run in runs}
-    activity = {}
-    for round in range(-1, rounds):
-        for kind, dense in runs:
-            taken = (decode_seconds if kind == "chosen" else teacher_forced_seconds)(engine, ids, dense)
-            activity[_name(kind, dense)] = engine.activity()
-            if round >= 0:
-                samples[_name(kind, dense)].append(taken)
-    return {
-        name: {
-            "seconds": statistics.median(taken),
-            "range": [min(taken), max(taken)],
-            "bytes": traffic.bytes_per_token(sparse, activity[name]),
-            "sparsity": skipped_weights(sparse, activity[name]).overall,
+
+    def timed(kind: str, dense: bool) -> tuple[float, traffic.Activity]:
+        taken = (decode_seconds if kind == "chosen" else teacher_forced_seconds)(engine, ids, dense)
+        return taken, engine.activity()
+
+    runs = {_name(kind, dense): partial(timed, kind, dense) for kind in ("chosen", "given") for dense in (True, False)}
+    results = {}
+    for name, samples in in_turns(runs, rounds, warm_up=1).items():
+        seconds, activity = [taken for taken, _ in samples], samples[-1][1]
+        results[name] = {
+            "seconds": statistics.median(seconds),
+            "range": [min(seconds), max(seconds)],
+            "bytes": traffic.bytes_per_token(sparse, activity),
+            "sparsity": skipped_weights(sparse, activity).overall,
         }
-        for name, taken in samples.items()
-    }
+    return results
 
 
 def _name(kind: str, dense: bool) -> str:
@@ -139,14 +129,8 @@ def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
     """Seconds by length of the prompt."""
     engine = Engine(packed, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, CONTEXT, seed=4)
-    lengths = [128, 512, 2048, 8192]
-    samples: dict[int, list[float]] = {length: [] for length in lengths}
-    for round in range(-1, rounds):
-        for length in lengths:
-            taken = prefill_seconds(engine, ids[:length])
-            if round >= 0:
-                samples[length].append(taken)
-    return {length: statistics.median(taken) for length, taken in samples.items()}
+    runs = {length: partial(prefill_seconds, engine, ids[:length]) for length in (128, 512, 2048, 8192)}
+    return interleaved(runs, rounds, warm_up=1)
 
 
 def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) -> list[list[str]]:
@@ -181,12 +165,11 @@ def decode_rows(name: str, kind: str, result: dict[str, Any], bandwidth: float) 
 @click.option("--layers", type=int, help="Of the models, to try the script.")
 @click.option("--model", "names", multiple=True, type=click.Choice(list(SIZES)), help="Only these.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, path: Path | None) -> None:
+@json_option
+def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, json_path: Path | None) -> None:
     """Print the tables."""
     rounds = 2 if quick else rounds
-    bandwidth = read_bandwidth()
-    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    bandwidth = announced_bandwidth()
     report: dict[str, Any] = {"device": device_line(), "bandwidth": bandwidth}
     for name in names or SIZES:
         size = SIZES[name]
@@ -215,8 +198,7 @@ def main(quick: bool, layers: int | None, names: tuple[str, ...], rounds: int, p
         )
         report[name] = {"check": differences, "decode": results, "prefill": prefill}
         del packed
-    if path:
-        path.write_text(json.dumps(report, indent=1))
+    write_figures(json_path, report)
 
 
 def _break_even(target: float, result: dict[str, Any], name: str, bandwidth: float) -> list[str]:

@@ -18,8 +18,9 @@ import click
 import torch
 from cuda_chain import Buffers
 from cuda_gemv import ANCHORS, BYTES, FEWEST, SUMMED
-from cuda_timing import device_line, interleaved, read_bandwidth
+from cuda_timing import announced_bandwidth
 from torch import Tensor
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.runtime.cuda.driver.compiler import FOLDER, cuda_core
@@ -33,7 +34,7 @@ BLOCKS = ((256, 8), (512, 4), (512, 8), (1024, 4))
 """Threads of a block, and reads that each of them has on their way."""
 ROUNDS = 5
 TARGETS = (0.75, 1.8)
-"""Of the bandwidth, and over llama.cpp."""
+"""The share of the bandwidth, and the speed over llama.cpp's, that are wanted."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,7 @@ def measure(rows: int, columns: int) -> tuple[dict[bool, float], Layout, int]:
 def main() -> None:
     """Print the table."""
     check()
-    bandwidth = read_bandwidth()
-    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    bandwidth = announced_bandwidth()
     lines = []
     for (rows, columns), anchor in ANCHORS.items():
         seconds, layout, nbytes = measure(rows, columns)

@@ -12,7 +12,6 @@ after the other in a CUDA graph, too (benchmarks/notes/anchors.md); where ours i
 its products are added up.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,11 @@ import click
 import torch
 from cuda_chain import Chain
 from cuda_synthetic import random_zigzag
-from cuda_timing import device_line, interleaved, read_bandwidth
+from cuda_timing import announced_bandwidth, device_line
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
 from torch import Tensor
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.formats.codecs import zigzag
@@ -40,7 +42,7 @@ ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
     (8192, 28672): 57.5,
 }
 SMALL = ((2048, 2048), (3072, 2048), (1536, 1536))
-"""Of models of one or two billion parameters; no anchors."""
+"""Shapes of models of one or two billion parameters, for which there are no anchors."""
 SUMMED = {(6144, 4096): "q, k, v", (28672, 4096): "gate, up"}
 SKIPPED = {"dense": 0.0, "50 %": 0.5}
 BYTES = 600 << 20
@@ -66,9 +68,8 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
             chain.skip(share)
         for number in range(length):
             chain.run(number)
-        errors[name] = _error(chain.made(length - 1), stored, chain.taken(length - 1))
-        if not errors[name] <= LIMIT:
-            raise RuntimeError(f"{rows} x {columns}, {name}: wrong by {errors[name]:.3g}, expected {LIMIT}; not timed")
+        error = _error(chain.made(length - 1), stored, chain.taken(length - 1))
+        errors[name] = expect_near(f"{rows} x {columns}, {name}", error, LIMIT)
     seconds = interleaved({name: graph_seconds(chain.run, length) for name, chain in chains.items()}, rounds)
     return {
         "rows": rows,
@@ -84,7 +85,7 @@ def measure(rows: int, columns: int, rounds: int) -> dict[str, Any]:
 def _error(found: Tensor, stored: Any, x: Tensor) -> float:
     pieces = zigzag.unpack(stored.blocks, stored.rows).split(4096)
     expected = torch.cat([piece.double() @ x.double() for piece in pieces])
-    return float((found.double() - expected).norm() / expected.norm())
+    return relative_error(found.double(), expected)
 
 
 def _config(matrix: ZigzagMatrix) -> str:
@@ -119,17 +120,15 @@ def rows_of(result: dict[str, Any], bandwidth: float) -> list[list[str]]:
 
 @click.command()
 @click.option("--quick", is_flag=True, help="One round.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(quick: bool, path: Path | None) -> None:
+@json_option
+def main(quick: bool, json_path: Path | None) -> None:
     """Print the table."""
-    bandwidth = read_bandwidth()
-    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    bandwidth = announced_bandwidth()
     results = [measure(*shape, 1 if quick else ROUNDS) for shape in (*ANCHORS, *SMALL)]
     head = ["shape", "active", "us", "llama.cpp", "x", "MiB", "GB/s", "of bandwidth", "error", "config"]
     click.echo(markdown(Table(head, [line for result in results for line in rows_of(result, bandwidth)])))
     click.echo("us: collection included; x: llama.cpp's dense time over ours; config: bands x warps, stages, splits")
-    if path:
-        path.write_text(json.dumps({"device": device_line(), "bandwidth": bandwidth, "shapes": results}, indent=1))
+    write_figures(json_path, {"device": device_line(), "bandwidth": bandwidth, "shapes": results})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import click
 import torch
+from nearness import relative_error
 from pack_stages import STAGES, Stages
 from synthetic import TINY, Size, random, save_config
 
@@ -122,8 +123,7 @@ def check_zigzag(checkpoint: Checkpoint, artifact: Path) -> None:
 
 
 def _error(blocks: torch.Tensor, weights: torch.Tensor, kind: str) -> float:
-    expected = weights.float()
-    return float((decode_rows(blocks, kind) - expected).norm() / expected.norm())
+    return relative_error(decode_rows(blocks, kind), weights.float())
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Packing:
 
 
 def packing(format: str) -> Packing:
-    """Of a format."""
+    """What is known of a format."""
     if format == ZIGZAG:
         encoders = ((zigzag_gguf, "encode_rows"), (zigzag, "pack"))
         return Packing(zigzag_gguf, encoders, (transfer, "CUDA_AT_ONCE"), check_zigzag, zigzag.pack)

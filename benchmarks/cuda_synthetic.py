@@ -1,65 +1,32 @@
 """Llamas of 7 and 8 billion parameters made on the GPU in seconds, with random weights and real thresholds.
 
 Weights have a real model's size and spread: variance 1 / columns, what a block adds scaled down. Thresholds are those
-of this model: for each site in the order of execution the quantile of |x| over random tokens, everything upstream
-already sparse. Which columns are then active is random from token to token; a trained model's cluster more.
+of this model (`thresholds.py`).
 """
 
 import math
-from collections.abc import Iterable, Mapping
 
 import torch
-import torch.nn.functional as F
-from synthetic import Size, with_thresholds
+from synthetic import Size, llama_config
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
-from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_rows, encode_rows
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
 from sparsepack.formats.packed import DenseMlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.models.architecture import architecture_of
 from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
-from sparsepack.runtime.reference import attention as reference_attention
-from sparsepack.runtime.reference import products as reference
 
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
 LLAMA_7B = Size("Llama-2-7B", 4096, 32, 11008, 32, 32, 32000)
 LLAMA_1B = Size("Llama-3.2-1B", 2048, 16, 8192, 32, 8, 128256)
-CALIBRATION_TOKENS = 256
 CONTEXT = 8192
-Thresholds = Mapping[tuple[int, str], float]
-
-__all__ = [
-    "CONTEXT",
-    "LLAMA_1B",
-    "LLAMA_7B",
-    "LLAMA_8B",
-    "Thresholds",
-    "find_thresholds",
-    "random_model",
-    "with_thresholds",
-]
 
 
 def random_model(size: Size, layers: int | None = None, device: str = "cuda") -> PackedModel:
     """A model of a size, with fewer layers if asked; all of it on the device."""
-    from transformers import LlamaConfig
-
-    head_dim = size.hidden // size.heads
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=layers or size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    config = llama_config(size, num_hidden_layers=layers or size.layers, max_position_embeddings=CONTEXT)
     generator = torch.Generator(device=device).manual_seed(0)
-    kv, narrow = size.kv_heads * head_dim, 1 / math.sqrt(2 * size.layers)
+    kv, narrow = size.kv_heads * config.head_dim, 1 / math.sqrt(2 * size.layers)
     shapes = {
         "attn_in": ((size.hidden, kv, kv), size.hidden, 1.0),
         "attn_out": ((size.hidden,), size.hidden, narrow),
@@ -111,48 +78,3 @@ def _random_rows(rows: int, columns: int, scale: float, generator: torch.Generat
         for at in range(0, rows, 16384)
     ]
     return PackedMatrix(torch.cat(parts), "Q6_K", rows, columns)
-
-
-@torch.inference_mode()
-def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[float, Thresholds]:
-    """For each sparsity a threshold per (layer, site): one pass over random tokens each, in float32, sites in turn."""
-    a, device = packed.architecture, packed.output_norm.device
-    generator = torch.Generator(device=device).manual_seed(1)
-    ids = torch.randint(a.vocabulary, (CALIBRATION_TOKENS,), device=device, generator=generator)
-    embedded = decode_rows(packed.embedding.blocks[ids], packed.embedding.type)
-    cos, sin = (
-        t.to(device) for t in reference_attention.rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, len(ids))
-    )
-    seen = reference_attention.visible(0, len(ids), 0, 0, device)
-    states = {sparsity: embedded.clone() for sparsity in sparsities}
-    found: dict[float, dict[tuple[int, str], float]] = {sparsity: {} for sparsity in states}
-    for number, layer in enumerate(packed.layers):
-        weights = {name: zigzag.unpack(site.matrix.blocks, site.matrix.rows) for name, site in layer.sites.items()}
-        for sparsity, hidden in states.items():
-
-            def product(
-                name: str,
-                x: Tensor,
-                sparsity: float = sparsity,
-                number: int = number,
-                weights: Mapping[str, Tensor] = weights,
-            ) -> Tensor:
-                size = x.abs()
-                threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
-                found[sparsity][number, name] = float(threshold)
-                return F.linear(torch.where(size > threshold, x, 0), weights[name])
-
-            def heads(x: Tensor) -> Tensor:
-                return x.view(len(x), -1, a.head_dim).transpose(0, 1)
-
-            x = reference.rms_norm(hidden, layer.norms["attn_norm"], a.norm_eps)
-            parts = list(layer.sites["attn_in"].parts)
-            q, k, v = (heads(part) for part in product("attn_in", x).split(parts, dim=-1))
-            mixed = reference_attention.attention(
-                reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v, seen
-            )
-            hidden = hidden + product("attn_out", mixed)
-            x = reference.rms_norm(hidden, layer.norms["mlp_norm"], a.norm_eps)
-            gate, up = product("mlp_in", x).chunk(2, dim=-1)
-            states[sparsity] = hidden + product("mlp_mid", F.silu(gate) * up)
-    return dict(found)

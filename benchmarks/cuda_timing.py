@@ -1,20 +1,9 @@
-"""What the GPU benchmarks share: several ways in turns, the memory's bandwidth, the head of a report."""
+"""What the GPU benchmarks share: the memory's bandwidth, and the head of a report."""
 
-import statistics
-from collections.abc import Callable
-
+import click
 import torch
 
 from sparsepack.bench.graph_timing import graph_seconds
-
-
-def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, all of them in turns."""
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name].append(run())
-    return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 def read_bandwidth() -> float:
@@ -27,3 +16,10 @@ def read_bandwidth() -> float:
 def device_line() -> str:
     """The GPU, its driver's CUDA and torch, for the head of a report."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def announced_bandwidth(more: str = "") -> float:
+    """What `read_bandwidth` finds, printed beside the GPU and what else is to be said at the head of a report."""
+    bandwidth = read_bandwidth()
+    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s{more}")
+    return bandwidth

@@ -14,7 +14,6 @@ error over windows, paired: the windows' difficulty cancels. Columns, by what ra
 Of the calibration only the statistics of attention are read. The weights are the checkpoint's own.
 """
 
-import json
 import time
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +24,7 @@ from typing import Any
 import click
 import torch
 from accuracy_windows import Windows, windows_of
+from figures import json_option, write_figures
 from heavy_channels import attention_by, importances
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -94,7 +94,7 @@ COLUMNS = (
 @click.option("--context", default=8192, help="Tokens of a window.")
 @click.option("--windows", default=16, help="Windows per text, evenly spread.")
 @click.option("--device", default="cpu")
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@json_option
 def main(
     model: str,
     calibration: Path,
@@ -136,8 +136,7 @@ def main(
         f"the share. Channels by {by}, calibrated on {tokens['windows']} windows of {tokens['context']}. Computed in "
         f"{subject.precision['dtype']} on {device}."
     )
-    if json_path:
-        json_path.write_text(json.dumps(rows, indent=1))
+    write_figures(json_path, rows)
 
 
 def _nll(

@@ -39,8 +39,11 @@ class Seen:
 
 
 def seen(here: Tensor, layer_before: Tensor | None, active: Tensor) -> Seen:
-    """Of what enters the MLP of a layer and the one before, [B, S, d], None in the first layer, and of who is active
-    in it, bool [B, S, n]."""
+    """What a predictor may look at, from what it needs.
+
+    here, layer_before -- what enters the MLP of a layer and of the one before, [B, S, d]; None in the first layer
+    active             -- who is active in it, bool [B, S, n]
+    """
     return Seen(here, _token_before(here) if layer_before is None else layer_before, _token_before(active))
 
 
@@ -50,7 +53,7 @@ def _token_before(of: Tensor) -> Tensor:
 
 
 class Predictor(Protocol):
-    """Of one layer."""
+    """What predicts who is active in one layer."""
 
     @property
     def nbytes(self) -> int:

@@ -106,7 +106,7 @@ class GgmlGemv:
         self._base.ggml_backend_free(self._backend)
 
     def threads(self, count: int) -> None:
-        """Of the products to come."""
+        """Set how many threads the products to come take."""
         self._cpu.ggml_backend_cpu_set_n_threads(self._backend, count)
 
     def product(self, x: torch.Tensor, copy: int = 0) -> torch.Tensor:
@@ -123,7 +123,7 @@ class GgmlGemv:
         self._base.ggml_backend_tensor_set(self._x, x.data_ptr(), 0, x.nbytes)
 
     def seconds(self) -> list[float]:
-        """Of the product with each copy, starting the threads and the call from Python (some us) included.
+        """The seconds of the product with each copy, starting the threads and the call from Python (some us) included.
 
         One graph with all the products, as a decoding step has them, takes as long for each: 391 us against 392.
         """

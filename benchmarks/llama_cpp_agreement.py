@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from nearness import relative_error
 
 from sparsepack.eval.subject import Subject, open_subject
 from sparsepack.files.text import read_text
@@ -48,10 +49,7 @@ def main(model: str, text: str, tokens: int, window: int) -> None:
             "llama.cpp, the same weights as F32": _llama_cpp(same, ids),
             "transformers, inputs rounded to 8 bits": eight_bit,
         }
-        rows = [
-            [name, f"{float((it - ours).norm() / ours.norm()):.5f}", f"{_agreement(it, ours):.2%}"]
-            for name, it in cases.items()
-        ]
+        rows = [[name, f"{relative_error(it, ours):.5f}", f"{_agreement(it, ours):.2%}"] for name, it in cases.items()]
         print(
             markdown(Table(["against transformers on the dequantised weights", "relative L2", "same top token"], rows))
         )

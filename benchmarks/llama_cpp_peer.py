@@ -10,11 +10,12 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import torch
+from nearness import expect_near, relative_error
 
 from sparsepack.files.gguf import read_gguf
 
 LARGEST_ERROR = 0.02
-"""Of its logits, relative: it rounds activations to 8 bits."""
+"""The largest relative error of llama.cpp's logits: it rounds activations to 8 bits."""
 
 
 @llama_cpp.llama_log_callback
@@ -46,7 +47,7 @@ class LlamaCpp:
         llama_cpp.llama_model_free(self._model)
 
     def threads(self, count: int) -> None:
-        """Of decoding and of prefill."""
+        """Set how many threads decoding and prefill take."""
         llama_cpp.llama_set_n_threads(self._context, count, count)
 
     def reset(self) -> None:
@@ -82,10 +83,7 @@ def check(peer: LlamaCpp, prompt: Sequence[int], later: Sequence[int], expected:
         found.append(peer.logits())
         if peer.choose() != int(found[-1].argmax()):
             raise RuntimeError("llama.cpp: does not choose the likeliest token; nothing is timed")
-    error = float((torch.stack(found) - expected).norm() / expected.norm())
-    if error > LARGEST_ERROR:
-        raise RuntimeError(f"llama.cpp: logits differ from the stock model's by {error:.3g}; nothing is timed")
-    return error
+    return expect_near("llama.cpp, logits", relative_error(torch.stack(found), expected), LARGEST_ERROR)
 
 
 def bytes_per_token(path: Path) -> float:

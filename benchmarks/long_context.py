@@ -12,11 +12,10 @@ turns (more than 2 GB of it), so that long texts fit; no cache of the GPU holds 
 keys and values take that a step has to read, at the measured bandwidth.
 """
 
-import json
-import statistics
 import time
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,13 @@ import click
 import torch
 import torch.nn.functional as F
 from cuda_synthetic import LLAMA_7B, random_model
-from cuda_timing import device_line, interleaved, read_bandwidth
-from synthetic import random_ids
+from cuda_timing import announced_bandwidth, device_line
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
+from synthetic import llama_config, random_ids
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
@@ -55,10 +57,10 @@ CASES = (
 )
 """Texts and tokens of the BF16 decoder."""
 ENGINE_CASES = ((1, 7000), (4, 4096), (8, 4096))
-"""Of the engine, which takes up to 8 texts."""
+"""Texts and tokens of the engine, which takes up to 8 texts."""
 CACHE_BYTES = 2 << 30
 LIMIT = 2e-2
-"""Of the norm of logits in BF16."""
+"""The largest relative error of logits in BF16."""
 
 
 class Decoder:
@@ -156,19 +158,10 @@ def _half_turned(x: Tensor) -> Tensor:
 
 def stock_model(layers: int) -> Any:
     """A Llama-2-7B of the stock library with random weights in BF16, on the GPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=LLAMA_7B.hidden,
-        intermediate_size=LLAMA_7B.intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=LLAMA_7B.heads,
-        num_key_value_heads=LLAMA_7B.kv_heads,
-        vocab_size=LLAMA_7B.vocabulary,
-        max_position_embeddings=32768,
-        dtype=torch.bfloat16,
-    )
+    config = llama_config(LLAMA_7B, num_hidden_layers=layers, max_position_embeddings=32768, dtype=torch.bfloat16)
     with torch.device("cuda"):
         return LlamaForCausalLM(config).bfloat16().eval()
 
@@ -187,9 +180,7 @@ def check(texts: int = 2, tokens: int = 700) -> None:
     decoder.label()
     decoder.ids.copy_(ids[:, -1])
     for attention in ("torch", "dense", "sparse"):
-        error = float((decoder.step(attention).float() - expected).norm() / expected.norm())
-        if not error <= LIMIT:
-            raise RuntimeError(f"{attention}: logits differ by {error:.3g}, expected {LIMIT}; not timed")
+        expect_near(f"{attention}, logits", relative_error(decoder.step(attention).float(), expected), LIMIT)
 
 
 def measure(model: Any, texts: int, tokens: int, rounds: int) -> dict[str, Any]:
@@ -210,21 +201,21 @@ def measure_engine(packed: Any, texts: int, tokens: int, rounds: int, steps: int
     """Seconds of a step of the engine, dense and sparse in turns."""
     vocabulary, room = packed.architecture.vocabulary, tokens + (rounds + 1) * 2 * steps
     prompts = [random_ids(vocabulary, tokens, seed=n) for n in range(texts)]
-    samples: dict[str, list[float]] = {"dense": [], "sparse": []}
     engine = Engine(packed, device="cuda", context=room, sequences=texts)
     for n, prompt in enumerate(prompts):
         engine.prefill(prompt, n)
-    for round in range(-1, rounds):
-        for mode, taken in samples.items():
-            engine.dense = mode == "dense"
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for id in range(steps):
-                engine.step_all([id] * texts)
-            torch.cuda.synchronize()
-            if round >= 0:
-                taken.append((time.perf_counter() - start) / steps)
-    return {"texts": texts, "tokens": tokens, "seconds": {k: statistics.median(v) for k, v in samples.items()}}
+
+    def timed(dense: bool) -> float:
+        engine.dense = dense
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for id in range(steps):
+            engine.step_all([id] * texts)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps
+
+    seconds = interleaved({"dense": partial(timed, True), "sparse": partial(timed, False)}, rounds, warm_up=1)
+    return {"texts": texts, "tokens": tokens, "seconds": seconds}
 
 
 def row_of(result: dict[str, Any], bandwidth: float) -> list[str]:
@@ -247,11 +238,10 @@ def row_of(result: dict[str, Any], bandwidth: float) -> list[str]:
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Fewer texts and rounds.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(quick: bool, path: Path | None) -> None:
+@json_option
+def main(quick: bool, json_path: Path | None) -> None:
     """Print the tables."""
-    bandwidth, rounds = read_bandwidth(), 3 if quick else 7
-    click.echo(f"{device_line()}; read bandwidth {bandwidth / 1e9:.0f} GB/s; {LLAMA_7B.name}")
+    bandwidth, rounds = announced_bandwidth(f"; {LLAMA_7B.name}"), 3 if quick else 7
     check()
     model, results = stock_model(LLAMA_7B.layers), []
     for case in CASES[::2] if quick else CASES:
@@ -279,9 +269,8 @@ def main(quick: bool, path: Path | None) -> None:
     ]
     click.echo("\nQ4_K, the engine\n")
     click.echo(markdown(Table(["texts", "tokens", "dense, ms", "sparse", "x", "t/s"], lines)))
-    if path:
-        found = {"device": device_line(), "bandwidth": bandwidth, "bf16": results, "engine": engines}
-        path.write_text(json.dumps(found, indent=1))
+    found = {"device": device_line(), "bandwidth": bandwidth, "bf16": results, "engine": engines}
+    write_figures(json_path, found)
 
 
 if __name__ == "__main__":

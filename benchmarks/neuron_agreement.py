@@ -60,7 +60,7 @@ class Compared:
 
     @property
     def cells(self) -> list[str]:
-        """Of a table."""
+        """The cells of a row of the table."""
         share = f"{100 * self.same_top / self.positions:.3f} % ({self.positions - self.same_top} others)"
         return [f"{self.positions:,}", share, f"{self.largest:.2e}", f"{self.total / self.positions:.2e}"]
 
@@ -166,7 +166,7 @@ def main(
 
 
 def cells(served: HitCounts | None) -> list[str]:
-    """Of a table."""
+    """The cells of a row of the table."""
     assert served is not None
     return [f"{served.needed:,}", f"{served.hits:,}", f"{served.moves:,}"]
 

@@ -15,8 +15,6 @@ and counts are of these states; "undisturbed" is the recall on the states of the
 no layer before the first: there it looks at the token before, or ("first exact") the exact gate stands in for it.
 """
 
-import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +26,8 @@ from typing import Any
 import click
 import torch
 from accuracy_windows import Windows, windows_of
+from books import books_options
+from figures import json_option, write_figures
 from gate_predictors import (
     ExactGate,
     Frequency,
@@ -55,7 +55,6 @@ from sparsepack.progress import progress
 from sparsepack.tables import Table, markdown
 from sparsepack.tracing.collect import DENSE
 
-SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 MLP_IN = "mlp_in"
 SINKS = 4
 """First positions of a calibration window, from which nothing is learned."""
@@ -85,16 +84,14 @@ def denormals_flushed() -> Iterator[None]:
 
 
 @click.command()
-@click.option("--model", default=str(SHARED / "models" / "books-26m-relu"))
-@click.option("--calibration-text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"))
-@click.option("--text", default=str(SHARED / "text" / "books.validation.jsonl.xz"))
+@books_options
 @click.option("--samples", default=80, help="Windows of the calibration, every tenth of them for thresholds.")
 @click.option("--windows", default=12, help="Windows of the text, evenly spread.")
 @click.option("--tokens", default=1024, help="Of a window.")
 @click.option("--times", multiple=True, type=float, default=(1.0, 1.5, 2.0, 3.0), help="Predicted, in active ones.")
 @click.option("--epochs", default=4, help="Of training.")
 @click.option("--device", default="cpu")
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@json_option
 def main(
     model: str,
     calibration_text: str,
@@ -130,8 +127,7 @@ def main(
         ]
         click.echo(f"\n{budget:g} times as many as are active, {time.time() - began:.0f} s\n\n{_table(found)}")
         rows += found
-    if json_path:
-        json_path.write_text(json.dumps({"dense_nll": dense.tolist(), "rows": rows}, indent=1))
+    write_figures(json_path, {"dense_nll": dense.tolist(), "rows": rows})
 
 
 def fit(subject: Subject, windows: Tensor, times: Sequence[float], epochs: int) -> list[dict[str, Fitted]]:
@@ -284,12 +280,12 @@ def _nll(subject: Subject, data: Windows, protocol: str, look: Look) -> Tensor:
 
 
 def _counts(predicted: Tensor, active: Tensor) -> Tensor:
-    """Of one window: predicted and active, predicted, active; int64 [3]."""
+    """How many of one window are predicted and active, predicted, active: int64 [3]."""
     return torch.stack([(predicted & active).sum(), predicted.sum(), active.sum()]).cpu()
 
 
 def _figures(counts: list[Tensor], layers: int) -> dict[str, Any]:
-    """Of the counts of each layer, window after window; a window's layers are taken together."""
+    """The figures of counts by layer, window after window; a window's layers are taken together."""
     by_window = torch.stack(counts).view(-1, layers, 3).double()
     both, predicted, active = by_window.sum(1).unbind(-1)
     of_layers = by_window.sum(0)

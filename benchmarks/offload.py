@@ -14,7 +14,6 @@ copy from pinned memory is taken.
 """
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +25,11 @@ from typing import Any
 import click
 import torch
 from cuda_synthetic import LLAMA_7B, LLAMA_8B, random_model
-from cuda_timing import device_line, interleaved, read_bandwidth
+from cuda_timing import device_line, read_bandwidth
+from figures import json_option, write_figures
+from nearness import expect_near, relative_error
 from torch import Tensor
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
@@ -48,9 +50,9 @@ MODELS = ((LLAMA_7B, 65536), (LLAMA_8B, 131072), (LLAMA_8B, 262144))
 STEPS = 48
 """Whose queries follow each other."""
 KEPT = 0.92
-"""Of a query, in the next one: chosen for the share of the tokens that two steps have in common."""
+"""The share of a query that is in the next one: chosen for the share of the tokens that two steps have in common."""
 LIMIT = 1e-3
-"""Of the norm of a result, where all tokens are read."""
+"""The largest relative error of a result, where all tokens are read."""
 
 
 class WholeKvCache(OffloadedKvCache):
@@ -90,7 +92,7 @@ class WholeKvCache(OffloadedKvCache):
 
 
 def shape_of(heads: int, kv_heads: int, tokens: int, layers: int) -> AttentionShape:
-    """Of a text of so many tokens; rotation by nothing, which takes as long as any."""
+    """The shape of a text of so many tokens. It is rotated by nothing, which takes as long as any rotation."""
     cos = torch.ones(tokens, HEAD_DIM // 2, device="cuda")
     heavy = torch.arange(CHANNELS, device="cuda").expand(kv_heads, -1)
     layer = LayerAttention(channels=heavy)
@@ -184,9 +186,7 @@ def measure(heads: int, kv_heads: int, tokens: int, rounds: int) -> list[dict[st
     whole.positions.write(whole.lengths)
     expected = stepped(card, 0, drifting[0], False)
     for layer in range(2):
-        error = float((stepped(whole, layer, drifting[0], True) - expected).norm() / expected.norm())
-        if not error <= LIMIT:
-            raise RuntimeError(f"moved whole: wrong by {error:.3g}, expected {LIMIT}; not timed")
+        expect_near("moved whole", relative_error(stepped(whole, layer, drifting[0], True), expected), LIMIT)
     runs["whole"] = graph_seconds(lambda n: whole.step(n % 2, drifting[0], True, out), 2)
     seconds = interleaved(runs, rounds)
     row = 2 * HEAD_DIM * 2
@@ -283,9 +283,9 @@ def model_rows(results: list[dict[str, Any]], bus: float) -> list[list[str]]:
 @click.command()
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @click.option("--models/--no-models", default=True, help="Whether steps of whole models are measured, too.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
+@json_option
 @torch.no_grad()
-def main(quick: bool, models: bool, path: Path | None) -> None:
+def main(quick: bool, models: bool, json_path: Path | None) -> None:
     """Print the tables."""
     bus, rounds = bus_bandwidth(), 3 if quick else 7
     click.echo(f"{device_line()}; read {read_bandwidth() / 1e9:.0f} GB/s, bus {bus / 1e9:.1f} GB/s\n")
@@ -314,9 +314,8 @@ def main(quick: bool, models: bool, path: Path | None) -> None:
     if models:
         head = ["model", "tokens", "GB of keys and values", "fetched", "moved whole, ms", "offloaded", "x", "of bus"]
         click.echo("\n" + markdown(Table(head, model_rows(steps, bus))))
-    if path:
-        found = {"device": device_line(), "bus": bus, "attention": attention, "models": steps}
-        path.write_text(json.dumps(found, indent=1))
+    found = {"device": device_line(), "bus": bus, "attention": attention, "models": steps}
+    write_figures(json_path, found)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ the slow momentum takes for a model of 70B. --only-groups prints the last two al
 """
 
 import itertools
-import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +21,8 @@ from typing import Any
 
 import click
 import numpy as np
+from books import SHARED, books_options
+from figures import json_option, write_figures
 
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
@@ -47,7 +47,6 @@ from sparsepack.tracing.options import TraceOptions
 from sparsepack.tracing.trace import Trace
 from sparsepack.tracing.trace import load as load_trace
 
-SHARED = Path(os.environ.get("SPARSEPACK_SHARED", Path(__file__).parents[2] / "shared"))
 CHOSEN_AT = 0.3
 GROUP_POLICIES = {
     "static": POLICY_ROWS["static"].begin,
@@ -57,9 +56,7 @@ GROUP_POLICIES = {
 
 
 @click.command()
-@click.option("--model", default=str(SHARED / "models" / "books-26m-relu"))
-@click.option("--calibration-text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"))
-@click.option("--text", default=str(SHARED / "text" / "books.validation.jsonl.xz"))
+@books_options
 @click.option("--other", default=str(SHARED / "text" / "wikitext2.test.txt.xz"), help="Text of another kind.")
 @click.option("--samples", default=72, help="Windows of the calibration, of 2048 tokens.")
 @click.option("--sessions", default=TraceOptions.sessions)
@@ -68,7 +65,7 @@ GROUP_POLICIES = {
 @click.option("--blocks", default="1,4,6,7", help="Whose neurons form groups.")
 @click.option("--only-groups", is_flag=True)
 @click.option("--work", default="/tmp/sparsepack-placement", type=click.Path(path_type=Path))
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@json_option
 def main(
     model: str,
     calibration_text: str,
@@ -100,8 +97,7 @@ def main(
     found["groups"] = _groups(load_trace(work / "text"), known, [int(block) for block in blocks.split(",")])
     click.echo(f"\ngroups of neurons of blocks {blocks}, at {CHOSEN_AT:.0%}\n\n{_groups_table(found['groups'])}")
     click.echo(f"\na decision of the slow momentum over 2.3 million neurons: {1e3 * _decision():.0f} ms")
-    if json_path:
-        json_path.write_text(json.dumps(found, indent=1))
+    write_figures(json_path, found)
 
 
 def _decision(shape: tuple[int, int] = (80, 28672)) -> float:
@@ -154,7 +150,7 @@ def _slots(calibration: Calibration, cached: str) -> str:
 
 
 def _hit_rate(frequency: np.ndarray, placement: Any) -> float:
-    """Of the calibration's own activations."""
+    """The share of the calibration's own activations that a placement serves."""
     return float(frequency[placement.resident].sum() / frequency.sum())
 
 

@@ -8,7 +8,6 @@ quantised as the kernels quantise them.
 """
 
 import itertools
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import click
 from accuracy_windows import Windows, windows_of
+from figures import json_option, write_figures
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
@@ -38,7 +38,7 @@ from sparsepack.pruning.run import prune
 @click.option("--windows", default=24, help="Evaluation windows of 2048 tokens per text, evenly spread.")
 @click.option("--slid", is_flag=True, help="Also measure what slide-int8 makes of each.")
 @click.option("--device", default="cpu")
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@json_option
 def main(
     model: str,
     calibration_text: str,
@@ -85,8 +85,7 @@ def main(
             error = sum(matrix.error for matrix in made.matrices) / len(made.matrices)
             start = f"| {keep}/{of} | {method} | {'yes' if permute else 'no'} | {error:.4f} | "
             print(start + " | ".join(cells) + f" | {spent:.0f} |", flush=True)
-    if json_path:
-        json_path.write_text(json.dumps(rows, indent=1))
+    write_figures(json_path, rows)
 
 
 def _measured(subject: Subject, reference: Subject, data: Windows) -> dict[str, Any]:

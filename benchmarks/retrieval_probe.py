@@ -13,7 +13,6 @@ dense, as a prompt is; the asked tokens and the continuation read their share (p
 """
 
 import copy
-import json
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -23,6 +22,7 @@ from typing import Any
 import click
 import torch
 from accuracy_windows import windows_of
+from figures import json_option, write_figures
 from heavy_channels import attention_by, importances
 from torch import Tensor
 
@@ -51,7 +51,7 @@ _SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.!?\n]{60,300}[.!?]")
 @click.option("--trials", default=64, help="Windows, each with a sentence of its own.")
 @click.option("--seed", default=0)
 @click.option("--device", default="cpu")
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@json_option
 @torch.inference_mode()
 def main(
     model: str,
@@ -114,8 +114,7 @@ def main(
         f"every token: {dense or 'none'}; {sinks} first and {recent} last tokens within the share. Computed in "
         f"{subject.precision['dtype']} on {device}."
     )
-    if json_path:
-        json_path.write_text(json.dumps(results, indent=1))
+    write_figures(json_path, results)
 
 
 def _sentences(tokenizer: Any, inputs: Tensor, length: int) -> list[tuple[int, Tensor]]:

@@ -6,10 +6,10 @@ Everything that a layer costs is counted: inputs are quantised (and lifted), out
 which does the same with the shapes of a slid folder.
 """
 
-import json
 from pathlib import Path
 
 import click
+from figures import json_option, write_figures
 
 from sparsepack.bench.linears import TOKENS, Linear, bench_linears
 from sparsepack.bench.table import linears_table
@@ -25,13 +25,12 @@ QWEN_7B = (
 @click.command()
 @click.option("--tokens", multiple=True, type=int, default=TOKENS, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures here, too.")
-def main(tokens: tuple[int, ...], rounds: int, path: Path | None) -> None:
+@json_option
+def main(tokens: tuple[int, ...], rounds: int, json_path: Path | None) -> None:
     """Print the tables."""
     result = bench_linears(QWEN_7B, tokens, rounds=rounds)
     click.echo(linears_table(result))
-    if path:
-        path.write_text(json.dumps(result, indent=1))
+    write_figures(json_path, result)
 
 
 if __name__ == "__main__":

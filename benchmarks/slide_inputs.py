@@ -7,7 +7,8 @@ For the widths of Qwen2.5-7B. The copy moves as many bytes: half of them read, h
 
 import click
 import torch
-from cuda_timing import device_line, interleaved
+from cuda_timing import device_line
+from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.formats.codecs.slide import Slide

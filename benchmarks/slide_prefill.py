@@ -8,14 +8,16 @@ before they are timed, and they take turns.
 """
 
 import copy
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 import torch
 from cuda_timing import device_line
+from nearness import relative_error
 from torch import Tensor, nn
+from turns import in_turns, medians
 
 from sparsepack.bench.linears import contenders
 from sparsepack.formats.codecs.slid_matrix import encode
@@ -28,8 +30,8 @@ from sparsepack.tables import Table, markdown
 HOW = Slide(Pattern(6, 8))
 SIDES = ("BF16", "INT8", "FP8", "slid INT8", "slid FP8")
 LARGEST_RATIO = 1.2
-"""Of how far slid and dense are from BF16. (INT8 sums are the same; those of FP8 round differently, and layers add up
-what comes of it.)"""
+"""How much farther from BF16 slid may be than dense of the same type. Sums of INT8 are the same; those of FP8 round
+differently, and what comes of that adds up from layer to layer."""
 
 
 class Dense(nn.Module):
@@ -73,17 +75,13 @@ def side(model: nn.Module, name: str) -> nn.Module:
 
 
 def seconds(model: nn.Module, ids: Tensor) -> float:
-    """Of a prefill."""
+    """The seconds that a prefill takes."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     model(ids, use_cache=False)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @click.command()
@@ -117,16 +115,13 @@ def main(tokens: int, layers: int, rounds: int) -> None:
     ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
     outputs = {name: found(ids, use_cache=False).last_hidden_state.float() for name, found in models.items()}
     for kind in ("INT8", "FP8"):
-        ours, theirs = (_error(outputs[name], outputs["BF16"]) for name in (f"slid {kind}", kind))
+        ours, theirs = (relative_error(outputs[name], outputs["BF16"]) for name in (f"slid {kind}", kind))
         click.echo(f"from BF16 slid {kind} differs by {ours:.3g}, dense {kind} by {theirs:.3g}")
         if not ours <= LARGEST_RATIO * theirs:
             raise RuntimeError(f"slid {kind} is not the model that it was made from; not timed")
     del outputs
-    samples: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, found in models.items():
-            samples[name].append(seconds(found, ids))
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    samples = in_turns({name: partial(seconds, found, ids) for name, found in models.items()}, rounds)
+    middle = medians(samples)
     click.echo(f"{device_line()}; Qwen2.5-7B's shape, {layers} layers, {tokens} tokens, {rounds} rounds")
     rows = [
         [
@@ -134,9 +129,9 @@ def main(tokens: int, layers: int, rounds: int) -> None:
             f"{taken * 1e3:.1f}",
             f"{min(samples[name]) * 1e3:.1f} to {max(samples[name]) * 1e3:.1f}",
             f"{tokens / taken:.0f}",
-            *(f"{medians[other] / taken:.2f}" for other in SIDES[:3]),
+            *(f"{middle[other] / taken:.2f}" for other in SIDES[:3]),
         ]
-        for name, taken in medians.items()
+        for name, taken in middle.items()
     ]
     click.echo(
         markdown(Table(["Linears", "ms", "range", "tokens/s", *(f"x dense {other}" for other in SIDES[:3])], rows))

@@ -17,6 +17,7 @@ from typing import Any
 import click
 import torch
 from accuracy_windows import windows_of
+from figures import json_option, write_figures
 
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
@@ -45,7 +46,7 @@ from sparsepack.sparsity.options import AllocationOptions
 @click.option("--first-windows", is_flag=True, help="The first windows in place of evenly spread ones.")
 @click.option("--zigzag", is_flag=True, help="Pack to zigzag Q4_K first; the dense reference stays the checkpoint.")
 @click.option("--device", default="cpu")
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
+@json_option
 def main(
     model: str,
     calibration_text: str,
@@ -95,8 +96,7 @@ def main(
                 f"r {row['realised_sparsity']['overall']:.3f})"
             )
         print(f"| {allocation} | {criterion} | {sparsity:.2f} | " + " | ".join(cells) + f" | {spent:.0f} |", flush=True)
-    if json_path:
-        json_path.write_text(json.dumps(rows, indent=1))
+    write_figures(json_path, rows)
 
 
 def _calibrated(checkpoint: Checkpoint, text: str, samples: int, device: str) -> Calibration:

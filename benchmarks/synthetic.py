@@ -3,33 +3,27 @@
     python benchmarks/synthetic.py [--work FOLDER] [--tiny]
 
 Its weights are random, so its text is nonsense, but every matrix has a real model's size, and the thresholds are real
-ones for it: for each site in the order of execution the quantile of |x| over random tokens, everything upstream already
-sparse. The columns that are active then spread at random; a trained model's cluster more.
+ones for it (`thresholds.py`).
 """
 
 import gc
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from thresholds import Thresholds, find_thresholds, with_thresholds
 
 from sparsepack.formats.open import read_packed
-from sparsepack.formats.packed import DenseMlp, PackedModel
-from sparsepack.formats.stock import dequantised, stock_config
-from sparsepack.models.families import FAMILIES, MLP_SITES
-from sparsepack.models.records.rule import SiteRule
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.formats.packed import PackedModel
 from sparsepack.models.stock.skeleton import parameter_shapes
-from sparsepack.models.stock.whole import build_model
 from sparsepack.packing import PackRequest, pack
 
 DEFAULT_WORK = Path("/tmp/sparsepack-bench")
 SPARSITIES = (0.5, 0.75)
-CALIBRATION_TOKENS = 256
 END = "<|endoftext|>"
 
 
@@ -60,25 +54,11 @@ class Synthetic:
 
     plain: Path
     zigzag: Path
-    thresholds: Mapping[float, Mapping[tuple[int, str], float]]
+    thresholds: Mapping[float, Thresholds]
 
     def packed(self, sparsity: float = 0.0) -> PackedModel:
         """The zigzag model with the thresholds of a sparsity, 0: with none."""
         return with_thresholds(read_packed(self.zigzag, verify=False), self.thresholds.get(sparsity, {}))
-
-
-def with_thresholds(packed: PackedModel, thresholds: Mapping[tuple[int, str], float]) -> PackedModel:
-    """The same model with the rules replaced; sites not named become dense."""
-    layers = []
-    for number, layer in enumerate(packed.layers):
-        sites = {}
-        for name, site in layer.sites.items():
-            value = thresholds.get((number, name))
-            rule = None if value is None else SiteRule(torch.tensor(value, dtype=torch.float32))
-            sites[name] = replace(site, rule=rule)
-        mlp = DenseMlp({name: sites.pop(name) for name in MLP_SITES})
-        layers.append(replace(layer, attention=sites, mlp=mlp))
-    return replace(packed, layers=tuple(layers))
 
 
 def synthetic(work: Path = DEFAULT_WORK, size: Size = BILLION) -> Synthetic:
@@ -97,12 +77,12 @@ def synthetic(work: Path = DEFAULT_WORK, size: Size = BILLION) -> Synthetic:
     table = folder / "thresholds.json"
     if not table.is_file():
         click.echo(f"finding {table}", err=True)
-        found = find_thresholds(read_packed(zigzag))
+        found = find_thresholds(read_packed(zigzag), SPARSITIES).items()
         table.write_text(json.dumps({str(s): {f"{n}.{site}": t for (n, site), t in v.items()} for s, v in found}))
     return Synthetic(plain, zigzag, _read_table(table))
 
 
-def _read_table(path: Path) -> dict[float, dict[tuple[int, str], float]]:
+def _read_table(path: Path) -> dict[float, Thresholds]:
     def key(text: str) -> tuple[int, str]:
         number, _, site = text.partition(".")
         return int(number), site
@@ -126,25 +106,29 @@ def make_checkpoint(folder: Path, size: Size) -> None:
     unfinished.rename(folder / "model.safetensors")
 
 
-def save_config(folder: Path, size: Size) -> Any:
-    """The configuration of a checkpoint, written with the tokenizer."""
+def llama_config(size: Size, **changes: Any) -> Any:
+    """What transformers has to know of a Llama of a size; `changes` are other fields, or other values of these."""
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.hidden // size.heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=size.tied,
-        bos_token_id=None,
-        eos_token_id=0,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
+    values = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.hidden // size.heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": size.tied,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    return LlamaConfig(**{**values, **changes})
+
+
+def save_config(folder: Path, size: Size) -> Any:
+    """The configuration of a checkpoint, written with the tokenizer."""
+    config = llama_config(size, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
     _save_tokenizer(folder)
     return config
@@ -173,32 +157,6 @@ def _save_tokenizer(folder: Path) -> None:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END).save_pretrained(folder)
-
-
-@torch.inference_mode()
-def find_thresholds(packed: PackedModel) -> Iterator[tuple[float, dict[tuple[int, str], float]]]:
-    """(sparsity, thresholds) for each of `SPARSITIES`: in one forward pass each, sites one after the other."""
-    model = build_model(stock_config(packed), dequantised(packed))
-    family = FAMILIES[packed.architecture.model_type]
-    ids = random_ids(packed.architecture.vocabulary, CALIBRATION_TOKENS, seed=1)
-    for sparsity in SPARSITIES:
-        thresholds: dict[tuple[int, str], float] = {}
-
-        def sparsify(
-            layer: int,
-            site: str,
-            x: torch.Tensor,
-            sparsity: float = sparsity,
-            thresholds: dict[tuple[int, str], float] = thresholds,
-        ) -> torch.Tensor:
-            size = x.abs()
-            threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
-            thresholds[layer, site] = threshold.item()
-            return torch.where(size > threshold, x, 0)
-
-        with site_hooks(list(enumerate(model.model.layers)), family, sparsify):
-            model(torch.tensor([ids]), use_cache=False, logits_to_keep=1)
-        yield sparsity, thresholds
 
 
 def random_ids(vocabulary: int, count: int, seed: int) -> list[int]:

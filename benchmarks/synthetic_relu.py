@@ -26,7 +26,7 @@ from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.stock.whole import load_model
 
 CONSTANT = 8.0
-"""Of the channel that is the same for every token."""
+"""The value of the channel that is the same for every token."""
 ENCODER = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTED = 1_000_000
 """Tokens that the made-up counts of the random model are of."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 import torch
-from synthetic import DEFAULT_WORK, QWEN_0_5B, TINY, find_thresholds, make_checkpoint, with_thresholds
+from synthetic import DEFAULT_WORK, QWEN_0_5B, TINY, make_checkpoint
+from thresholds import find_thresholds, with_thresholds
 
 from sparsepack.bench.decode import bench_decode
 from sparsepack.bench.options import BenchSettings
@@ -41,7 +42,7 @@ def main(device: str, work: Path, rounds: int, tiny: bool) -> None:
     for kind, path in files.items():
         if not path.is_file():
             pack(PackRequest(str(checkpoint), path, embedding_type=kind, device=device))
-    thresholds = dict(find_thresholds(read_packed(files["f16"])))[SHOWN]
+    thresholds = find_thresholds(read_packed(files["f16"]), [SHOWN])[SHOWN]
     packed = {kind: with_thresholds(read_packed(path, verify=False), thresholds) for kind, path in files.items()}
     settings = BenchSettings(prompt=0, repetitions=2, engine=EngineOptions(device))
     speeds: dict[tuple[str, str], list[float]] = {}

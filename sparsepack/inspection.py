@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsepack.errors import CalibrationError
 from sparsepack.tables import Table
 
 
@@ -13,9 +12,9 @@ def inspect(path: Path) -> dict[str, Any]:
     """What a calibration folder, a trace, a thresholds table or an artifact holds, JSON-able.
 
     `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibration.channel_report`,
-    `attention_tokens`: `calibration.tokens.token_report`, and `neurons`: `tracing.activity_report`, or why there is
-    none), "trace" (its manifest and `neurons`), "thresholds" (the table without its vectors), or the format of an
-    artifact (`formats.inspect.describe`).
+    `attention_tokens`: `calibration.tokens.token_report`, and `neurons`: `tracing.activity_report`), "trace" (its
+    manifest and `neurons`), "thresholds" (the table without its vectors), or the format of an artifact
+    (`formats.inspect.describe`).
 
     Raises `UserError` subclasses for what is damaged or not ours.
     """
@@ -65,9 +64,9 @@ def _inspect_calibration(path: Path) -> dict[str, Any]:
     calibration = folder.load(path)
     return {
         **calibration.manifest,
-        "attention_channels": _or_why_not(lambda: channel_report(importance(calibration))),
-        "attention_tokens": _or_why_not(lambda: token_report(calibration)),
-        "neurons": _or_why_not(lambda: activity_report([activity(calibration)])),
+        "attention_channels": channel_report(importance(calibration)),
+        "attention_tokens": token_report(calibration),
+        "neurons": activity_report([activity(calibration)]),
     }
 
 
@@ -81,13 +80,6 @@ def _inspect_trace(path: Path) -> dict[str, Any]:
         **{key: value for key, value in trace.manifest.items() if key != "files"},
         "neurons": activity_report(sessions),
     }
-
-
-def _or_why_not(report: Callable[[], dict[str, Any]]) -> dict[str, Any] | str:
-    try:
-        return report()
-    except CalibrationError as error:
-        return str(error)
 
 
 KINDS = (

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
@@ -15,6 +16,13 @@ from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
 # An example may wait for a core that other workers hold.
 settings.register_profile("shared cores", deadline=None)
 settings.load_profile("shared cores")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that is marked `gpu` is skipped where there is no CUDA device."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,6 +21,19 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 128},
 }
 
+WINDOWED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 10},
+    "qwen2": {
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+    "qwen3": {},
+}
+"""The changes to each family that make its layers look back a few tokens, where the family has such layers."""
+
 OPT: dict[str, dict[str, Any]] = {
     "opt": {},
     "opt, narrow embedding, norms after": {"word_embed_proj_dim": 96, "do_layer_norm_before": False},

@@ -7,7 +7,6 @@ import torch
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.products import of_groups
 from sparsepack.calibration.folder import Calibration
-from sparsepack.errors import CalibrationError
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,7 @@ class Importance:
 
 
 def importance(calibration: Calibration) -> tuple[Importance, ...]:
-    """The importance of channels in every layer. Raises `CalibrationError` where the calibration is too old to say."""
-    if "attention" not in calibration.manifest:
-        raise CalibrationError(
-            f"the calibration of {calibration.manifest['model']['name']} has no attention.product_abs: it was made "
-            "before products of q and k were counted; calibrate again"
-        )
+    """The importance of channels in every layer."""
     return tuple(_of_layer(layer) for layer in calibration.layers)
 
 

@@ -1,6 +1,5 @@
 """The calibration folder: `calibration.safetensors` (statistics and the token windows) and `calibration.json`."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,19 +7,25 @@ from typing import Any, Literal
 import torch
 
 from sparsepack.calibration.collectors import Statistics, added, check, named, of_block
-from sparsepack.calibration.heads import CalibratedHeads, check_heads, merged_heads
-from sparsepack.calibration.made_from import StoredCompute, StoredModel, StoredText, StoredTokenizer
+from sparsepack.calibration.heads import CalibratedHeads, check_heads
+from sparsepack.calibration.made_from import (
+    StoredCompute,
+    StoredModel,
+    StoredText,
+    StoredTokenizer,
+    check_mergeable,
+    read_manifest,
+)
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
-from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Count, Name, Size, Stored, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.progress import say
 
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
-_MUST_AGREE = ("model.sha256", "tokenizer.sha256", "tokens.context", "tokens.sinks", "compute.dtype")
+_MUST_AGREE = ("model.sha256", "tokenizer.sha256", "tokens.context", "tokens.sinks", "compute.dtype", "attention")
 
 
 class _Tokens(Stored):
@@ -43,7 +48,7 @@ class _Manifest(Stored):
     tokens: _Tokens
     compute: StoredCompute
     statistics_sha256: Name
-    attention: CalibratedHeads | None = None
+    attention: CalibratedHeads
     parts: list[Name] | None = None
 
 
@@ -110,18 +115,8 @@ def load(path: Path) -> Calibration:
     atomic.restore_folder(path)
     if not (path / _MANIFEST).is_file():
         raise CalibrationError(f"{path}: no {_MANIFEST} in it; expected a folder made by `sparsepack calibrate`")
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        schema = manifest["schema"]
-        if schema != SCHEMA:
-            raise CalibrationError(
-                f"{path}: schema {str(schema)[:60]}; this sparsepack reads schema {SCHEMA}: calibrate again"
-            )
-        checked(_Manifest, manifest)
-        fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
-        layers, digest = manifest["model"]["layers"], manifest["statistics_sha256"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CalibrationError(f"{path / _MANIFEST}: damaged ({shown(error)}); calibrate again") from error
+    manifest = read_manifest(path / _MANIFEST, _Manifest, SCHEMA, CalibrationError, "calibrate again")
+    layers, digest = manifest["model"]["layers"], manifest["statistics_sha256"]
     if not (path / _TENSORS).is_file() or sha256_file(path / _TENSORS) != digest:
         raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")
     try:
@@ -130,7 +125,7 @@ def load(path: Path) -> Calibration:
         windows = tensors["windows"]
         for tensor in (tensor for layer in statistics for tensor in layer.items()):
             check(*tensor)
-        check_heads(manifest.get("attention"), statistics)
+        check_heads(manifest["attention"], statistics)
         if windows.ndim != 2 or not windows.numel() or windows.dtype != torch.int32:
             raise ValueError(f"windows are {windows.dtype} {list(windows.shape)}, expected int32 [windows, context]")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -139,31 +134,23 @@ def load(path: Path) -> Calibration:
 
 
 def merge(first: Calibration, second: Calibration) -> Calibration:
-    """Two calibrations of one model as one: counts, sums and windows of both; what only one of them has is left out.
+    """Two calibrations of one model as one: counts, sums and windows of both.
 
-    Raises `CalibrationError` where model, tokenizer, context, sinks or precision differ.
+    Raises `CalibrationError` where model, tokenizer, context, sinks, precision or heads differ.
     """
-    for key in _MUST_AGREE:
-        group, name = key.split(".")
-        ours, theirs = first.manifest[group][name], second.manifest[group][name]
-        if ours != theirs:
-            raise CalibrationError(f"cannot merge: {key} is {ours} in the first and {theirs} in the second")
-    heads = merged_heads(first.manifest, second.manifest)
+    check_mergeable(first.manifest, second.manifest, _MUST_AGREE, CalibrationError)
     parts = _parts(first) + _parts(second)
     if len(set(parts)) < len(parts):
         raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")
-    pairs = list(zip(first.layers, second.layers, strict=True))
-    layers = [added(ours, theirs) for ours, theirs in pairs]
-    # Of the products `merged_heads` has told.
-    if left_out := {name for ours, theirs in pairs for name in ours.keys() ^ theirs.keys()} - {"attention.product_abs"}:
-        say(f"note: one of the two was made before {min(left_out)} was measured; the merged calibration has none")
+    layers = [added(ours, theirs) for ours, theirs in zip(first.layers, second.layers, strict=True)]
     one, other = first.manifest["tokens"], second.manifest["tokens"]
     counts = ("windows", "run", "counted", "sinks_left_out", "padding_left_out")
     tokens = {**one, **{name: one[name] + other[name] for name in counts}}
     texts = first.manifest["texts"] + second.manifest["texts"]
     # The hash of the statistics is of the first alone; `save` puts the right one.
-    kept = {k: value for k, value in first.manifest.items() if k not in ("attention", "statistics_sha256")}
-    manifest = {**kept, **heads, "texts": texts, "tokens": tokens, "parts": parts}
+    kept = {key: value for key, value in first.manifest.items() if key not in ("attention", "statistics_sha256")}
+    changed = {"attention": first.manifest["attention"], "texts": texts, "tokens": tokens, "parts": parts}
+    manifest = {**kept, **changed}
     return Calibration(manifest, tuple(layers), torch.cat([first.windows, second.windows]))
 
 

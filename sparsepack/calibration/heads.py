@@ -4,8 +4,7 @@
     groups                      how the query heads of a KV head are combined: `collectors.products.GROUPS`
     rotary.convention, .dims    which channels turn together, and how many of the first ones turn: `families.Rotary`
 
-Whoever stores some of the channels must find the same in the model. Calibrations made before products of q and k were
-counted have neither this section nor the products.
+Whoever stores some of the channels must find the same in the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,10 @@ from typing import Any, Literal
 
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.products import GROUPS
-from sparsepack.errors import CalibrationError
 from sparsepack.files.stored import Count, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import Rotary
 from sparsepack.models.heads import heads_of_config
-from sparsepack.progress import say
 
 
 class _Rotary(Stored):
@@ -41,15 +38,8 @@ def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
 
 
-def check_heads(section: Mapping[str, Any] | None, layers: Sequence[Statistics]) -> None:
-    """Raise ValueError unless the attention statistics of every layer are of the heads in the section.
-
-    Where there is no section, there must be no products.
-    """
-    if section is None:
-        if any("attention.product_abs" in layer for layer in layers):
-            raise ValueError("attention: the heads that the products of q and k are of are not named")
-        return
+def check_heads(section: Mapping[str, Any], layers: Sequence[Statistics]) -> None:
+    """Raise ValueError unless the attention statistics of every layer are of the heads in the section."""
     heads, kv_heads, channels = (section[name] for name in ("heads", "kv_heads", "head_dim"))
     if heads % kv_heads:
         raise ValueError(f"attention: {heads} query heads for {kv_heads} KV heads; expected whole groups")
@@ -58,18 +48,3 @@ def check_heads(section: Mapping[str, Any] | None, layers: Sequence[Statistics])
             shape = list(layer[f"attention.{name}"].shape)
             if shape != [rows, channels]:
                 raise ValueError(f"attention.{name} is {shape}, expected {[rows, channels]}")
-
-
-def merged_heads(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """What a merged manifest has of the section of these two; nothing, with a note, where only one of them has it.
-
-    Raises `CalibrationError` where they differ.
-    """
-    ours, theirs = first.get("attention"), second.get("attention")
-    if (ours is None) != (theirs is None):
-        say("note: one of the two was made before products of q and k were counted; the merged calibration has none")
-    if ours is None or theirs is None:
-        return {}
-    if ours != theirs:
-        raise CalibrationError(f"cannot merge: attention is {ours} in the first and {theirs} in the second")
-    return {"attention": ours}

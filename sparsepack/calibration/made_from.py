@@ -1,12 +1,17 @@
-"""The record that a calibration or a trace keeps: its model, its text, and how it was computed."""
+"""The record that a calibration or a trace keeps: its model, its text, and how it was computed; how a manifest is read
+back, and what of two must agree where they are merged."""
 
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
-from sparsepack.files.hashing import sha256_bytes
-from sparsepack.files.stored import Count, Name, Size, Stored
+from sparsepack.errors import UserError
+from sparsepack.files.hashing import fingerprint, sha256_bytes
+from sparsepack.files.stored import Count, Model, Name, Size, Stored, checked, shown
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.precision import type_name
@@ -66,3 +71,45 @@ def made_from(checkpoint: Checkpoint, text: Text, device: str, dtype: torch.dtyp
         },
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def read_manifest(
+    path: Path,
+    model: type[Model],
+    schema: int,
+    error: type[UserError],
+    again: str,
+    check: Callable[[Model], None] = lambda _: None,
+) -> dict[str, Any]:
+    """A manifest from its file, checked as `model` and by `check`, which raises ValueError.
+
+    again -- what the user can do about a damaged one: "calibrate again"
+
+    Raises `error` where the file cannot be read, is of another schema or damaged.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = manifest["schema"]
+        if found != schema:
+            raise error(f"{path.parent}: schema {str(found)[:60]}; this sparsepack reads schema {schema}: {again}")
+        check(checked(model, manifest))
+        fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
+    except OSError as failure:
+        raise error(f"{path}: cannot be read ({failure.strerror})") from failure
+    except (ValueError, KeyError, TypeError, RecursionError) as failure:
+        raise error(f"{path}: damaged ({shown(failure)}); {again}") from failure
+    return manifest
+
+
+def check_mergeable(
+    first: Mapping[str, Any], second: Mapping[str, Any], keys: Iterable[str], error: type[UserError]
+) -> None:
+    """Raise `error` unless two manifests agree in all of `keys`, such as "model.sha256"."""
+    for key in keys:
+        ours: Any = first
+        theirs: Any = second
+        for name in key.split("."):
+            ours, theirs = ours[name], theirs[name]
+        if ours != theirs:
+            shown = [text if len(text) <= 200 else f"{text[:200]}..." for text in (str(ours), str(theirs))]
+            raise error(f"cannot merge: {key} is {shown[0]} in the first and {shown[1]} in the second")

@@ -41,18 +41,14 @@ class Activity:
 
 
 def activity(calibration: Calibration) -> tuple[Activity, ...]:
-    """The activity of the neurons of every layer. Raises `CalibrationError` where the calibration is too old to say."""
+    """The activity of the neurons of every layer. Raises `CalibrationError` for counts that contradict each
+    other."""
     return tuple(_of_layer(calibration, layer) for layer in range(len(calibration.layers)))
 
 
 def _of_layer(calibration: Calibration, layer: int) -> Activity:
     statistics: Mapping[str, torch.Tensor] = calibration.layers[layer]
     model = calibration.manifest["model"]["name"]
-    if "neurons.active" not in statistics:
-        raise CalibrationError(
-            f"the calibration of {model} has no neurons.active: it was made before active neurons were counted; "
-            "calibrate again"
-        )
     active, tokens, squares = (statistics[f"neurons.{name}"] for name in ("active", "tokens", "squares"))
     fits = len(tokens) == len(squares) == 1 and int(tokens) > 0 and bool(((active >= 0) & (active <= tokens)).all())
     total = int(active.sum())

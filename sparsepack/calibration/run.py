@@ -18,7 +18,7 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.heads import heads_of
 from sparsepack.calibration.made_from import made_from
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.errors import CalibrationError, TextError
+from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
@@ -27,7 +27,7 @@ from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.tokenizer.windows import drawn_windows, window_length
+from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.progress import progress
 from sparsepack.version import __version__
 
@@ -56,7 +56,7 @@ def calibrate(
     manifest = _manifest(checkpoint, text, windows, options)
     with state_beside(output) as state:
         with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, _Resume(state, fingerprint(manifest)))
+            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest)))
         return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
 
 
@@ -71,11 +71,7 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
             f"context {context}, sinks {options.sinks}: without a BOS token a window has "
             f"{windows.shape[1]} positions, none is left to count; give a larger context"
         )
-    if windows.max() >= checkpoint.config.vocab_size:
-        raise TextError(
-            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
-            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
-        )
+    check_vocabulary(windows, checkpoint.config.vocab_size, text)
     return windows
 
 
@@ -106,10 +102,11 @@ def _dtype(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtype:
 
 
 def _run(
-    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: "_Resume"
+    checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, resume: ResumeState
 ) -> list[Statistics]:
     stream = BlockStream(checkpoint, options.device, _dtype(checkpoint, options))
-    layers, hidden = resume.finished()
+    layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
+    hidden = resume.hidden()
     if hidden is None:
         hidden = stream.embed(windows)
     batches = -(-len(windows) // options.batch)
@@ -131,21 +128,7 @@ def _run(
                 collectors.count(into, "window", "attention", query, key, window)
 
             with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
-                for batch in torch.split(hidden, options.batch):
-                    batch.copy_(stream(batch))  # in place: the states of all windows are there once
-                    advance()
+                stream.pass_on(hidden, options.batch, advance)
             layers.append(statistics)
-            resume.save(layer, statistics, hidden)
+            resume.save_block(layer, collectors.named(layer, statistics), hidden)
     return layers
-
-
-class _Resume(ResumeState):
-    """The state of a calibration: the statistics of each finished block, and the last hidden states."""
-
-    def finished(self) -> tuple[list[Statistics], torch.Tensor | None]:
-        """The blocks that are done and the hidden states after them."""
-        return [collectors.of_block(*block) for block in enumerate(self.blocks())], self.hidden()
-
-    def save(self, layer: int, statistics: Statistics, hidden: torch.Tensor) -> None:
-        """Keep a finished block and the hidden states after it."""
-        self.save_block(layer, collectors.named(layer, statistics), hidden)

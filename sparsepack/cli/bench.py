@@ -14,6 +14,7 @@ from sparsepack.cli.options import (
     engine_options,
     from_options,
     json_output,
+    options_from,
     slots,
 )
 from sparsepack.runtime.options import EngineOptions
@@ -25,8 +26,7 @@ from sparsepack.runtime.options import EngineOptions
 @from_options(BenchSettings, "-n", "--generate")
 @from_options(BenchSettings, "-r", "--repetitions")
 @click.option("--text", help="Run this text's tokens (default: random ones, which skip less than text does).")
-@from_options(BenchSettings, "--seed")
-@from_options(BenchSettings, "--batch")
+@options_from(BenchSettings, "--seed", "--batch")
 @slots
 @device_option
 @backend_option

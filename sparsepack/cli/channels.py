@@ -9,8 +9,6 @@ from sparsepack.tables import Table, markdown
 def channels_table(result: Mapping[str, Any]) -> str:
     """What `inspect` found in a calibration about the channels of attention, and about the tokens that it needs."""
     report, tokens = result["attention_channels"], result["attention_tokens"]
-    if isinstance(report, str):
-        return f"attention channels: {report}"
     head_dim, compared = report["head_dim"], report["compared"]
     rows = [
         [
@@ -18,11 +16,12 @@ def channels_table(result: Mapping[str, Any]) -> str:
             *map(_percent, row["share"]),
             *(_percent(row["heads_agree"][name]) for name in ("query", "key", "product")),
             _percent(row["key_agrees"]),
-            *_tokens_row(tokens, layer),
+            *map(_percent, tokens["layers"][layer]["missed"]),
         ]
         for layer, row in enumerate(report["layers"])
     ]
     tops = [f"top {count}" for count in report["counts"]]
+    misses = [f"{share} misses" for share in tokens["shares"]]
     even = ", ".join(f"{100 * count / head_dim:.3g}%" for count in report["counts"])
     lines = [
         f"attention channels, {head_dim} in each head; those that move the scores q.k most are heavy",
@@ -30,33 +29,15 @@ def channels_table(result: Mapping[str, Any]) -> str:
         f"  heads, by q, by k, by q*k: share of the {compared} heaviest channels that two heads have in common; "
         f"{100 * report['chance']:.3g}% by chance",
         "  k and q*k: the same of one head's channels, once by k and once by q*k",
-        *_tokens_lines(tokens),
-        "",
-        markdown(Table(["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *_tokens_head(tokens)], rows)),
-    ]
-    if report["alike"]:
-        blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
-        lines += ["", f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up"]
-    return "\n".join(lines)
-
-
-def _tokens_head(tokens: Mapping[str, Any] | str) -> list[str]:
-    return [] if isinstance(tokens, str) else [f"{share} misses" for share in tokens["shares"]]
-
-
-def _tokens_row(tokens: Mapping[str, Any] | str, layer: int) -> list[str]:
-    if isinstance(tokens, str):
-        return []
-    return [_percent(share) for share in tokens["layers"][layer]["missed"]]
-
-
-def _tokens_lines(tokens: Mapping[str, Any] | str) -> list[str]:
-    if isinstance(tokens, str):
-        return [f"  tokens: {tokens}"]
-    return [
         f"  {tokens['shares'][0]} misses: share of the attention weight that is not on the best {tokens['shares'][0]} "
         "of the tokens; a block that misses most of it should read all",
     ]
+    notes = []
+    if report["alike"]:
+        blocks = f"block{'s' * (len(report['alike']) > 1)} {', '.join(map(str, report['alike']))}"
+        notes.append(f"note: the heads of {blocks} have nearly the same heavy channels, as if heads were mixed up")
+    columns = ["block", *tops, "heads, by q", "by k", "by q*k", "k and q*k", *misses]
+    return markdown(Table(columns, rows, "\n".join(lines), notes))
 
 
 def _percent(share: float | None) -> str:

@@ -4,7 +4,17 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, emit, engine_options, from_options, json_output, slots, torch_threads
+from sparsepack.cli.options import (
+    PATH,
+    compute,
+    emit,
+    engine_options,
+    from_options,
+    json_output,
+    options_from,
+    slots,
+    torch_threads,
+)
 from sparsepack.eval.options import EvalRequest
 
 
@@ -16,9 +26,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")
-@from_options(EvalRequest, "--protocol")
-@from_options(EvalRequest, "--context")
-@from_options(EvalRequest, "--windows")
+@options_from(EvalRequest, "--protocol", "--context", "--windows")
 @click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
 @from_options(
     EvalRequest,
@@ -29,12 +37,9 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
     callback=_names,
     help="lm-eval tasks, comma-separated.",
 )
-@from_options(EvalRequest, "--task-path")
-@from_options(EvalRequest, "--trust-tasks")
-@from_options(EvalRequest, "--limit")
-@from_options(EvalRequest, "--num-fewshot")
-@from_options(EvalRequest, "--apply-chat-template")
-@from_options(EvalRequest, "--batch")
+@options_from(
+    EvalRequest, "--task-path", "--trust-tasks", "--limit", "--num-fewshot", "--apply-chat-template", "--batch"
+)
 @from_options(EvalRequest, "--backend", "runtime")
 @slots
 @compute

@@ -13,6 +13,7 @@ from sparsepack.cli.options import (
     for_texts,
     from_options,
     json_output,
+    options_from,
     slots,
     text_of,
     torch_threads,
@@ -34,13 +35,9 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 @click.option("--system", help="What --chat tells the model before the conversation.")
 @click.option("--chat-template", type=PATH, help="A file with the template for --chat, in place of the model's own.")
 @from_options(GenerateOptions, "-n", "--tokens")
-@from_options(GenerateOptions, "--stop")
-@from_options(GenerateOptions, "--temperature")
-@from_options(GenerateOptions, "--top-k")
-@from_options(GenerateOptions, "--top-p")
-@from_options(GenerateOptions, "--repeat-penalty")
-@from_options(GenerateOptions, "--repeat-last-n")
-@from_options(GenerateOptions, "--seed")
+@options_from(
+    GenerateOptions, "--stop", "--temperature", "--top-k", "--top-p", "--repeat-penalty", "--repeat-last-n", "--seed"
+)
 @for_texts
 @slots
 @device_option

@@ -6,10 +6,8 @@ from typing import Any
 from sparsepack.tables import Table, markdown
 
 
-def neurons_table(report: Mapping[str, Any] | str) -> str:
+def neurons_table(report: Mapping[str, Any]) -> str:
     """What `inspect` found of neurons in a calibration or a trace (`tracing.activity_report`)."""
-    if isinstance(report, str):
-        return f"neurons: {report}"
     tops = [f"hottest {100 * share:.0f} %" for share in report["shares"]]
     drifts = report["drift"] is not None
     rows = [[number, *_row(layer, drifts, f"{layer['spread']:.3f}")] for number, layer in enumerate(report["layers"])]
@@ -25,7 +23,7 @@ def neurons_table(report: Mapping[str, Any] | str) -> str:
             "they are apart where documents differ"
         )
     head = ["block", "active", "spread", *tops, *(["own", "others"] if drifts else [])]
-    return "\n".join([*lines, "", markdown(Table(head, rows)), "", str(report["verdict"])])
+    return markdown(Table(head, rows, "\n".join(lines), [str(report["verdict"])]))
 
 
 def _row(part: Mapping[str, Any], drifts: bool, spread: str) -> list[str]:

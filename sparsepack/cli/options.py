@@ -6,7 +6,7 @@ Defaults are those of the option dataclasses; nothing heavy is imported at the t
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -25,7 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 
 
-def _options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several decorators as one, the first outermost."""
     return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
 
 
@@ -47,6 +48,11 @@ def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F
         if found.get("multiple") and "multiple" not in settings:
             found["help"] = f"{declared.help} Repeats."
     return click.option(*flags, cls=Declared, options=options, **{**found, **settings})
+
+
+def options_from(options: type, *flags: str) -> Callable[[F], F]:
+    """Click options for several fields of an option dataclass, in the order of the flags."""
+    return together(*(from_options(options, flag) for flag in flags))
 
 
 def _kind(annotation: Any, declared: Option) -> dict[str, Any]:
@@ -107,8 +113,8 @@ backend_option = from_options(
     default="auto",
     callback=lambda context, parameter, name: None if name == "auto" else name,
 )
-slots = _options(from_options(EngineOptions, "--cached"), from_options(EngineOptions, "--policy"))
-for_texts = _options(
+slots = options_from(EngineOptions, "--cached", "--policy")
+for_texts = together(
     from_options(EngineOptions, "--dense"),
     click.option("--context", type=click.IntRange(2), help=options_of(EngineOptions)["context"].help),
     from_options(EngineOptions, "--offload"),
@@ -116,14 +122,19 @@ for_texts = _options(
 """What verbs ask the engine that let people read what it makes."""
 
 
+def _taken(asked: dict[str, Any], options: type, but: Collection[str] = ()) -> dict[str, Any]:
+    """The values of the fields of an option dataclass, taken out of `asked`; those of the fields `but` stay there."""
+    names = [field.name for field in fields(options) if field.name in asked and field.name not in but]
+    return {name: asked.pop(name) for name in names}
+
+
 def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineOptions:
     """The flags that the engine is told, taken out of `asked`; those that the options `beside` have, too, stay there.
 
     Refuses --offload together with --dense.
     """
-    others = () if beside is None else tuple(field.name for field in fields(beside))
-    names = [field.name for field in fields(EngineOptions) if field.name not in others]
-    options = EngineOptions(**{name: asked.pop(name) for name in names if name in asked})
+    others = () if beside is None else [field.name for field in fields(beside)]
+    options = EngineOptions(**_taken(asked, EngineOptions, others))
     if options.offload and options.dense:
         raise click.UsageError(
             "--dense reads every token at each step, which takes too long from the host's memory: give --dense or "
@@ -132,7 +143,7 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
     return options
 
 
-compute = _options(device_option, from_options(CalibrateOptions, "--dtype"))
+compute = together(device_option, from_options(CalibrateOptions, "--dtype"))
 overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 json_output = click.option(
     "--json", "json_path", metavar="FILE", callback=_writable, help="Write the result as JSON; - for standard output."
@@ -141,9 +152,9 @@ torch_threads = from_options(EngineOptions, "--threads", callback=_use_threads, 
 """Verbs without threads of their own set the number of torch's threads in the whole process."""
 
 
-allocation = _options(
+allocation = together(
     from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the verbs tell in a line of their own
-    *(from_options(AllocationOptions, flag) for flag in ("--allocation", "--criterion", "--include", "--ignore")),
+    options_from(AllocationOptions, "--allocation", "--criterion", "--include", "--ignore"),
     from_options(
         AllocationOptions,
         "--dense-upstream",
@@ -155,31 +166,26 @@ allocation = _options(
         callback=lambda context, parameter, dense: "dense" if dense else AllocationOptions.upstream,
         help="Take thresholds on dense activations, as the papers do.",
     ),
-    *(
-        from_options(AllocationOptions, flag)
-        for flag in ("--offsets", "--windows", "--steps", "--batch", "--length", "--seed")
-    ),
+    options_from(AllocationOptions, "--offsets", "--windows", "--steps", "--batch", "--length", "--seed"),
 )
 
 
 def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
     """The allocation flags as `AllocationOptions`, taken out of `asked`; None without --sparsity."""
-    names = [field.name for field in fields(AllocationOptions)]
-    values = {name: asked[name] if name in ("device", "dtype") else asked.pop(name) for name in names}
-    return None if values["sparsity"] is None else AllocationOptions(**values)
+    shared = {name: asked[name] for name in ("device", "dtype")}
+    values = _taken(asked, AllocationOptions, shared)
+    return None if values["sparsity"] is None else AllocationOptions(**values, **shared)
 
 
-attention = _options(
-    *(
-        from_options(AttentionOptions, flag)
-        for flag in ("--attention", "--channels", "--tokens", "--sinks", "--recent", "--min-context", "--dense-layers")
-    )
+attention = together(
+    options_from(AttentionOptions, "--attention", "--channels", "--tokens", "--sinks", "--recent"),
+    options_from(AttentionOptions, "--min-context", "--dense-layers"),
 )
 
 
 def attention_options(asked: dict[str, Any]) -> AttentionOptions:
     """The flags of sparse attention, taken out of `asked`."""
-    return AttentionOptions(**{field.name: asked.pop(field.name) for field in fields(AttentionOptions)})
+    return AttentionOptions(**_taken(asked, AttentionOptions))
 
 
 def print_json(value: Any) -> None:

@@ -13,6 +13,7 @@ from sparsepack.cli.options import (
     attention_options,
     compute,
     from_options,
+    options_from,
     overwrite_flag,
 )
 from sparsepack.packing import PackRequest
@@ -30,10 +31,7 @@ from sparsepack.packing import PackRequest
 @click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
 @allocation
 @attention
-@from_options(PackRequest, "--output-type")
-@from_options(PackRequest, "--embedding-type")
-@from_options(PackRequest, "--keep")
-@from_options(PackRequest, "--of")
+@options_from(PackRequest, "--output-type", "--embedding-type", "--keep", "--of")
 @click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
 @compute
 @overwrite_flag

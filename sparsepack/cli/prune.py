@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
+from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
 from sparsepack.pruning.options import PruneOptions, SitePattern
 
 
@@ -17,13 +17,9 @@ from sparsepack.pruning.options import PruneOptions, SitePattern
 @click.option(
     "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, whose text is run; magnitude needs none."
 )
-@from_options(PruneOptions, "--permute")
-@from_options(PruneOptions, "--include")
-@from_options(PruneOptions, "--ignore")
+@options_from(PruneOptions, "--permute", "--include", "--ignore")
 @from_options(PruneOptions, "--site", "sites", nargs=3, type=(str, int, int), multiple=True, metavar="SITE KEEP OF")
-@from_options(PruneOptions, "--windows")
-@from_options(PruneOptions, "--damping")
-@from_options(PruneOptions, "--batch")
+@options_from(PruneOptions, "--windows", "--damping", "--batch")
 @click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder.")
 @compute
 @overwrite_flag

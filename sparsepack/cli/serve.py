@@ -13,6 +13,7 @@ from sparsepack.cli.options import (
     engine_options,
     for_texts,
     from_options,
+    options_from,
     text_of,
     torch_threads,
 )
@@ -39,8 +40,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 
 @click.command()
 @click.argument("path", type=PATH)
-@from_options(ServeOptions, "--host")
-@from_options(ServeOptions, "--port")
+@options_from(ServeOptions, "--host", "--port")
 @click.option(
     "--api-key",
     envvar=KEY,
@@ -61,8 +61,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     multiple=True,
     help="Let web pages from there ask, https://example.org, or * for all. Repeats.",
 )
-@from_options(ServeOptions, "--grace")
-@from_options(ServeOptions, "--send-timeout")
+@options_from(ServeOptions, "--grace", "--send-timeout")
 @for_texts
 @device_option
 @backend_option

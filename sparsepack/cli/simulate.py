@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, emit, from_options, json_output
+from sparsepack.cli.options import PATH, emit, json_output, options_from
 from sparsepack.simulation.options import SimulateOptions
 
 
@@ -27,13 +27,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     help="A folder made by `sparsepack calibrate`: its frequencies give out the first slots. For a trace made with "
     "--share, and for --order metis, another trace of the same kind, of other text.",
 )
-@from_options(SimulateOptions, "--cached")
-@from_options(SimulateOptions, "--policy")
-@from_options(SimulateOptions, "--group")
-@from_options(SimulateOptions, "--order")
-@from_options(SimulateOptions, "--machine")
-@from_options(SimulateOptions, "--shape")
-@from_options(SimulateOptions, "--vram")
+@options_from(SimulateOptions, "--cached", "--policy", "--group", "--order", "--machine", "--shape", "--vram")
 @click.option(
     "--plot",
     "plot_path",

@@ -13,7 +13,7 @@ def simulation_table(result: Mapping[str, Any]) -> str:
     width = max(map(len, policies))
     group = result["group"]["neurons"]
     units = "" if group == 1 else f", which move {group} together, grouped by {result['group']['order']}"
-    parts = [
+    parts: list[str | Table] = [
         f"{result['trace']['sessions']} sessions; a token needs {100 * result['density']:.1f} % of "
         f"{result['neurons']:,} neurons{units}",
         "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in policies.items()),
@@ -51,7 +51,7 @@ def simulation_table(result: Mapping[str, Any]) -> str:
                 ],
             )
         )
-    return "\n\n".join(parts)
+    return markdown(*parts)
 
 
 def _titled(
@@ -60,11 +60,11 @@ def _titled(
     cell: Callable[[Mapping[str, Any]], str],
     more: list[list[str]] | None = None,
     heads: list[str] | None = None,
-) -> str:
+) -> Table:
     shares = _shares(result)
     rows = [[name, *(cell(row) for row in result["results"] if row["policy"] == name)] for name in result["policies"]]
     columns = heads or [f"{100 * share:.3g} %" for share in shares]
-    return f"{title}\n\n{markdown(Table(['policy', *columns], [*rows, *(more or [])]))}"
+    return Table(["policy", *columns], [*rows, *(more or [])], title)
 
 
 def _shares(result: Mapping[str, Any]) -> list[float]:

@@ -14,42 +14,46 @@ if TYPE_CHECKING:
     from sparsepack.models.records.pruned import Pruned, PrunedMatrix
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    width = max(len(name) for name in values)
+def _made_from(manifest: Mapping[str, Any], between: Mapping[str, str]) -> str:
+    """A line each: the model and the text of a manifest, what is `between`, and the types that were computed in."""
+    model = manifest["model"]
+    values = {
+        "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
+        "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
+        **between,
+        "computed in": _precision(manifest["compute"]),
+    }
+    width = max(map(len, values))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in values.items())
 
 
 def calibration_table(manifest: Mapping[str, Any]) -> str:
     """What a calibration was made of."""
-    tokens, model = manifest["tokens"], manifest["model"]
-    return _pairs(
+    tokens = manifest["tokens"]
+    return _made_from(
+        manifest,
         {
-            "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
-            "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
             "windows": f"{tokens['windows']} of {tokens['context']} tokens",
             "counted": f"{tokens['counted']:,} tokens; left out: {tokens['sinks_left_out']:,} sinks, "
             f"{tokens['padding_left_out']:,} padding",
-            "computed in": _precision(manifest["compute"]),
-        }
+        },
     )
 
 
 def trace_table(manifest: Mapping[str, Any]) -> str:
     """What a trace was made of."""
-    model, rule, sessions = manifest["model"], manifest["rule"], manifest["sessions"]
+    rule, sessions = manifest["rule"], manifest["sessions"]
     documents = sum(row["document"] is not None for row in sessions)
     lengths = sorted({row["tokens"] for row in sessions})
     prompts = sorted({row["prompt"] for row in sessions})
     which = "not zero" if rule["active"] == "nonzero" else f"above a threshold that {100 * rule['share']:g} % pass"
-    return _pairs(
+    return _made_from(
+        manifest,
         {
-            "model": f"{model['name']} ({model['model_type']}, {model['layers']} blocks, {model['sha256'][:12]})",
-            "text": "; ".join(f"{t['name']} ({t['documents']} documents)" for t in manifest["texts"]),
             "sessions": f"{len(sessions)} of {_range(lengths)} tokens, the first {_range(prompts)} of them prompt; "
             f"{documents} from the middle of a document of their own",
             "neurons": f"{manifest['intermediate']:,} in a block; active: {which}",
-            "computed in": _precision(manifest["compute"]),
-        }
+        },
     )
 
 

@@ -5,19 +5,14 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, from_options, overwrite_flag
+from sparsepack.cli.merging import merges, over_texts
+from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
 from sparsepack.tracing.options import TraceOptions
 
 
 @click.command()
-@click.argument("model")
-@click.argument("folders", nargs=-1, type=PATH)
-@click.option("--text", "texts", multiple=True, help="What to run; repeats.")
-@click.option("-o", "--output", type=PATH, required=True, help="The folder to make.")
-@from_options(TraceOptions, "--sessions")
-@from_options(TraceOptions, "--tokens")
-@from_options(TraceOptions, "--prompt")
-@from_options(TraceOptions, "--share")
+@over_texts("The folder to make.")
+@options_from(TraceOptions, "--sessions", "--tokens", "--prompt", "--share")
 @click.option(
     "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, for the thresholds of --share."
 )
@@ -40,16 +35,12 @@ def trace(
     """
     from sparsepack.cli.tables import trace_table
 
-    if model == "merge":
+    if merges("trace", "traces", model, folders, texts):
         from sparsepack.tracing.trace import merge_folders
 
-        if len(folders) != 2 or texts:
-            raise click.UsageError("merge takes two traces and -o: sparsepack trace merge A B -o C")
         made = merge_folders(folders[0], folders[1], output, overwrite)
     else:
         from sparsepack.tracing.collect import trace as run_trace
 
-        if folders or not texts:
-            raise click.UsageError("give one MODEL and --text: sparsepack trace MODEL --text FILE -o FOLDER")
         made = run_trace(model, texts, output, TraceOptions(**asked), calibration, overwrite)
     click.echo(trace_table(made.manifest))

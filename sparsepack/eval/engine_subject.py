@@ -1,14 +1,13 @@
 """An artifact under evaluation as its users run it: by the engine, its kernels and its own rounding included."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.eval.protocols import Done, Logits, ignored
+from sparsepack.eval.protocols import CountingScorer, Done, Logits, Subject, ignored
 from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.formats.manifest import pruned_from
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
@@ -17,7 +16,6 @@ from sparsepack.formats.stock import stock_tokenizer, target_sparsity
 from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.records.skipped import sparse_sites_of
-from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import say
 from sparsepack.runtime.backends import backend_for, backend_named
@@ -25,10 +23,8 @@ from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
 
 
-class EngineScorer:
-    """An `eval.scorer.SparseScorer` by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
-
-    steps = 1
+class EngineScorer(CountingScorer):
+    """A scorer by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
 
     def __init__(self, packed: PackedModel, options: EngineOptions) -> None:
         self.context, self.vocabulary = packed.architecture.context, packed.architecture.vocabulary
@@ -38,10 +34,6 @@ class EngineScorer:
         self._served: HitCounts | None = None
         self.tokens_read = TokensRead(packed.attention, packed.architecture.sliding_windows)
         self.reset()
-
-    def rows_at_once(self, width: int, batch: int) -> int:
-        """See `eval.protocols.WindowScorer`."""
-        return batch
 
     def hidden(
         self,
@@ -64,10 +56,6 @@ class EngineScorer:
     def head(self, words: slice) -> Logits:
         """`hidden` are the logits already."""
         return lambda logits: logits[..., words]
-
-    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
-        """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
-        return self.hidden(input_ids, lengths, sparse_from)
 
     def _teacher_forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
         engine = self._with_room(len(ids))
@@ -93,7 +81,6 @@ class EngineScorer:
         return self._engine
 
     def reset(self) -> None:
-        """Forget the counts."""
         self.tokens_read.reset()
         self._decoded = 0
         self._served = None
@@ -101,12 +88,10 @@ class EngineScorer:
 
     @property
     def served(self) -> HitCounts | None:
-        """What slots served of all sparse positions so far; None where nobody has slots."""
         return self._served
 
     def realised(self) -> dict[SiteKey, float]:
-        """Share of inactive channels per sparse site, and of inactive neurons where MLPs are stored by them, over all
-        sparse positions so far; empty before the first."""
+        """The share of inactive neurons is there, too, where MLPs are stored by neurons."""
         sparse = self._packed.rules.keys()
         return {
             (layer, name): inactive / self._decoded
@@ -115,69 +100,32 @@ class EngineScorer:
         }
 
 
-@dataclass(frozen=True)
-class EngineSubject:
-    """An `eval.subject.Subject` that an engine runs."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSubject(Subject):
+    """A subject that an engine runs."""
 
-    name: str
+    skips_neurons = True
+
     packed: PackedModel
     options: EngineOptions
-    tokenizer: Any
-
-    @property
-    def kind(self) -> str:
-        return str(self.packed.manifest["kind"])
-
-    @property
-    def source_sha256(self) -> str:
-        return str(self.packed.manifest["model"]["sha256"])
-
-    @property
-    def pruned_from(self) -> str | None:
-        return pruned_from(self.packed.manifest)
-
-    @property
-    def target_sparsity(self) -> float:
-        return target_sparsity(self.packed)
-
-    @property
-    def sparse_sites(self) -> Collection[Any]:
-        """(layer, site) of those that may be sparse."""
-        return sparse_sites_of(self.packed.manifest, self.packed.rules)
-
-    @property
-    def context(self) -> int:
-        """Positions the model was made for."""
-        return self.packed.architecture.context
 
     @property
     def sparse(self) -> bool:
-        """Whether any site, any attention or any MLP skips anything."""
         return self.packed.skips
 
     @property
-    def attention(self) -> SparseAttention | None:
-        """Which tokens decoded positions read; None: all."""
-        return self.packed.attention
+    def precision(self) -> dict[str, str]:
+        """The engine chooses the type of the arithmetic."""
+        return {"weights": FORMATS[self.kind].matrices, "dtype": "the runtime's own"}
 
     def scorer(self) -> EngineScorer:
-        """A scorer over the engine, counts at zero."""
         return EngineScorer(self.packed, self.options)
 
     def task_scorer(self) -> EngineScorer:
-        """What scores the rows of tasks, counts at zero."""
         return self.scorer()
 
-    @property
-    def precision(self) -> dict[str, str]:
-        """For results: the type of the matrices as `weights`, and who chooses that of the arithmetic as `dtype`."""
-        return {"weights": FORMATS[self.kind].matrices, "dtype": "the runtime's own"}
-
-    def parameter_shares(self) -> Mapping[SiteKey, float]:
-        """Each site's share of the parameters of all sites."""
-        sizes = self.packed.parameters
-        total = sum(sizes.values())
-        return {key: size / total for key, size in sizes.items()}
+    def parameters(self) -> Mapping[SiteKey, int]:
+        return self.packed.parameters
 
 
 def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
@@ -190,4 +138,16 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         raise UserError(f"{name}: --backend {backend} runs {formats} artifacts; pack the model first, or leave it out")
     packed = read_packed(path)
     backend_named(backend).check(options, packed)
-    return EngineSubject(name, packed, options, stock_tokenizer(packed))
+    return EngineSubject(
+        name=name,
+        kind=str(packed.manifest["kind"]),
+        tokenizer=stock_tokenizer(packed),
+        context=packed.architecture.context,
+        source_sha256=str(packed.manifest["model"]["sha256"]),
+        pruned_from=pruned_from(packed.manifest),
+        target_sparsity=target_sparsity(packed),
+        sparse_sites=sparse_sites_of(packed.manifest, packed.rules),
+        attention=packed.attention,
+        packed=packed,
+        options=options,
+    )

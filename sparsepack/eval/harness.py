@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from typing import Any
+from unittest import mock
 
 
 @contextmanager
@@ -24,11 +24,10 @@ def offline() -> Iterator[None]:
     import datasets.config
     import huggingface_hub.constants
 
-    with ExitStack() as stack:
-        stack.enter_context(attribute(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
-        stack.enter_context(attribute(huggingface_hub.constants, "HF_HUB_DISABLE_TELEMETRY", True))
-        stack.enter_context(attribute(datasets.config, "HF_HUB_OFFLINE", True))
-        stack.enter_context(attribute(datasets.config, "HF_DATASETS_OFFLINE", True))
+    with (
+        mock.patch.multiple(huggingface_hub.constants, HF_HUB_OFFLINE=True, HF_HUB_DISABLE_TELEMETRY=True),
+        mock.patch.multiple(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True),
+    ):
         yield
 
 
@@ -49,9 +48,9 @@ def quiet() -> Iterator[None]:
             stack.callback(datasets.enable_progress_bars)
             datasets.disable_progress_bars()
         # the bootstrap would fork a process that holds a model and threads
-        stack.enter_context(_environment("DISABLE_MULTIPROC", "1"))
+        stack.enter_context(mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"))
         hidden_bar = functools.partial(lm_eval.api.task.tqdm, disable=True)
-        stack.enter_context(attribute(lm_eval.api.task, "tqdm", hidden_bar))
+        stack.enter_context(mock.patch.object(lm_eval.api.task, "tqdm", hidden_bar))
         stack.enter_context(redirect_stdout(sys.stderr))
         yield
 
@@ -59,27 +58,3 @@ def quiet() -> Iterator[None]:
 def _concerns_the_user(record: logging.LogRecord) -> bool:
     # lm-eval warns so about every task with a `custom_dataset`; it is advice for its own command line
     return "Custom kwargs can be passed to `--metadata`" not in record.getMessage()
-
-
-@contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, an attribute of a module has another value. Raises AttributeError where there is none."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

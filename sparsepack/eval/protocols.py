@@ -6,11 +6,18 @@ perplexity the first half of each window is the context, and only the second hal
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from sparsepack.eval.tokens_read import TokensRead
+    from sparsepack.models.records.rule import SiteKey
+    from sparsepack.models.records.sparse_attention import SparseAttention
+    from sparsepack.placement.counts import HitCounts
 
 Logits = Callable[["torch.Tensor"], "torch.Tensor"]
 Done = Callable[[int], None]
@@ -34,18 +41,15 @@ class WindowScorer(Protocol):
     steps -- how often `hidden` tells `done` of each row
     """
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
+    steps: int = 1
+    device: torch.device
+    vocabulary: int
 
     def rows_at_once(self, width: int, batch: int) -> int:
         """How many rows of `width` positions `hidden` takes at best, of which `batch` run together."""
+        return batch
 
+    @abstractmethod
     def hidden(
         self,
         input_ids: torch.Tensor,
@@ -59,19 +63,19 @@ class WindowScorer(Protocol):
         `lengths` None means that there is no padding; `batch` rows run together, None: all.
         """
 
+    @abstractmethod
     def head(self, words: slice) -> Logits:
         """A function from `hidden` [..., S, ...] to the logits of a range of the vocabulary [..., S, words]."""
 
 
 class Scorer(Protocol):
-    """A causal language model that can run some positions sparse."""
+    """A causal language model that can run some positions sparse, for lm-eval.
 
-    @property
-    def device(self) -> torch.device: ...
+    context -- the most input tokens in one row
+    """
 
-    @property
-    def context(self) -> int:
-        """The most input tokens in one row."""
+    device: torch.device
+    context: int
 
     def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
         """Next-token logits `[B, S, V]` of right-padded rows.
@@ -79,3 +83,84 @@ class Scorer(Protocol):
         `input_ids` int64 `[B, S]`; `lengths` int64 `[B]`, tokens of each row before the padding; `sparse_from`
         int64 `[B]`: in row b the positions `>= sparse_from[b]` run sparse, the others dense.
         """
+
+
+class CountingScorer(WindowScorer, Protocol):
+    """A scorer of windows and of rows of tasks that counts what its sparse positions skipped and read, until `reset`.
+
+    tokens_read -- the tokens that these positions read
+    """
+
+    context: int
+    tokens_read: TokensRead
+
+    @property
+    def served(self) -> HitCounts | None:
+        """What slots served of all sparse positions so far; None where nobody has slots."""
+        return None
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the counts."""
+
+    @abstractmethod
+    def realised(self) -> dict[SiteKey, float]:
+        """The share of inactive channels per site over all sparse positions so far; sites never sparse are absent."""
+
+    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
+        """See `Scorer`."""
+        return self.head(slice(None))(self.hidden(input_ids, lengths, sparse_from))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject(ABC):
+    """A model under evaluation.
+
+    kind          -- "checkpoint", or the name of a format
+    context       -- positions the model was made for
+    source_sha256 -- hash of the checkpoint it is, or was made from
+    pruned_from   -- hash of the checkpoint that this one was pruned from
+    sparse_sites  -- (layer, site) of those that may be sparse
+    attention     -- which tokens decoded positions read; None: all
+    """
+
+    skips_neurons: ClassVar[bool] = False
+    """Whether what runs the model leaves out inactive neurons of a format that stores MLPs by neurons."""
+
+    name: str
+    kind: str
+    tokenizer: Any
+    context: int
+    source_sha256: str
+    pruned_from: str | None
+    target_sparsity: float
+    sparse_sites: Collection[Any]
+    attention: SparseAttention | None
+
+    @property
+    @abstractmethod
+    def sparse(self) -> bool:
+        """Whether any site, any attention or any MLP skips anything."""
+
+    @property
+    @abstractmethod
+    def precision(self) -> dict[str, str]:
+        """For results: the type of the matrices as `weights`, and that of the arithmetic as `dtype`."""
+
+    @abstractmethod
+    def scorer(self) -> CountingScorer:
+        """What scores windows of text, counts at zero."""
+
+    @abstractmethod
+    def task_scorer(self) -> CountingScorer:
+        """What scores the many short rows of tasks, counts at zero."""
+
+    @abstractmethod
+    def parameters(self) -> Mapping[SiteKey, int]:
+        """How many parameters each site's matrices have."""
+
+    def parameter_shares(self) -> dict[SiteKey, float]:
+        """Each site's share of the parameters of all sites."""
+        sizes = self.parameters()
+        total = sum(sizes.values())
+        return {key: size / total for key, size in sizes.items()}

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from sparsepack.errors import TextError, UserError
-from sparsepack.eval.engine_subject import EngineScorer, EngineSubject, open_engine_subject
+from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.protocols import scored_from
-from sparsepack.eval.scorer import SparseScorer
-from sparsepack.eval.streamed import StreamedScorer
-from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.eval.protocols import CountingScorer, Subject, scored_from
+from sparsepack.eval.subject import open_subject
 from sparsepack.files.text import Text, read_text
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.records.skipped import skipped
@@ -61,9 +59,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
                 "context": context,
                 "windows_of": len(inputs) if request.windows is None or len(inputs) < request.windows else None,
                 **summarise(scores, _bytes_of(subject.tokenizer, scored)),
-                "realised_sparsity": realised_sparsity(scorer, subject),
-                "tokens_read": scorer.tokens_read.result(),
-                "served": served(scorer),
+                **_counted(scorer, subject),
             }
         )
     del scorer, reference  # tasks may need the memory
@@ -105,19 +101,19 @@ def _bytes_of(tokenizer: Any, scored: torch.Tensor) -> int:
     return sum(len(text.encode()) for text in windows)
 
 
-def subject_of(request: EvalRequest, table: Thresholds | None = None) -> Subject | EngineSubject:
+def subject_of(request: EvalRequest, table: Thresholds | None = None) -> Subject:
     """What a request is about, opened to be measured. Raises `UserError` subclasses for what cannot be."""
     if request.runtime == "transformers":
         return open_subject(request.subject, table, request.device, request.dtype)
     return open_engine_subject(request.subject, request.engine_options)
 
 
-def protocol_of(request: EvalRequest, subject: Subject | EngineSubject) -> str:
+def protocol_of(request: EvalRequest, subject: Subject) -> str:
     """The protocol asked for; by itself, decode for what is sparse, else dense."""
     return request.protocol or ("decode" if subject.sparse else "dense")
 
 
-def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> StreamedScorer | SparseScorer | None:
+def _reference(request: EvalRequest, subject: Subject) -> CountingScorer | None:
     if request.against is None:
         return None
     source = open_subject(request.against, None, request.device, request.dtype)
@@ -129,40 +125,24 @@ def _reference(request: EvalRequest, subject: Subject | EngineSubject) -> Stream
     return source.scorer()
 
 
-def _tasks(request: EvalRequest, subject: Subject | EngineSubject, protocol: str) -> dict[str, Any]:
+def _tasks(request: EvalRequest, subject: Subject, protocol: str) -> dict[str, Any]:
     from sparsepack.eval.tasks import run_tasks
 
     scorer = subject.task_scorer()
-    result = run_tasks(
-        scorer,
-        subject.tokenizer,
-        tasks=list(request.tasks),
-        task_path=request.task_path,
-        protocol=protocol,
-        limit=request.limit,
-        batch_size=request.requests_at_once,
-        num_fewshot=request.num_fewshot,
-        trust_tasks=request.trust_tasks,
-        apply_chat_template=request.apply_chat_template,
-    )
+    result = run_tasks(scorer, subject.tokenizer, request, protocol)
+    return {**result, "batch": request.requests_at_once, **_counted(scorer, subject)}
+
+
+def _counted(scorer: CountingScorer, subject: Subject) -> dict[str, Any]:
+    """What the sparse positions so far skipped and read, and what slots served; None where nobody has slots."""
     return {
-        **result,
-        "batch": request.requests_at_once,
         "realised_sparsity": realised_sparsity(scorer, subject),
         "tokens_read": scorer.tokens_read.result(),
-        "served": served(scorer),
+        "served": None if scorer.served is None else scorer.served.to_json(),
     }
 
 
-def served(scorer: StreamedScorer | SparseScorer | EngineScorer) -> dict[str, Any] | None:
-    """What slots served over all sparse positions so far, as `HitCounts.to_json`; None where nobody has slots."""
-    found = scorer.served if isinstance(scorer, EngineScorer) else None
-    return None if found is None else found.to_json()
-
-
-def realised_sparsity(
-    scorer: StreamedScorer | SparseScorer | EngineScorer, subject: Subject | EngineSubject
-) -> Mapping[str, Any]:
+def realised_sparsity(scorer: CountingScorer, subject: Subject) -> Mapping[str, Any]:
     """Realised sparsity: `overall` and `of_sparse_sites` as `Skipped`, and that of every sparse site.
 
     `target` is of the sparse sites, `target_overall` the same of all block weights. `neurons_counted`: whether inactive
@@ -171,14 +151,11 @@ def realised_sparsity(
     shares = subject.parameter_shares()
     realised = scorer.realised()
     sparse = sum(share for key, share in shares.items() if key in subject.sparse_sites)
+    by_neurons = subject.kind in FORMATS and FORMATS[subject.kind].mlp.exact
     return {
-        "neurons_counted": isinstance(subject, EngineSubject) if _skips_exactly(subject) else None,
+        "neurons_counted": subject.skips_neurons if by_neurons else None,
         "target": subject.target_sparsity,
         "target_overall": subject.target_sparsity * sparse,
         **asdict(skipped(shares, realised, subject.sparse_sites)),
         "sites": {f"blk.{layer}.{site}": value for (layer, site), value in realised.items()},
     }
-
-
-def _skips_exactly(subject: Subject | EngineSubject) -> bool:
-    return subject.kind in FORMATS and bool(FORMATS[subject.kind].mlp.exact)

@@ -1,4 +1,4 @@
-"""A stock transformers model in memory, with some positions of each row running sparse."""
+"""A stock transformers model with some positions of each row running sparse; here the whole of it in memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from sparsepack.eval.protocols import Done, Logits, ignored
+from sparsepack.eval.protocols import CountingScorer, Done, Logits, ignored
 from sparsepack.eval.quantised_inputs import quantised_inputs
 from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.integration.transformers import double_sparsity
@@ -27,7 +27,7 @@ class SparsePositions:
     """
 
     def __init__(self, family: Family, rules: Rules, device: torch.device | str = "cpu") -> None:
-        self._family, self._device = family, torch.device(device)
+        self.family, self._device = family, torch.device(device)
         self._rules = {key: rule.to(self._device) for key, rule in rules.items() if not rule.dense}
         self._inactive: dict[SiteKey, torch.Tensor] = {}
         self._seen: dict[SiteKey, torch.Tensor] = {}
@@ -59,7 +59,7 @@ class SparsePositions:
             self._seen[key] = self._seen.get(key, 0) + counted.sum() * x.shape[-1]
             return torch.where(sparse[..., None], sparsify(x, rule), x)
 
-        with site_hooks(blocks, self._family, function):
+        with site_hooks(blocks, self.family, function):
             yield
 
     def reset(self) -> None:
@@ -72,14 +72,52 @@ class SparsePositions:
         return {key: float(self._inactive[key]) / max(float(seen), 1.0) for key, seen in self._seen.items()}
 
 
-class SparseScorer:
-    """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse.
+class StockScorer(CountingScorer):
+    """What both scorers of stock models share: sparse positions by hooks at the sites, and their counts.
 
     inputs    -- what the inputs of sites are quantised to; see `quantised_inputs`
-    attention -- which tokens those positions read, given to the model here; None: all
+    attention -- which tokens those positions read; None: all
     """
 
-    steps = 1
+    def __init__(
+        self,
+        config: Any,
+        positions: SparsePositions,
+        context: int,
+        inputs: Mapping[SiteKey, torch.dtype] | None,
+        attention: SparseAttention | None,
+    ) -> None:
+        self.context, self.vocabulary = context, int(config.vocab_size)
+        self.tokens_read = TokensRead(attention, sliding_windows(config))
+        self._positions, self._inputs = positions, inputs or {}
+
+    def reset(self) -> None:
+        self._positions.reset()
+        self.tokens_read.reset()
+
+    def realised(self) -> dict[SiteKey, float]:
+        return self._positions.realised()
+
+    @contextmanager
+    def _sparse(
+        self,
+        blocks: Sequence[tuple[int, nn.Module]],
+        width: int,
+        lengths: torch.Tensor | None,
+        sparse_from: torch.Tensor,
+    ) -> Iterator[None]:
+        """Within the context, the (layer, block) pairs skip and read as deployed; see `SparsePositions.within`."""
+        with (
+            double_sparsity.sparse_rows(sparse_from),
+            self._positions.within(blocks, width, lengths, sparse_from),
+            quantised_inputs(blocks, self._positions.family, self._inputs),
+        ):
+            yield
+
+
+class SparseScorer(StockScorer):
+    """Runs `model`, the whole of it in memory, with `rules` on the positions that are asked to be sparse; the model is
+    given `attention` here."""
 
     def __init__(
         self,
@@ -90,27 +128,10 @@ class SparseScorer:
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
         attention: SparseAttention | None = None,
     ) -> None:
-        self.model, self.context, self._family, self._inputs = model, context, family, inputs or {}
+        self.model, self.device = model, model.lm_head.weight.device
+        super().__init__(model.config, SparsePositions(family, rules, self.device), context, inputs, attention)
         if attention is not None:
             double_sparsity.attach(model, attention)
-        self.tokens_read = TokensRead(attention, sliding_windows(model.config))
-        self.device: torch.device = model.lm_head.weight.device
-        self.vocabulary = int(model.config.vocab_size)
-        self._positions = SparsePositions(family, rules, self.device)
-        self.realised = self._positions.realised
-
-    def reset(self) -> None:
-        """Forget the counts."""
-        self._positions.reset()
-        self.tokens_read.reset()
-
-    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
-        """Next-token logits [B, S, V] of right-padded rows; see `eval.protocols.Scorer`."""
-        return self.head(slice(None))(self.hidden(input_ids, lengths, sparse_from))
-
-    def rows_at_once(self, width: int, batch: int) -> int:
-        """See `eval.protocols.WindowScorer`."""
-        return batch
 
     @torch.inference_mode()
     def hidden(
@@ -125,18 +146,13 @@ class SparseScorer:
         ids = input_ids.to(self.device)
         blocks = list(enumerate(backbone_of(self.model).layers))
         self.tokens_read.count(ids.shape[1], lengths, sparse_from)
-        with (
-            double_sparsity.sparse_rows(sparse_from),
-            self._positions.within(blocks, ids.shape[1], lengths, sparse_from),
-            quantised_inputs(blocks, self._family, self._inputs),
-        ):
+        with self._sparse(blocks, ids.shape[1], lengths, sparse_from):
             # Right padding needs no attention mask: no real position looks at a later one.
             found: torch.Tensor = self.model.base_model(ids, use_cache=False).last_hidden_state
         done(len(ids))
         return found
 
     def head(self, words: slice) -> Logits:
-        """See `eval.protocols.WindowScorer`."""
         return linear(self.model.lm_head.weight[words])
 
 

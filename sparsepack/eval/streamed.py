@@ -10,11 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from sparsepack.eval.protocols import Done, Logits, ignored
-from sparsepack.eval.quantised_inputs import quantised_inputs
-from sparsepack.eval.scorer import SparsePositions, linear
-from sparsepack.eval.tokens_read import TokensRead
+from sparsepack.eval.scorer import SparsePositions, StockScorer, linear
 from sparsepack.integration.transformers import double_sparsity
-from sparsepack.models.architecture import sliding_windows
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.stock.blocks import BlockSource, BlockStream
@@ -24,12 +21,8 @@ HIDDEN_BYTES = 128 << 20
 MiB, a model 2048 wide reads its weights for 16,384 tokens, whose products take far longer than reading."""
 
 
-class StreamedScorer:
-    """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse.
-
-    inputs    -- what the inputs of sites are quantised to; see `quantised_inputs`
-    attention -- which tokens those positions read; None: all
-    """
+class StreamedScorer(StockScorer):
+    """Runs the model of `source` on the CPU with `rules` on the positions that are asked to be sparse."""
 
     def __init__(
         self,
@@ -40,23 +33,14 @@ class StreamedScorer:
         inputs: Mapping[SiteKey, torch.dtype] | None = None,
         attention: SparseAttention | None = None,
     ) -> None:
-        self.source, self.context, self._inputs = source, context, inputs or {}
-        self.device = torch.device("cpu")
-        self.vocabulary, self.steps = int(source.config.vocab_size), source.layers
+        super().__init__(source.config, SparsePositions(source.family, rules), context, inputs, attention)
+        self.source, self.steps, self.device = source, source.layers, torch.device("cpu")
         self._attention = attention
         self._stream = BlockStream(source, "cpu", dtype, "sdpa" if attention is None else double_sparsity.NAME)
-        self.tokens_read = TokensRead(attention, sliding_windows(source.config))
-        self._positions = SparsePositions(source.family, rules)
         self._output: torch.Tensor | None = None
-        self.realised = self._positions.realised
-
-    def reset(self) -> None:
-        """Forget the counts."""
-        self._positions.reset()
-        self.tokens_read.reset()
 
     def rows_at_once(self, width: int, batch: int) -> int:
-        """The number of rows that may wait together, a batch at least; see `eval.protocols.WindowScorer`."""
+        """As many rows as may wait together, a batch at least."""
         row = width * int(self.source.config.hidden_size) * self._stream.dtype.itemsize
         return max(batch, HIDDEN_BYTES // row)
 
@@ -69,7 +53,7 @@ class StreamedScorer:
         batch: int | None = None,
         done: Done = ignored,
     ) -> torch.Tensor:
-        """What enters the output matrix, [B, S, H]; see `eval.protocols.WindowScorer`."""
+        """What enters the output matrix, [B, S, H]."""
         self._output = None
         stream, width = self._stream, input_ids.shape[1]
         parts = [slice(at, at + (batch or len(input_ids))) for at in range(0, len(input_ids), batch or len(input_ids))]
@@ -81,12 +65,7 @@ class StreamedScorer:
                 double_sparsity.attach_layer(stream.block, self._attention, layer)
             for part in parts:
                 real = None if lengths is None else lengths[part]
-                blocks = [(layer, stream.block)]
-                with (
-                    double_sparsity.sparse_rows(sparse_from[part]),
-                    self._positions.within(blocks, width, real, sparse_from[part]),
-                    quantised_inputs(blocks, self.source.family, self._inputs),
-                ):
+                with self._sparse([(layer, stream.block)], width, real, sparse_from[part]):
                     hidden[part] = stream(hidden[part])
                 done(len(hidden[part]))
         stream.unload()
@@ -99,7 +78,7 @@ class StreamedScorer:
         return finished
 
     def head(self, words: slice) -> Logits:
-        """See `eval.protocols.WindowScorer`. The output matrix stays as it is stored until `hidden` is called again."""
+        """The output matrix stays as it is stored until `hidden` is called again."""
         if self._output is None:
             self._output = self._stream.head()
         return linear(self._output[words].to(self._stream.dtype))

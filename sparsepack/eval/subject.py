@@ -5,7 +5,7 @@ windows of text are scored block by block, as the weights are read; on a GPU, an
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from sparsepack.errors import UserError
-from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.protocols import Subject
+from sparsepack.eval.scorer import SparseScorer, StockScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import pruned_from
@@ -24,46 +25,28 @@ from sparsepack.models.families import SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.records.rule import Rules, SiteKey
-from sparsepack.models.records.sparse_attention import SparseAttention
 from sparsepack.models.stock.blocks import BlockSource
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.stock.whole import build_model
 from sparsepack.sparsity.thresholds import Thresholds
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model under evaluation.
+@dataclass(frozen=True, kw_only=True)
+class StockSubject(Subject):
+    """A subject that transformers runs.
 
-    kind          -- "checkpoint", or the name of a format
-    source        -- its weights, read when they are needed
-    source_sha256 -- hash of the checkpoint it is, or was made from
-    pruned_from   -- hash of the checkpoint that this one was pruned from
-    weights       -- the type in which its matrices are stored
-    dtype         -- the type in which it is computed, on `device`
-    inputs        -- what the inputs of sites are quantised to, token by token
-    attention     -- which tokens decoded positions read; None: all
+    source  -- its weights, read when they are needed
+    weights -- the type in which its matrices are stored
+    dtype   -- the type in which it is computed, on `device`
+    inputs  -- what the inputs of sites are quantised to, token by token
     """
 
-    name: str
-    kind: str
     source: BlockSource
-    tokenizer: Any
     rules: Rules
-    source_sha256: str
-    target_sparsity: float
     weights: str
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    sparse_sites: Collection[Any] = ()  # (layer, site) of those that may be sparse
+    dtype: torch.dtype
+    device: str
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
-    pruned_from: str | None = None
-    attention: SparseAttention | None = None
-
-    @property
-    def context(self) -> int:
-        """Positions the model was made for."""
-        return int(self.source.config.max_position_embeddings)
 
     @property
     def family(self) -> Family:
@@ -72,7 +55,7 @@ class Subject:
 
     @property
     def precision(self) -> dict[str, str]:
-        """For results: the types of `weights`, of the arithmetic as `dtype`, and of quantised `inputs`."""
+        """The type of quantised inputs is there, too, as `inputs`."""
         inputs = ", ".join(sorted({type_name(dtype) for dtype in self.inputs.values()}))
         return {"weights": self.weights, "dtype": type_name(self.dtype), **({"inputs": inputs} if inputs else {})}
 
@@ -83,34 +66,30 @@ class Subject:
 
     @cached_property
     def sparse(self) -> bool:
-        """Whether any site or any attention skips anything."""
         return self.attention is not None or any(not rule.dense for rule in self.rules.values())
 
-    def scorer(self) -> StreamedScorer | SparseScorer:
-        """What scores windows of text with its rules, counts at zero: block by block on a CPU."""
+    def scorer(self) -> StockScorer:
+        """A scorer that runs block by block on a CPU."""
         if self.device == "cpu":
             return StreamedScorer(self.source, self.rules, self.context, self.dtype, self.inputs, self.attention)
         return self.task_scorer()
 
     def task_scorer(self) -> SparseScorer:
-        """What scores the many short rows of tasks, counts at zero: the whole model in memory."""
+        """A scorer of the whole model in memory."""
         return SparseScorer(self.model, self.family, self.rules, self.context, self.inputs, self.attention)
 
-    def parameter_shares(self) -> dict[tuple[int, str], float]:
-        """Each site's share of the parameters of all sites."""
+    def parameters(self) -> dict[SiteKey, int]:
         shapes = parameter_shapes(self.source.config)
-        sizes = {
+        return {
             (layer, site): sum(math.prod(shapes[f"{self.family.block(layer)}.{name}.weight"]) for name in names)
             for layer in range(self.source.layers)
             for site, names in ((site, self.family.projections[site]) for site in SITES)
         }
-        total = sum(sizes.values())
-        return {key: size / total for key, size in sizes.items()}
 
 
 def open_subject(
     name: str, thresholds: Thresholds | None = None, device: str = "cpu", dtype: str = "float32"
-) -> Subject:
+) -> StockSubject:
     """Open anything that can be evaluated; reads no weights yet.
 
     dtype -- what it is computed in, "auto" as `models.precision.arithmetic` has it
@@ -122,14 +101,15 @@ def open_subject(
     return _checkpoint(open_checkpoint(name), thresholds, device, dtype)
 
 
-def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> Subject:
+def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> StockSubject:
     if thresholds is not None:
         thresholds.check_model(checkpoint)
     record = pruning_record(checkpoint.path)
-    return Subject(
+    return StockSubject(
         name=checkpoint.name,
         kind="checkpoint",
         source=checkpoint,
+        context=int(checkpoint.config.max_position_embeddings),
         tokenizer=checkpoint.tokenizer,
         rules=thresholds.rules if thresholds else {},
         source_sha256=checkpoint.sha256,
@@ -139,10 +119,11 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else (),
         pruned_from=record.summary["model_sha256"] if record else None,
+        attention=None,
     )
 
 
-def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: str) -> Subject:
+def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dtype: str) -> StockSubject:
     path, source_sha256 = artifact.path, artifact.manifest["model"]["sha256"]
     if thresholds is not None and artifact.format.thresholds:
         raise UserError(f"{path}: carries its own thresholds; give --thresholds with a checkpoint only")
@@ -152,10 +133,11 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
     stock = artifact.stock()
     made_from = stock.config.dtype if isinstance(stock.config.dtype, torch.dtype) else torch.float32
     own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(artifact.format.matrices, made_from)
-    return Subject(
+    return StockSubject(
         name=str(path),
         kind=artifact.format.name,
         source=stock,
+        context=int(stock.config.max_position_embeddings),
         tokenizer=stock.tokenizer,
         rules=thresholds.rules if thresholds else stock.rules,
         source_sha256=source_sha256,

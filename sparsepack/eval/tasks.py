@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,38 +13,30 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparsepack.errors import UserError
-from sparsepack.eval.protocols import PROTOCOLS, Scorer
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
+
+    from sparsepack.eval.options import EvalRequest
+    from sparsepack.eval.protocols import Scorer
 
 SEED = 1234  # lm-eval's own default: the same few-shot examples as its command line draws
 BOOTSTRAP_ITERS = 1000  # only for metrics that are not means; their standard error is then good to 2 %
 
 
 def run_tasks(
-    scorer: Scorer,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tasks: list[str],
-    task_path: Path | None,
-    protocol: str,
-    limit: int | None,
-    batch_size: int,
-    num_fewshot: int | None,
-    trust_tasks: bool = False,
-    apply_chat_template: bool = False,
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, request: EvalRequest, protocol: str
 ) -> dict[str, Any]:
-    """Evaluates lm-eval tasks, groups, tags or glob patterns and returns what is worth keeping of the result.
+    """Evaluates the lm-eval tasks, groups, tags or glob patterns of a request that was checked, under a protocol of
+    `SparseLM`, and returns what is worth keeping of the result.
 
     With `task_path`, only the YAML files of that folder are known and nothing is looked up on the network (unless
     the environment says HF_HUB_OFFLINE=0); without it lm-eval's own tasks are known, whose data need a hub or a
     filled HF_HOME. Code that the files of `task_path` ask for (`!function`) runs only with `trust_tasks`.
     `limit` takes the first documents of each task. `num_fewshot` overrides the task files, except
-    those that say 0 (as in lm-eval); each row says what was used. The protocols are those of `SparseLM`.
-    `apply_chat_template` is lm-eval's: a document is a user's message, and so are few-shot examples, with their answers
-    as the assistant's.
+    those that say 0 (as in lm-eval); each row says what was used. `apply_chat_template` is lm-eval's: a document is a
+    user's message, and so are few-shot examples, with their answers as the assistant's.
 
     Returns `{"protocol", "limit", "lm_eval_version", "truncated_requests", "apply_chat_template", "tasks", "groups"}`;
     `tasks[name]` is
@@ -52,52 +44,43 @@ def run_tasks(
     and `metrics[key]` is `{"value", "stderr", "higher_is_better"}` with numbers or None. A metric's key is lm-eval's
     name for it, followed by `,filter` where the task has a named filter.
 
-    Raises UserError for an argument out of range, an unknown task, data that cannot be reached and a task that
-    cannot run here.
+    Raises UserError for an unknown task, data that cannot be reached and a task that cannot run here.
     """
-    if protocol not in PROTOCOLS:
-        raise UserError(f"protocol {protocol!r} is not known; choose one of {', '.join(PROTOCOLS)}")
-    if not tasks:
-        raise UserError("no task named; give at least one, for example sp_blimp")
-    for name, value, least in (("limit", limit, 1), ("batch size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
-        if value is not None and value < least:
-            raise UserError(f"{name} is {value}; it must be at least {least}")
-
     from sparsepack.eval.harness import offline, quiet
     from sparsepack.eval.trust import no_code
 
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        if task_path is not None:
+        if request.task_path is not None:
             stack.enter_context(offline())
-            if not trust_tasks:
+            if not request.trust_tasks:
                 stack.enter_context(no_code())
         from lm_eval.evaluator import evaluate
 
         from sparsepack.eval.lm_eval_model import SparseLM
 
         _seed()
-        loaded = load_tasks(tasks, task_path)
+        loaded = load_tasks(request.tasks, request.task_path)
         for task in loaded["tasks"].values():
-            _set_fewshot(task, num_fewshot)
-        model = SparseLM(scorer, tokenizer, protocol=protocol, batch_size=batch_size)
-        if apply_chat_template:
+            _set_fewshot(task, request.num_fewshot)
+        model = SparseLM(scorer, tokenizer, protocol=protocol, batch_size=request.requests_at_once)
+        if request.apply_chat_template:
             model.chat_template()  # refused before anything runs where there is none
         # not simple_evaluate: that calls git, and describes the machine for seconds
         found = evaluate(
             lm=model,
             task_dict=loaded,
-            limit=limit,
+            limit=request.limit,
             bootstrap_iters=BOOTSTRAP_ITERS,
             log_samples=False,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
+            apply_chat_template=request.apply_chat_template,
+            fewshot_as_multiturn=request.apply_chat_template,
         )
-    report = _report(found, protocol=protocol, limit=limit, truncated=model.truncated_requests)
-    return {**report, "apply_chat_template": apply_chat_template}
+    report = _report(found, protocol=protocol, limit=request.limit, truncated=model.truncated_requests)
+    return {**report, "apply_chat_template": request.apply_chat_template}
 
 
-def load_tasks(names: list[str], task_path: Path | None) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], task_path: Path | None) -> dict[str, Any]:
     """The named tasks with their data, in the form that `lm_eval.evaluator.evaluate` takes.
 
     Raises UserError for an unknown name, with the nearest known ones, and for a task whose data or YAML file fails.

@@ -7,12 +7,12 @@ them up.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from sparsepack.errors import UserError
-from sparsepack.eval.harness import attribute
 from sparsepack.eval.task_data import jsonl
 
 _OURS = f"{jsonl.__module__}.{jsonl.__name__}"
@@ -52,14 +52,13 @@ def no_code() -> Iterator[None]:
         keep_trailing_newline=open_templates.keep_trailing_newline,
     )
     templates.filters.update(open_templates.filters)
-    with ExitStack() as stack:
-        stack.enter_context(attribute(lm_eval.tasks._yaml_loader, "_import_func_in_yml", function))
-        # Without libyaml it takes a loader that knows Python's names.
-        stack.enter_context(
-            attribute(lm_eval.tasks._yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        )
-        stack.enter_context(attribute(lm_eval.api.task, "get_metric", metric))
-        stack.enter_context(attribute(lm_eval.utils, "env", templates))
+    # Without libyaml lm-eval takes a loader that knows Python's names.
+    safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    with (
+        mock.patch.multiple(lm_eval.tasks._yaml_loader, _import_func_in_yml=function, _Base=safe),
+        mock.patch.object(lm_eval.api.task, "get_metric", metric),
+        mock.patch.object(lm_eval.utils, "env", templates),
+    ):
         try:
             yield
         except SecurityError as error:

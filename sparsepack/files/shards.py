@@ -22,15 +22,15 @@ def split(sizes: Sequence[int], most: int = SHARD_BYTES) -> list[slice]:
 
 
 def file_names(count: int) -> list[str]:
-    """Those of so many files."""
+    """The names of `count` files that together hold a model's tensors."""
     return [WEIGHTS] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
 
 
 def index_text(file_of: Mapping[str, str], nbytes: int) -> str:
-    """By which other programs find a tensor's file.
+    """The index, as JSON, by which other programs find the file that holds a tensor.
 
-    file_of -- each tensor's
-    nbytes  -- of all tensors
+    file_of -- the name of each tensor's file
+    nbytes  -- how many bytes all tensors take
     """
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(file_of)}
     return json.dumps(index, indent=2, ensure_ascii=False) + "\n"

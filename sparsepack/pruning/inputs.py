@@ -86,6 +86,6 @@ class Sums:
             self._products.addmm_(x.t(), x)
 
     def inputs(self, damping: float) -> Inputs:
-        """What was counted."""
+        """The means of what was counted, with `damping` for the inverse of the products."""
         products = None if self._products is None else self._products / self._tokens
         return Inputs((self._squares / self._tokens).float(), products, damping)

@@ -122,9 +122,7 @@ def _run(
             advance()
             if hidden is not None:
                 stream.replace(found)
-                for batch in torch.split(hidden, options.batch):
-                    batch.copy_(stream(batch))  # in place: the states of all windows are there once
-                    advance()
+                stream.pass_on(hidden, options.batch, advance)
             resume.save_block(layer, found, hidden, matrices=[asdict(row) for row in matrices])
     return matrices
 

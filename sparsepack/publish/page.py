@@ -1,7 +1,7 @@
 """The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,21 @@ def _page(report: Mapping[str, Any]) -> str:
     )
 
 
+def _charts(
+    title: str, sites: Mapping[str, list[charts.Bar]], highest: float | None = None
+) -> list[tuple[str, Markup]]:
+    """A chart for each site, with a bar for each block."""
+    return [(site, charts.columns(f"{title} {site}, by block", bars, highest=highest)) for site, bars in sites.items()]
+
+
 def _errors(matrices: list[Mapping[str, Any]]) -> list[tuple[str, Markup]]:
-    """A chart per site, a bar per block: the largest error of its matrices."""
+    """The largest error of the matrices at each site of each block."""
     worst: dict[str, dict[str, float]] = {}
     for row in matrices:
         _, layer, site = row["site"].split(".")
         of_site = worst.setdefault(site, {})
         of_site[layer] = max(of_site.get(layer, 0.0), row["error"])
-    return [
-        (site, charts.columns(f"error at {site}, by block", [charts.Bar(*bar) for bar in of_site.items()]))
-        for site, of_site in worst.items()
-    ]
+    return _charts("error at", {site: [charts.Bar(*bar) for bar in found.items()] for site, found in worst.items()})
 
 
 def _skipped(rows: list[Mapping[str, Any]]) -> Mapping[str, float]:
@@ -88,43 +92,27 @@ def _skipped(rows: list[Mapping[str, Any]]) -> Mapping[str, float]:
 
 
 def _sparsity(table: Mapping[str, Any] | None, skipped: Mapping[str, float]) -> list[tuple[str, Markup]]:
-    """A chart per site, a bar per block: the share in `skipped`, else that on the calibration text, and a line for the
-    target."""
-    if table is None:
-        return []
-    made = []
-    for site, of_site in _by_site(table).items():
-        bars = [
-            charts.Bar(
-                str(row["layer"]),
-                skipped.get(f"blk.{row['layer']}.{site}", row["realised"] or 0.0),
-                row["sparsity"],
-            )
-            for row in of_site
-        ]
-        made.append((site, charts.columns(f"share skipped at {site}, by block", bars, highest=1.0)))
-    return made
+    """The share of each site and block in `skipped`, else that on the calibration text, and a line for the target."""
+
+    def bar(row: Mapping[str, Any]) -> charts.Bar:
+        share = skipped.get(f"blk.{row['layer']}.{row['site']}", row["realised"] or 0.0)
+        return charts.Bar(str(row["layer"]), share, row["sparsity"])
+
+    return _charts("share skipped at", _by_site(table, bar), highest=1.0)
 
 
 def _thresholds(table: Mapping[str, Any] | None) -> list[tuple[str, Markup]]:
-    if table is None:
-        return []
-    return [
-        (
-            site,
-            charts.columns(
-                f"threshold at {site}, by block",
-                [charts.Bar(str(row["layer"]), row["threshold"] or 0.0) for row in of_site],
-            ),
-        )
-        for site, of_site in _by_site(table).items()
-    ]
+    bars = _by_site(table, lambda row: charts.Bar(str(row["layer"]), row["threshold"] or 0.0))
+    return _charts("threshold at", bars)
 
 
-def _by_site(table: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    sites: dict[str, list[Mapping[str, Any]]] = {}
-    for row in table["rows"]:
-        sites.setdefault(row["site"], []).append(row)
+def _by_site(
+    table: Mapping[str, Any] | None, bar: Callable[[Mapping[str, Any]], charts.Bar]
+) -> dict[str, list[charts.Bar]]:
+    """The bars of a table's rows by their sites; none of no table."""
+    sites: dict[str, list[charts.Bar]] = {}
+    for row in table["rows"] if table else ():
+        sites.setdefault(row["site"], []).append(bar(row))
     return sites
 
 

@@ -45,7 +45,8 @@ def markdown() -> str:
     keys = RecipeModel.model_fields
     sections = {name: found for name, field in keys.items() if (found := section_in(field.annotation)) is not None}
     head = {_key(name, field): field for name, field in keys.items() if name not in sections}
-    parts = [_INTRODUCTION, "## At the top\n" + _table(head, schema)]
+    contents = " · ".join(["Contents: [At the top](#at-the-top)", *(f"[`{name}`](#{name})" for name in sections)])
+    parts = [_INTRODUCTION, contents + "\n", "## At the top\n" + _table(head, schema)]
     for name, section in sections.items():
         fields = {_key(key, field): field for key, field in section.model_fields.items()}
         meaning = " ".join(section.__doc__.split())

@@ -4,6 +4,7 @@ Paths (what is marked as `PATH`) are taken as written, so relative ones resolve 
 against the recipe's folder. A section that is absent or null is left out of the run.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -52,6 +53,12 @@ class Section(BaseModel):
                 for name in cls.model_fields.keys() & options_of(options).keys():
                     _declare(cls.model_fields[name], options, name)
             cls.model_rebuild(force=True)
+
+    def told(self, options: type) -> dict[str, Any]:
+        """What the section says of the fields of an option dataclass, by field."""
+        return {
+            field.name: getattr(self, field.name) for field in fields(options) if field.name in type(self).model_fields
+        }
 
     @classmethod
     def asked_in(cls, recipe: "Recipe") -> Self | None:

@@ -74,7 +74,8 @@ class Stage:
     needs    -- the stages that its outputs are made from, besides those that make the model
     makes    -- the name of an output that is a checkpoint and, from then on, the model of all stages behind it
     outputs  -- the files and folders that it leaves, relative to the work folder, by what is asked
-    settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able
+    settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able. By itself
+                what is asked
     run      -- from the recipe and files in the work folder to files in the work folder
     wanted   -- whether it runs where its part is asked for
     problems -- what does not go together in the recipe, a sentence each, found before anything is opened
@@ -93,8 +94,8 @@ class Stage:
     key: str
     type: Any
     outputs: Callable[[Any], tuple[str, ...]]
-    settings: Callable[[Job, Any], Mapping[str, Any]]
     run: Callable[[Job, Any], None]
+    settings: Callable[[Job, Any], Mapping[str, Any]] = lambda job, asked: asked.model_dump(mode="json")
     default: Any = None
     needs: tuple[str, ...] = ()
     makes: str = ""

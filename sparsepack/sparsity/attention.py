@@ -12,7 +12,7 @@ from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.sparse_attention import SparseAttention
-from sparsepack.sparsity.attention_options import NONE, AttentionOptions
+from sparsepack.sparsity.attention_options import AttentionOptions
 
 MOST_MISSED = 0.5
 """A layer that misses more than this share of its attention weight at best stays dense, unless the user says which."""
@@ -32,7 +32,7 @@ def find_attention(checkpoint: Checkpoint, calibration: Calibration, options: At
     """The sparse attention that `options` ask for.
 
     Raises `PackingError` for channels or layers that the model does not have, or where every layer is dense,
-    `CalibrationError` for a calibration of another model, or one too old to say what is asked of it.
+    `CalibrationError` for a calibration of another model.
     """
     count = channels_asked(checkpoint, options)
     calibration.check_model(checkpoint)
@@ -83,10 +83,7 @@ def _dense_by_themselves(
     at = measured_for(options.policy.tokens)
     if at is None:
         return frozenset(), ()
-    try:
-        lost = [layer[at] for layer in missed(calibration)]
-    except CalibrationError as error:
-        raise CalibrationError(f"{error}, or name the dense layers (dense_layers {NONE} or 0,1)") from error
+    lost = [layer[at] for layer in missed(calibration)]
     dense = [layer for layer, share in enumerate(lost) if share > MOST_MISSED]
     if len(dense) == checkpoint.layers:
         raise PackingError(

@@ -40,9 +40,7 @@ def sequential_thresholds(
             found = _block_rules(stream, layer, hidden, choose(layer, stream), batch)
             rules |= found
             with sparse_second_half(stream, layer, found):
-                for part in torch.split(hidden, batch):
-                    part.copy_(stream(part))  # in place: the states of all windows are there once
-                    advance()
+                stream.pass_on(hidden, batch, advance)
             save_rules(resume, layer, rules, hidden)
     return rules
 

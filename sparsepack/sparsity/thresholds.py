@@ -40,7 +40,7 @@ class Thresholds:
 
     sparsity     -- the target, weighted by parameters over the sites that may be sparse
     upstream     -- "sparse": taken with everything before each site sparse already; "dense": the papers' way
-    weights      -- how many each site has; empty in tables of before this was kept
+    weights      -- how many weights each site has; a table that somebody wrote by hand may not say so
     sparse_sites -- those that may be sparse
     """
 
@@ -226,7 +226,7 @@ def _usable(value: Any) -> bool:
 
 
 def _curve(row: Mapping[str, Any], where: str) -> tuple[float, ...]:
-    """The curve of a row; empty in tables of before there was one."""
+    """The curve of a row; it is empty for a dense site, and in a row that somebody wrote by hand."""
     values = row.get("curve") or []
     numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
     rising = numbers and sorted(values) == values and all(0 <= value <= _LARGEST for value in values)

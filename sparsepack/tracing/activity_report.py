@@ -111,7 +111,7 @@ def _counted(active: torch.Tensor) -> Activity:
 
 
 def added(parts: Sequence[Activity]) -> Activity:
-    """Several texts as one."""
+    """The activity over several texts together."""
     active = torch.stack([part.active for part in parts]).sum(0)
     return Activity(active, sum(part.tokens for part in parts), sum(part.squares for part in parts))
 

@@ -15,7 +15,7 @@ from sparsepack.calibration import folder as calibration_folder
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.made_from import made_from
-from sparsepack.errors import PlacementError, TextError
+from sparsepack.errors import PlacementError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
@@ -24,7 +24,7 @@ from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.models.tokenizer.windows import session_windows
+from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
 from sparsepack.progress import progress, say
 from sparsepack.tracing import trace as traces
 from sparsepack.tracing.options import TraceOptions
@@ -99,11 +99,7 @@ def _windows(checkpoint: Checkpoint, text: Text, options: TraceOptions) -> tuple
     if options.tokens > limit:
         raise PlacementError(f"tokens {options.tokens}: {checkpoint.name} was made for at most {limit}")
     windows, documents = session_windows(checkpoint.tokenizer, text, options.tokens, options.sessions)
-    if windows.max() >= checkpoint.config.vocab_size:
-        raise TextError(
-            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of "
-            f"{checkpoint.config.vocab_size}; the tokenizer does not fit the model"
-        )
+    check_vocabulary(windows, checkpoint.config.vocab_size, text)
     if len(windows) < options.sessions:
         say(f"note: the text has no more than {len(windows)} sessions of {options.tokens} tokens")
     return windows, documents
@@ -156,9 +152,7 @@ def _run(
                     into.extend((float(each.mean()), traces.packed_bits(each)) for each in active)
 
             with site_hooks([(layer, stream.block)], checkpoint.family, record):
-                for batch in torch.split(hidden, options.batch):
-                    batch.copy_(stream(batch))  # in place: the states of all sessions are there once
-                    advance()
+                stream.pass_on(hidden, options.batch, advance)
             density = float(np.mean([share for share, _ in found]))
             if density > DENSE and "thresholds" not in rule:  # else so many are what was asked for
                 raise PlacementError(_all_active(checkpoint, layer, density))

@@ -8,7 +8,6 @@
 All numbers are little endian, and zlib packs every file.
 """
 
-import json
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
@@ -19,11 +18,18 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from sparsepack.calibration.made_from import StoredCompute, StoredModel, StoredText, StoredTokenizer
+from sparsepack.calibration.made_from import (
+    StoredCompute,
+    StoredModel,
+    StoredText,
+    StoredTokenizer,
+    check_mergeable,
+    read_manifest,
+)
 from sparsepack.errors import PlacementError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_bytes
-from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Count, Name, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
 SCHEMA = 1
@@ -188,29 +194,21 @@ def load(path: Path) -> Trace:
     atomic.restore_folder(path)
     if not is_trace(path):
         raise PlacementError(f"{path}: no {MANIFEST} in it; expected a folder made by `sparsepack trace`")
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        schema = manifest["schema"]
-        if schema != SCHEMA:
-            raise PlacementError(
-                f"{path}: schema {str(schema)[:60]}; this sparsepack reads schema {SCHEMA}: trace again"
-            )
-        found = checked(_Manifest, manifest)
-        fingerprint(manifest)  # of all of it: halves of characters have no bytes to hash
-        if (found.rule.share is None) != (found.rule.active == "nonzero"):
-            raise ValueError(f"rule: {found.rule.active}, of a share of {found.rule.share}")
-        for number, session in enumerate(found.sessions):
-            if session.tokens * found.intermediate > _MOST_BITS:
-                raise ValueError(f"session {number}: {session.tokens} tokens of {found.intermediate} neurons")
-            if session.prompt >= session.tokens:
-                raise ValueError(f"session {number}: a prompt of {session.prompt} of {session.tokens} tokens")
-            if session.text >= len(found.texts):
-                raise ValueError(f"session {number}: of text {session.text}, there are {len(found.texts)}")
-    except OSError as error:
-        raise PlacementError(f"{path / MANIFEST}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PlacementError(f"{path / MANIFEST}: damaged ({shown(error)}); trace again") from error
+    manifest = read_manifest(path / MANIFEST, _Manifest, SCHEMA, PlacementError, "trace again", _check)
     return Trace(path, manifest)
+
+
+def _check(found: _Manifest) -> None:
+    """Raise ValueError where parts of a manifest contradict each other or ask for too much memory."""
+    if (found.rule.share is None) != (found.rule.active == "nonzero"):
+        raise ValueError(f"rule: {found.rule.active}, of a share of {found.rule.share}")
+    for number, session in enumerate(found.sessions):
+        if session.tokens * found.intermediate > _MOST_BITS:
+            raise ValueError(f"session {number}: {session.tokens} tokens of {found.intermediate} neurons")
+        if session.prompt >= session.tokens:
+            raise ValueError(f"session {number}: a prompt of {session.prompt} of {session.tokens} tokens")
+        if session.text >= len(found.texts):
+            raise ValueError(f"session {number}: of text {session.text}, there are {len(found.texts)}")
 
 
 def merge_folders(first: Path, second: Path, output: Path, overwrite: bool = False) -> Trace:
@@ -220,12 +218,7 @@ def merge_folders(first: Path, second: Path, output: Path, overwrite: bool = Fal
     twice, and `OutputError`.
     """
     one, other = load(first), load(second)
-    for key in _MUST_AGREE:
-        ours, theirs = (_value(each.manifest, key) for each in (one, other))
-        if ours != theirs:
-            raise PlacementError(
-                f"cannot merge: {key} is {_short(ours)} in the first and {_short(theirs)} in the second"
-            )
+    check_mergeable(one.manifest, other.manifest, _MUST_AGREE, PlacementError)
     sources = [(each, number) for each in (one, other) for number in range(len(each.sessions))]
     if len(sources) > MOST_SESSIONS:
         raise PlacementError(f"cannot merge: {len(sources)} sessions; a trace holds at most {MOST_SESSIONS}")
@@ -248,11 +241,6 @@ def merge_folders(first: Path, second: Path, output: Path, overwrite: bool = Fal
         return _with_manifest(manifest, hashes, folder, output)
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:60] + "..."
-
-
 def ids_file(session: int) -> str:
     """The file of a session's token ids, within the folder."""
     return f"session-{session:05}/tokens.zlib"
@@ -273,10 +261,3 @@ def _hashes(trace: Trace, session: int) -> tuple[str, ...]:
     for layer in range(trace.layers):
         trace.active(session, layer)
     return tuple(trace.manifest["files"][name] for name in _files(session, trace.layers))
-
-
-def _value(manifest: Mapping[str, Any], key: str) -> Any:
-    value: Any = manifest
-    for name in key.split("."):
-        value = value[name]
-    return value

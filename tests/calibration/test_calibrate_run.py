@@ -20,6 +20,7 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import calibration_table
 from sparsepack.errors import CalibrationError, OutputError, TextError
 from sparsepack.files import resume as unfinished
+from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
@@ -156,7 +157,7 @@ def _calibrate_until_killed(monkeypatch, where, name, dies, *arguments) -> None:
 def test_a_killed_run_goes_on_and_ends_the_same(
     small, text, tmp_path, monkeypatch, uninterrupted, blocks_read, block, when
 ):
-    save = run._Resume.save
+    save = ResumeState.save_block
 
     def dies(self, layer, *rest):
         if layer == block and when.startswith("before"):
@@ -165,7 +166,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(
         if layer == block:
             raise Killed
 
-    _calibrate_until_killed(monkeypatch, run._Resume, "save", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, ResumeState, "save_block", dies, small, text, tmp_path / "c")
     assert not (tmp_path / "c").exists()
     blocks_read.clear()
     calibrate(small, text, tmp_path / "c", OPTIONS)
@@ -197,14 +198,15 @@ from pathlib import Path
 torch.set_num_threads(int(sys.argv[3]))
 from models_for_tests import TEXT
 from sparsepack.calibration import run
+from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-save = run._Resume.save
+save = ResumeState.save_block
 def dies(self, layer, *rest):
     save(self, layer, *rest)
     if layer == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-run._Resume.save = dies
+ResumeState.save_block = dies
 text = Text("topics", (TEXT[:6000],), "topics")
 run.calibrate(open_checkpoint(sys.argv[1]), text, Path(sys.argv[2]), run.CalibrateOptions(context=48, samples=6))
 """
@@ -227,13 +229,13 @@ def test_a_run_ended_by_sigkill_goes_on_and_ends_the_same(small, text, tmp_path,
     [{"seed": 1}, {"sinks": 2}, {"samples": 5}, {"batch": 1}, {"context": 32}, {"dtype": "bfloat16"}, {"text": 1}],
 )
 def test_the_state_of_other_settings_is_not_used(small, text, tmp_path, monkeypatch, blocks_read, other):
-    save = run._Resume.save
+    save = ResumeState.save_block
 
     def dies(self, layer, *rest):
         save(self, layer, *rest)
         raise Killed
 
-    _calibrate_until_killed(monkeypatch, run._Resume, "save", dies, small, text, tmp_path / "c")
+    _calibrate_until_killed(monkeypatch, ResumeState, "save_block", dies, small, text, tmp_path / "c")
     blocks_read.clear()
     changed = Text("topics", (TEXT[3000:9000],), "others") if other.pop("text", 0) else text
     calibrate(small, changed, tmp_path / "c", replace(OPTIONS, **other))

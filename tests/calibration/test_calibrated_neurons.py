@@ -1,4 +1,4 @@
-"""What a calibration says of neurons: who is active, against the stock model; old ones, merged ones, damaged ones."""
+"""What a calibration says of neurons: who is active, against the stock model; merged ones, damaged ones."""
 
 from dataclasses import replace
 
@@ -75,26 +75,6 @@ def test_merged_calibrations_count_the_tokens_of_both(relu, text, relu_calibrati
         assert (one.tokens + two.tokens, one.squares + two.squares) == (both.tokens, both.squares)
 
 
-@pytest.fixture
-def old(relu_calibration):
-    """As calibrations were before neurons were counted."""
-    layers = [{k: v for k, v in layer.items() if "neurons." not in k} for layer in relu_calibration.layers]
-    return replace(relu_calibration, layers=tuple(layers))
-
-
-def test_a_calibration_from_before_is_read_and_says_what_it_lacks(old, tmp_path):
-    folder.save(old, tmp_path / "c")
-    with pytest.raises(CalibrationError, match=r"has no neurons\.active: it was made before active neurons") as caught:
-        activity(folder.load(tmp_path / "c"))
-    assert "\n" not in str(caught.value)
-
-
-def test_merged_with_one_from_before_there_are_no_counts_and_a_note(old, relu_calibration, capfd):
-    merged = folder.merge(relu_calibration, replace(old, manifest={**old.manifest, "parts": ["earlier"]}))
-    assert "made before neurons.active was measured" in capfd.readouterr().err
-    assert merged.layers[0].keys() == old.layers[0].keys()
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -122,11 +102,10 @@ def test_counts_below_zero_are_refused(relu_calibration):
         activity(replace(relu_calibration, layers=tuple(layers)))
 
 
-def test_inspect_shows_who_is_active_or_why_it_cannot(old, relu_calibration, small_calibration, tmp_path):
-    for name, calibration in (("old", old), ("relu", relu_calibration), ("silu", small_calibration)):
+def test_inspect_shows_who_is_active(relu_calibration, small_calibration, tmp_path):
+    for name, calibration in (("relu", relu_calibration), ("silu", small_calibration)):
         folder.save(calibration, tmp_path / name)
-    told = {name: CliRunner().invoke(inspect, [str(tmp_path / name)]).output for name in ("old", "relu", "silu")}
-    assert "neurons: the calibration of" in told["old"]
+    told = {name: CliRunner().invoke(inspect, [str(tmp_path / name)]).output for name in ("relu", "silu")}
     assert "| block | active | spread | hottest 10 % |" in told["relu"]
     assert "own" not in told["relu"].split("neurons, over")[1], "one text has no drift between documents"
     assert "placement cannot pay: 100.0 % of the neurons are active for every token" in told["silu"]

@@ -24,26 +24,6 @@ def test_what_is_missed_grows_with_fewer_tokens(tiny_calibration):
         assert 0 < layer[0] < layer[1] < layer[2] < layer[3] < 1
 
 
-@pytest.fixture
-def old(small_calibration):
-    """As calibrations were before this was measured."""
-    without = [f"attention.{name}" for name in NAMES]
-    layers = [{k: v for k, v in layer.items() if k not in without} for layer in small_calibration.layers]
-    return replace(small_calibration, layers=tuple(layers))
-
-
-def test_a_calibration_from_before_is_read_and_says_what_is_missing(old, tmp_path):
-    folder.save(old, tmp_path / "c")
-    again = folder.load(tmp_path / "c")
-    with pytest.raises(CalibrationError, match=r"has no attention\.missed: it was made before") as caught:
-        missed(again)
-    assert "\n" not in str(caught.value)
-    told = CliRunner().invoke(inspect, [str(tmp_path / "c")])
-    assert told.exit_code == 0
-    assert "  tokens: the calibration of" in told.output
-    assert "misses" not in told.output
-
-
 def test_merged_calibrations_have_the_means_of_both(small, text, small_calibration, tmp_path):
     other = calibrate(small, text, tmp_path / "c", CalibrateOptions(context=64, samples=3, seed=1))
     merged = folder.merge(small_calibration, other)
@@ -51,13 +31,6 @@ def test_merged_calibrations_have_the_means_of_both(small, text, small_calibrati
         parts = [each.layers[1][f"attention.{name}"] for each in (small_calibration, other, merged)]
         assert torch.equal(parts[0] + parts[1], parts[2])
     assert missed(merged)[1][0] == pytest.approx((8 * missed(small_calibration)[1][0] + 3 * missed(other)[1][0]) / 11)
-
-
-def test_merged_with_one_from_before_there_is_none_and_a_note(old, small_calibration, capfd):
-    earlier = replace(old, manifest={**old.manifest, "parts": ["earlier"]})
-    merged = folder.merge(small_calibration, earlier)
-    assert "made before attention.missed was measured" in capfd.readouterr().err
-    assert merged.layers[0].keys() == old.layers[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from sparsepack.calibration import folder
 from sparsepack.calibration.channels import importance
-from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError
@@ -131,34 +130,6 @@ def test_heads_in_another_order_have_their_channels_in_that_order(tmp_path, text
             torch.testing.assert_close(one[order], other, rtol=1e-3, atol=0)
 
 
-@pytest.fixture
-def old(small_calibration) -> Calibration:
-    """As calibrations were before products of q and k were counted."""
-    layers = [{k: v for k, v in layer.items() if k != "attention.product_abs"} for layer in small_calibration.layers]
-    manifest = {key: value for key, value in small_calibration.manifest.items() if key != "attention"}
-    return Calibration({**manifest, "parts": ["earlier"]}, tuple(layers), small_calibration.windows)
-
-
-def test_a_calibration_from_before_is_read_and_says_in_one_line_what_is_missing(old, tmp_path):
-    again = folder.load(folder.save(old, tmp_path / "c") and tmp_path / "c")
-    assert again.layers[0].keys() == old.layers[0].keys()
-    with pytest.raises(CalibrationError, match=r"has no attention\.product_abs.*; calibrate again") as caught:
-        importance(again)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("first", ["old", "new"])
-def test_merged_with_one_from_before_a_calibration_has_no_products(old, small_calibration, tmp_path, capfd, first):
-    pair = (old, small_calibration) if first == "old" else (small_calibration, old)
-    folder.save(folder.merge(*pair), tmp_path / "c")
-    assert "the merged calibration has none" in capfd.readouterr().err
-    merged = folder.load(tmp_path / "c")
-    assert "attention" not in merged.manifest
-    assert all(layer.keys() == old.layers[0].keys() for layer in merged.layers)
-    doubled = 2 * old.layers[1]["attention.key_abs"]
-    assert torch.equal(merged.layers[1]["attention.key_abs"], doubled)
-
-
 def test_two_with_products_are_merged_with_them(small_calibration, tmp_path, capfd):
     other = replace(small_calibration, manifest={**small_calibration.manifest, "parts": ["other"]})
     merged = folder.merge(small_calibration, other)
@@ -172,9 +143,10 @@ def _changed(calibration, **changes):
     return replace(calibration, manifest={**calibration.manifest, "attention": changes})
 
 
-def test_heads_that_the_statistics_are_not_of_are_refused(small_calibration, old, tmp_path):
+def test_heads_that_the_statistics_are_not_of_are_refused(small_calibration, tmp_path):
     right = small_calibration.manifest["attention"]
-    one_layer = (*small_calibration.layers[:2], old.layers[2])
+    *others, last = small_calibration.layers
+    without = {name: value for name, value in last.items() if name != "attention.product_abs"}
     damaged = {
         r"attention\.key_abs is \[2, 64\], expected \[4, 64\]": _changed(small_calibration, **{**right, "kv_heads": 4}),
         r"query_abs is \[4, 64\], expected \[4, 32\]": _changed(small_calibration, **{**right, "head_dim": 32}),
@@ -183,9 +155,10 @@ def test_heads_that_the_statistics_are_not_of_are_refused(small_calibration, old
         r"attention\.rotary\.convention": _changed(
             small_calibration, **{**right, "rotary": {"convention": "x", "dims": 1}}
         ),
-        r"product_abs": replace(small_calibration, layers=one_layer),
-        "are not named": replace(old, layers=small_calibration.layers),
+        r"product_abs": replace(small_calibration, layers=(*others, without)),
+        "attention: Field required": replace(small_calibration, manifest={**small_calibration.manifest}),
     }
+    del damaged["attention: Field required"].manifest["attention"]
     for message, calibration in damaged.items():
         folder.save(calibration, tmp_path / "c", overwrite=True)
         with pytest.raises(CalibrationError, match=f"{message}.*calibrate again") as caught:

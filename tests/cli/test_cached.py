@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from artifacts_for_tests import tiny_by_neurons
-from click.testing import CliRunner
-
-from sparsepack.cli import main
+from commands_for_tests import sparsepack
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_text_is_the_same_and_what_had_slots_is_told(model: Path) -> None:
     def made(*flags: str) -> tuple[dict[str, object], str]:
-        asked = ["generate", str(model), "--prompt", "The for statement", "-n", "40", "--json", "-", *flags]
-        result = CliRunner().invoke(main, asked)
+        result = sparsepack("generate", model, "--prompt", "The for statement", "-n", 40, "--json", "-", *flags)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout), result.stderr
 

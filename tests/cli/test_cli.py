@@ -4,53 +4,19 @@ import errno
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands_for_tests import fails, sparsepack, succeeds
+from models_for_tests import make_model
 
 from sparsepack import progress
 from sparsepack.cli import main
 from sparsepack.cli.options import emit
 from sparsepack.errors import OutputError
-from tests.models_for_tests import make_model
-
-VERBS = (
-    "calibrate",
-    "thresholds",
-    "prune",
-    "pack",
-    "inspect",
-    "verify",
-    "eval",
-    "bench",
-    "tune",
-    "generate",
-    "serve",
-    "run",
-)
-
-
-def sparsepack(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def succeeds(*arguments: object) -> str:
-    result = sparsepack(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def fails(*arguments: object, code: int = 2) -> str:
-    """Runs what must fail; the one line it says."""
-    result = sparsepack(*arguments)
-    assert result.exit_code == code, result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("sparsepack: ")]
-    assert len(lines) == 1, result.output
-    assert "Traceback" not in result.output
-    return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +36,13 @@ def test_help_names_every_verb_and_imports_no_torch() -> None:
     code = "import sys; from sparsepack.cli import main\n"
     code += "try: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+    assert all(f"\n  {verb} " in done.stdout for verb in main.commands)
 
 
 def test_recipes_are_checked_without_torch() -> None:
     code = "import sys; from pathlib import Path; from sparsepack.recipe.load import load_recipe\n"
     code += "load_recipe(Path('quickstart'))\n"
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb: str) -> None:
-    assert "Usage" in succeeds(verb, "--help")
 
 
 @pytest.mark.parametrize(
@@ -255,55 +216,60 @@ def test_numbers_out_of_range_name_their_flag(tiny: Path) -> None:
     assert "Invalid value for '--batch'" in result.output
 
 
-def test_ctrl_c_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", interrupted)
-    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=130) == "sparsepack: interrupted"
+def _no_such_tensor() -> None:
+    torch.empty(1 << 50, dtype=torch.int8)
 
 
-def test_another_full_disk_is_not_called_standard_output(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(full))
-    message = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1)
-    assert message == "sparsepack: No space left on device"
+def _raising(error: BaseException) -> Callable[[], None]:
+    def raises() -> None:
+        raise error
+
+    return raises
 
 
-OUT_OF_MEMORY = [
-    (MemoryError(), "out of memory; use a smaller --batch or --context"),
-    (
-        # As torch 2.11 says it.
-        torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.06 GiB "
-            "is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+ENDS = {
+    "Ctrl-C": (_raising(KeyboardInterrupt()), 130, "interrupted"),
+    "a full disk that is not standard output": (
+        _raising(OSError(errno.ENOSPC, "No space left on device")),
+        1,
+        "No space left on device",
+    ),
+    "no memory": (_raising(MemoryError()), 1, "out of memory; use a smaller --batch or --context"),
+    "no memory on a GPU, as torch 2.11 says it": (
+        _raising(
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which "
+                "1.06 GiB is free. Including non-PyTorch memory, this process has 78.04 GiB memory in use."
+            )
         ),
+        1,
         "out of memory on GPU 0: 2.00 GiB more are needed, 1.06 GiB of 79.11 GiB are free; use a smaller --batch or "
         "--context, another --device, or end what else uses it",
     ),
-    (
-        torch.OutOfMemoryError("MPS backend out of memory"),
+    "no memory on Metal": (
+        _raising(torch.OutOfMemoryError("MPS backend out of memory")),
+        1,
         "out of memory on the device; use a smaller --batch or --context, or another --device",
     ),
-]
+    "no memory for a tensor": (
+        _no_such_tensor,
+        1,
+        "out of memory, 1048576.0 GiB more are needed; use a smaller --batch or --context",
+    ),
+}
 
 
-@pytest.mark.parametrize(("error", "expected"), OUT_OF_MEMORY)
-def test_no_memory_is_one_line(error: Exception, expected: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(error))
-    assert fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1) == f"sparsepack: {expected}"
+@pytest.mark.parametrize("case", ENDS)
+def test_what_ends_a_command_is_one_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, code, said = ENDS[case]
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: end())
+    assert fails("eval", "shipped:tiny", "--perplexity", "shipped:heldout", code=code) == f"sparsepack: {said}"
 
 
-def test_no_memory_for_a_tensor_is_one_line(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: torch.empty(1 << 50, dtype=torch.int8))
-    message = fails("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout", code=1)
-    assert message == "sparsepack: out of memory, 1048576.0 GiB more are needed; use a smaller --batch or --context"
-
-
-def test_other_errors_keep_their_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("a mistake of ours")
-    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: (_ for _ in ()).throw(error))
-    assert sparsepack("eval", tiny / "m.gguf", "--perplexity", "shipped:heldout").exception is error
+    monkeypatch.setattr("sparsepack.eval.run.evaluate", lambda *_: _raising(error)())
+    assert sparsepack("eval", "shipped:tiny", "--perplexity", "shipped:heldout").exception is error
 
 
 def test_a_table_is_printed_even_where_its_json_cannot_be_written(tmp_path: Path, capsys: Any) -> None:

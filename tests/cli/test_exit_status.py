@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands_for_tests import fails
+from models_for_tests import make_model
 
-from sparsepack.cli import main
 from sparsepack.formats.table import FORMATS
-from tests.models_for_tests import make_model
 
 MISSING = {
     "calibrate": ("calibrate", "NONE", "--text", "shipped:train", "-o", "OUT"),
@@ -32,21 +31,10 @@ MISSING = {
 }
 
 
-def ends(*arguments: object) -> tuple[int, str]:
-    """The exit status, and the one line that was said."""
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    lines = [line for line in result.stderr.splitlines() if line.startswith("sparsepack: ")]
-    assert len(lines) == 1, result.output
-    return result.exit_code, lines[0]
-
-
 @pytest.mark.parametrize("case", MISSING)
 def test_a_missing_file_is_a_mistake_in_what_was_asked(case: str, tmp_path: Path) -> None:
     places = {"NONE": tmp_path / "none.gguf", "OUT": tmp_path / "out"}
-    status, line = ends(*(places.get(word, word) for word in MISSING[case]))
-    assert status == 2
-    assert "none.gguf" in line
+    assert "none.gguf" in fails(*(places.get(word, word) for word in MISSING[case]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,8 +47,7 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(case: str) -
         "eval --json": ("eval", "shipped:tiny", "--perplexity", "shipped:heldout", "--json", "/proc/x"),
         "run -w": ("run", "quickstart", "-w", "/proc/x"),
     }
-    status, line = ends(*commands[case])
-    assert status == 2
+    line = fails(*commands[case])
     assert re.match(r"sparsepack: /proc/x: (cannot be written|no folder can be made there) \(", line)
 
 
@@ -109,7 +96,6 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
     for damage in (lost, larger, odd, rotary):
         damage()
         for kind in FORMATS:
-            status, line = ends("pack", "notok", "--format", kind, "-o", "m.gguf")
-            assert status == 2
+            line = fails("pack", "notok", "--format", kind, "-o", "m.gguf")
             assert "notok" in line or "give --calibration" in line
             assert not re.match(r"sparsepack: (.+?): \1: ", line), line

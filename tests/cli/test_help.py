@@ -59,12 +59,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
-def test_the_package_can_be_run_as_a_module() -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith("Usage: sparsepack [OPTIONS]")
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_get_a_script_that_completes_and_the_help_says_how(shell: str) -> None:
     done = run(_SPARSEPACK_COMPLETE=f"{shell}_source")
@@ -74,8 +68,9 @@ def test_shells_get_a_script_that_completes_and_the_help_says_how(shell: str) ->
     assert completed.stdout.strip() == "plain,calibrate"
 
 
-def test_exit_statuses_are_listed() -> None:
+def test_the_package_can_be_run_as_a_module_and_its_help_lists_exit_statuses() -> None:
     text = " ".join(run("--help").stdout.split())
+    assert text.startswith("Usage: sparsepack [OPTIONS]")
     for status in ("0 done", "1 the run or a check failed", "2 a mistake", "3 a gate failed", "130 interrupted"):
         assert status in text
 

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands_for_tests import fails, succeeds
 from models_for_tests import TEXT, make_opt
 
-from sparsepack.cli.app import main
 from sparsepack.formats.table import FORMATS
 
 REASON = "no format holds and no engine runs opt models (learned positions, norms that subtract the mean, and an MLP"
@@ -18,8 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_opt(tmp_path_factory.mktemp("opt") / "m")
     text = folder.parent / "text.txt"
     text.write_text(TEXT[:6000])
-    asked = ["--text", str(text), "--context", "48", "-o", str(folder.parent / "c")]
-    assert CliRunner().invoke(main, ["calibrate", str(folder), *asked]).exit_code == 0
+    succeeds("calibrate", folder, "--text", text, "--context", 48, "-o", folder.parent / "c")
     return folder
 
 
@@ -27,22 +25,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_format_holds_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     from sparsepack.calibration import folder
 
-    options = ["--calibration", str(model.parent / "c")]
-    options += [] if format == "neuron-q4_k" else ["--sparsity", "0.5"]
+    options = ["--calibration", model.parent / "c"]
+    options += [] if format == "neuron-q4_k" else ["--sparsity", 0.5]
     options = options if FORMATS[format].thresholds else []
     monkeypatch.setattr(folder, "load", lambda _: pytest.fail("work was begun"))
-    result = CliRunner().invoke(main, ["pack", str(model), "--format", format, *options, "-o", str(tmp_path / "a")])
-    assert result.exit_code == 2
-    assert f"{model}: {REASON}" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert f"{model}: {REASON}" in fails("pack", model, "--format", format, *options, "-o", tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
 def test_nor_with_sparse_attention(model: Path, tmp_path: Path) -> None:
-    options = ["--calibration", str(model.parent / "c"), "--attention", "double", "-o", str(tmp_path / "a")]
-    result = CliRunner().invoke(main, ["pack", str(model), *options])
-    assert result.exit_code == 2
-    assert REASON in result.stderr
+    options = ("--calibration", model.parent / "c", "--attention", "double")
+    assert REASON in fails("pack", model, *options, "-o", tmp_path / "a")
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -54,10 +47,7 @@ def test_a_recipe_that_packs_it_says_so_at_once_and_one_that_does_not_runs(model
         "prune: {keep: 6, of: 8}\nactivation_sparsity: {sparsity: 0.5}\n"
         f"eval: {{perplexity: [{text}], context: 48, windows: 2, protocols: [all]}}\n"
     )
-    options = ["--work", str(tmp_path / "w"), *(["--dry-run"] if dry else [])]
-    result = CliRunner().invoke(main, ["run", str(recipe), *options])
-    assert result.exit_code == 0, result.output
+    options = ["--work", tmp_path / "w", *(["--dry-run"] if dry else [])]
+    succeeds("run", recipe, *options)
     recipe.write_text(recipe.read_text().replace("prune: {keep: 6, of: 8}", "pack: {format: zigzag-q4_k}"))
-    result = CliRunner().invoke(main, ["run", str(recipe), "--overwrite", *options])
-    assert result.exit_code == 2
-    assert f"pack: {model}: {REASON}" in result.stderr
+    assert f"pack: {model}: {REASON}" in fails("run", recipe, "--overwrite", *options)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from artifacts_for_tests import write_zigzag
-from click.testing import CliRunner, Result
+from click.testing import Result
+from commands_for_tests import sparsepack
 
-from sparsepack.cli import main
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(folder: Path, *arguments: object, given: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(main, ["generate", str(folder / "m.gguf"), *map(str, arguments)], input=given)
+    return sparsepack("generate", folder / "m.gguf", *arguments, given=given)
 
 
 def records(result: Result) -> list[dict[str, Any]]:
@@ -100,16 +100,21 @@ def test_answers_are_the_same_as_without_a_cache(folder: Path) -> None:
     assert fresh["token_ids"] == second["token_ids"]
 
 
-def test_a_conversation_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["Hello", "  ", "x" * 600, "/clear", "Hello"])
+def type_on_a_terminal(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """Let somebody type these lines, and then end the input."""
+    left = iter(lines)
 
     def typed(prompt: str) -> str:
-        if (line := next(lines, None)) is None:
+        if (line := next(left, None)) is None:
             raise EOFError
         return line
 
     monkeypatch.setattr(builtins, "input", typed)
     monkeypatch.setattr("sparsepack.cli.chat.on_a_terminal", lambda: True)
+
+
+def test_a_conversation_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_on_a_terminal(monkeypatch, ["Hello", "  ", "x" * 600, "/clear", "Hello"])
     arguments = ("--chat", "--chat-template", folder / "chat.jinja", "-n", 5, "--context", 128)
     result = generate(folder, *arguments)
     assert result.exit_code == 0, result.output
@@ -122,7 +127,7 @@ def test_a_conversation_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_an_answer_can_be_interrupted_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsepack.runtime.generate import Generation
 
-    lines, step = iter(["Hello", "Go on"]), Generation._step
+    step = Generation._step
     calls: list[int] = []
 
     def interrupted(self: Generation, id: int) -> int:
@@ -131,14 +136,8 @@ def test_an_answer_can_be_interrupted_on_a_terminal(folder: Path, monkeypatch: p
             raise KeyboardInterrupt
         return step(self, id)
 
-    def typed(prompt: str) -> str:
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
     monkeypatch.setattr(Generation, "_step", interrupted)
-    monkeypatch.setattr(builtins, "input", typed)
-    monkeypatch.setattr("sparsepack.cli.chat.on_a_terminal", lambda: True)
+    type_on_a_terminal(monkeypatch, ["Hello", "Go on"])
     result = generate(folder, "--chat", "--chat-template", folder / "chat.jinja", "-n", 5)
     assert result.exit_code == 0, result.output
     assert result.stderr.count("interrupted") == 1

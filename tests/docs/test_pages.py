@@ -1,4 +1,4 @@
-"""The README and the pages of docs: links lead somewhere, every page is listed, and examples use options that exist."""
+"""The README and the pages of docs: links lead somewhere, pages and sections are listed, and options exist."""
 
 import re
 import shlex
@@ -11,18 +11,18 @@ import pytest
 from sparsepack.cli import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "benchmarks" / "RESULTS.md",
-    *(ROOT / "docs").glob("*.md"),
-]
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", RESULTS, *(ROOT / "docs").glob("*.md")]
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    """The anchors of all headings of a page."""
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -45,6 +45,14 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_every_page_is_listed() -> None:
     listed = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in listed + "(README.md)"] == []
+
+
+@pytest.mark.parametrize("page", [*(ROOT / "docs").glob("*.md"), RESULTS], ids=lambda page: page.name)
+def test_contents_lists_name_every_section(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    sections = [name for name in re.findall(r"^## (.*)$", text, re.MULTILINE) if name != "Contents"]
+    listed = set(re.findall(r"\]\(#([^)]*)\)", text))
+    assert len(sections) < 2 or [name for name in sections if anchor(name) not in listed] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,9 +1,20 @@
-"""What the tests of evaluation share: a byte-level tokenizer, a tiny random Llama and a dense scorer over it."""
+"""What the tests of evaluation share: a byte-level tokenizer, a tiny random Llama and a dense scorer over it; and the
+shipped tiny model at half sparsity."""
+
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.packing import PackRequest, pack
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
 
 CONTEXT = 48
 
@@ -61,3 +72,18 @@ def scorer(tiny_llama):
 def plain_scorer():
     """The class itself, for tests that bring their own model or context."""
     return PlainScorer
+
+
+@pytest.fixture(scope="session")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with thresholds of the tiny model for half of its weights, t.json, its zigzag artifact, m.gguf, and
+    thresholds for the MLPs alone, mlp.json."""
+    folder = tmp_path_factory.mktemp("half")
+    checkpoint = open_checkpoint("shipped:tiny")
+    options = CalibrateOptions(context=64, samples=8, batch=8)
+    calibration = calibrate(checkpoint, read_text("shipped:train"), folder / "c", options)
+    find_thresholds(checkpoint, calibration, AllocationOptions(0.5)).write(folder / "t.json")
+    mlp = AllocationOptions(0.5, include=("*.mlp_*",))
+    find_thresholds(checkpoint, calibration, mlp).write(folder / "mlp.json")
+    pack(PackRequest("shipped:tiny", folder / "m.gguf", thresholds=folder / "t.json"))
+    return folder

@@ -5,34 +5,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
 from sparsepack.errors import UserError
 from sparsepack.eval import engine_subject
 from sparsepack.eval.engine_subject import open_engine_subject
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
-from sparsepack.files.text import read_text
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.fixture(scope="module")
-def request_(tmp_path_factory):
+@pytest.fixture
+def request_(half):
     """Four windows of the tiny model's zigzag artifact, half of it skipped."""
-    folder = tmp_path_factory.mktemp("engine")
-    checkpoint = open_checkpoint("shipped:tiny")
-    options = CalibrateOptions(context=64, samples=8, batch=8)
-    calibration = calibrate(checkpoint, read_text("shipped:train"), folder / "c", options)
-    find_thresholds(checkpoint, calibration, AllocationOptions(0.5)).write(folder / "t.json")
-    pack(PackRequest("shipped:tiny", folder / "m.gguf", thresholds=folder / "t.json"))
-    return EvalRequest(str(folder / "m.gguf"), perplexity=("shipped:heldout",), context=64, windows=4)
+    return EvalRequest(str(half / "m.gguf"), perplexity=("shipped:heldout",), context=64, windows=4)
 
 
 @pytest.mark.parametrize("protocol", ["dense", "decode", "all"])

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import evaluation_table
 from sparsepack.errors import TextError, UserError
 from sparsepack.eval.options import EvalRequest
@@ -18,24 +16,8 @@ from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.packing import PackRequest, pack
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
 
 TINY = EvalRequest("shipped:tiny", perplexity=("shipped:heldout",), context=64, windows=4)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A thresholds table of the tiny model, its zigzag artifact, and the table of half the sites."""
-    folder = tmp_path_factory.mktemp("tiny")
-    checkpoint = open_checkpoint("shipped:tiny")
-    options = CalibrateOptions(context=64, samples=8, batch=8)
-    calibration = calibrate(checkpoint, read_text("shipped:train"), folder / "c", options)
-    find_thresholds(checkpoint, calibration, AllocationOptions(0.5)).write(folder / "t.json")
-    half = AllocationOptions(0.5, include=("*.mlp_*",))
-    find_thresholds(checkpoint, calibration, half).write(folder / "mlp.json")
-    pack(PackRequest("shipped:tiny", folder / "m.gguf", thresholds=folder / "t.json"))
-    return folder
 
 
 def test_a_checkpoint_is_dense_and_says_so():
@@ -53,9 +35,9 @@ def test_a_checkpoint_is_dense_and_says_so():
 
 
 @pytest.mark.parametrize("name", ["shipped:tiny", "m.gguf"])
-def test_by_default_a_cpu_computes_in_float32_whatever_the_weights_are_stored_in_and_says_so(made, name):
+def test_by_default_a_cpu_computes_in_float32_whatever_the_weights_are_stored_in_and_says_so(half, name):
     """So the default changes no figure; 16 bits do, and only where they are asked for."""
-    asked = replace(TINY, subject=name if name == TINY.subject else str(made / name), against="shipped:tiny")
+    asked = replace(TINY, subject=name if name == TINY.subject else str(half / name), against="shipped:tiny")
     results = {dtype: evaluate(replace(asked, dtype=dtype)) for dtype in ("auto", "float32", "bfloat16")}
     assert asked.dtype == "auto"
     assert results["auto"] == results["float32"]
@@ -69,7 +51,7 @@ def test_by_default_a_cpu_computes_in_float32_whatever_the_weights_are_stored_in
     assert exact == pytest.approx(rounded, rel=0.02)
 
 
-def test_tasks_take_the_whole_model_and_texts_do_not(made, monkeypatch):
+def test_tasks_take_the_whole_model_and_texts_do_not(half, monkeypatch):
     """Texts are scored by blocks; only tasks, whose rows are short and many, hold the model."""
     from sparsepack.eval import subject
 
@@ -77,7 +59,7 @@ def test_tasks_take_the_whole_model_and_texts_do_not(made, monkeypatch):
     build = subject.build_model
     monkeypatch.setattr(subject, "build_model", lambda *given: built.append(given) or build(*given))
     monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *_, **__: {})
-    evaluate(replace(TINY, subject=str(made / "m.gguf"), against="shipped:tiny", windows=1))
+    evaluate(replace(TINY, subject=str(half / "m.gguf"), against="shipped:tiny", windows=1))
     assert built == []
     evaluate(replace(TINY, tasks=("any",), windows=1))
     assert len(built) == 1
@@ -101,8 +83,8 @@ def test_bits_per_byte_are_those_of_the_text():
     assert result["bits_per_byte"] == pytest.approx(nll / math.log(2) / nbytes)
 
 
-def test_a_checkpoint_with_thresholds_decodes_sparse_and_reports_what_was_skipped(made):
-    result = evaluate(replace(TINY, thresholds=made / "t.json", against="shipped:tiny", windows=8))
+def test_a_checkpoint_with_thresholds_decodes_sparse_and_reports_what_was_skipped(half):
+    result = evaluate(replace(TINY, thresholds=half / "t.json", against="shipped:tiny", windows=8))
     row = result["perplexity"][0]
     assert result["protocol"] == "decode"
     assert row["targets"] == 8 * 32
@@ -115,9 +97,9 @@ def test_a_checkpoint_with_thresholds_decodes_sparse_and_reports_what_was_skippe
     assert row["perplexity_ratio"]["value"] == pytest.approx(row["perplexity"]["value"] / row["source_perplexity"])
 
 
-def test_sparsity_over_the_sparse_sites_is_comparable_to_the_target(made):
+def test_sparsity_over_the_sparse_sites_is_comparable_to_the_target(half):
     """`overall` counts the dense sites as 0."""
-    sparsity = evaluate(replace(TINY, thresholds=made / "mlp.json", windows=8))["perplexity"][0]["realised_sparsity"]
+    sparsity = evaluate(replace(TINY, thresholds=half / "mlp.json", windows=8))["perplexity"][0]["realised_sparsity"]
     subject = open_subject("shipped:tiny")
     share = sum(s for (_, site), s in subject.parameter_shares().items() if site.startswith("mlp"))
     assert sparsity["of_sparse_sites"] == pytest.approx(0.5, abs=0.03)
@@ -125,31 +107,31 @@ def test_sparsity_over_the_sparse_sites_is_comparable_to_the_target(made):
     assert sparsity["target_overall"] == pytest.approx(0.5 * share)
 
 
-def test_each_text_has_its_own_row_and_counts(made):
-    one = evaluate(replace(TINY, thresholds=made / "t.json", perplexity=("shipped:train",)))["perplexity"]
-    both = evaluate(replace(TINY, thresholds=made / "t.json", perplexity=("shipped:heldout", "shipped:train")))
+def test_each_text_has_its_own_row_and_counts(half):
+    one = evaluate(replace(TINY, thresholds=half / "t.json", perplexity=("shipped:train",)))["perplexity"]
+    both = evaluate(replace(TINY, thresholds=half / "t.json", perplexity=("shipped:heldout", "shipped:train")))
     assert [row["text"] for row in both["perplexity"]] == ["shipped:heldout", "shipped:train"]
     assert both["perplexity"][1] == one[0]
 
 
-def test_what_is_scored_is_said_and_can_be_the_same_under_each_protocol(made):
+def test_what_is_scored_is_said_and_can_be_the_same_under_each_protocol(half):
     asked = [{"protocol": "decode"}, {"protocol": "dense"}, {"protocol": "dense", "second_half": True}]
-    rows = [evaluate(replace(TINY, thresholds=made / "t.json", **changes))["perplexity"][0] for changes in asked]
+    rows = [evaluate(replace(TINY, thresholds=half / "t.json", **changes))["perplexity"][0] for changes in asked]
     assert [row["scored"] for row in rows] == ["second half", "all", "second half"]
     assert rows[1]["targets"] == 2 * rows[0]["targets"] == 2 * rows[2]["targets"]
     assert rows[2]["perplexity"]["value"] < rows[0]["perplexity"]["value"]
 
 
 @pytest.mark.parametrize("protocol", ["dense", "all", "decode"])
-def test_the_protocol_asked_for_is_the_one_used(made, protocol):
-    result = evaluate(replace(TINY, thresholds=made / "t.json", protocol=protocol))
+def test_the_protocol_asked_for_is_the_one_used(half, protocol):
+    result = evaluate(replace(TINY, thresholds=half / "t.json", protocol=protocol))
     assert result["protocol"] == result["perplexity"][0]["protocol"] == protocol
     assert bool(result["perplexity"][0]["realised_sparsity"]["sites"]) == (protocol != "dense")
 
 
-def test_a_zigzag_artifact_is_its_own_weights_and_rules(made):
+def test_a_zigzag_artifact_is_its_own_weights_and_rules(half):
     """Dequantised weights differ from the source's; thresholds and tokens are the same."""
-    artifact, table = str(made / "m.gguf"), made / "t.json"
+    artifact, table = str(half / "m.gguf"), half / "t.json"
     packed = evaluate(replace(TINY, subject=artifact, against="shipped:tiny", windows=8))
     source = evaluate(replace(TINY, thresholds=table, against="shipped:tiny", windows=8))
     assert packed["subject"]["kind"] == "zigzag-q4_k"
@@ -162,9 +144,9 @@ def test_a_zigzag_artifact_is_its_own_weights_and_rules(made):
     assert ours["realised_sparsity"]["overall"] == pytest.approx(theirs["realised_sparsity"]["overall"], abs=0.02)
 
 
-def test_an_artifact_keeps_rules_bit_for_bit_and_norms_too(made):
-    subject, source = open_subject(str(made / "m.gguf")), open_checkpoint("shipped:tiny")
-    table = open_subject("shipped:tiny", _table(made))
+def test_an_artifact_keeps_rules_bit_for_bit_and_norms_too(half):
+    subject, source = open_subject(str(half / "m.gguf")), open_checkpoint("shipped:tiny")
+    table = open_subject("shipped:tiny", _table(half))
     assert subject.rules.keys() == table.rules.keys()
     for key, rule in table.rules.items():
         assert torch.equal(subject.rules[key].threshold, rule.limits)
@@ -175,10 +157,10 @@ def test_an_artifact_keeps_rules_bit_for_bit_and_norms_too(made):
     assert subject.source_sha256 == source.sha256
 
 
-def _table(made):
+def _table(half):
     from sparsepack.sparsity.thresholds import read_thresholds
 
-    return read_thresholds(made / "t.json")
+    return read_thresholds(half / "t.json")
 
 
 @pytest.mark.parametrize("name", ["stories-260k", "books-26m-silu"])
@@ -199,16 +181,16 @@ def refused(request, kind=UserError) -> str:
     return str(caught.value)
 
 
-def test_another_source_than_the_subjects_is_refused(made, shared):
+def test_another_source_than_the_subjects_is_refused(half, shared):
     other = str(shared / "models" / "stories-260k")
     assert "not the model that shipped:tiny was made from" in refused(replace(TINY, against=other))
-    assert "was made from" in refused(replace(TINY, subject=str(made / "m.gguf"), against=other))
+    assert "was made from" in refused(replace(TINY, subject=str(half / "m.gguf"), against=other))
 
 
-def test_thresholds_of_another_model_or_beside_an_artifact_are_refused(made, shared):
-    other = replace(TINY, subject=str(shared / "models" / "stories-260k"), thresholds=made / "t.json")
+def test_thresholds_of_another_model_or_beside_an_artifact_are_refused(half, shared):
+    other = replace(TINY, subject=str(shared / "models" / "stories-260k"), thresholds=half / "t.json")
     assert "the thresholds are of another model" in refused(other)
-    artifact = replace(TINY, subject=str(made / "m.gguf"), thresholds=made / "t.json")
+    artifact = replace(TINY, subject=str(half / "m.gguf"), thresholds=half / "t.json")
     assert "carries its own thresholds" in refused(artifact)
 
 
@@ -225,6 +207,7 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path):
         ({"context": 1}, "context 1: expected at least 2"),
         ({"windows": 0}, "windows 0"),
         ({"batch": 0}, "batch 0"),
+        ({"limit": 0}, "limit 0: expected at least 1"),
         ({"protocol": "prefill"}, "'prefill': expected one of decode, all, dense"),
         ({"perplexity": ()}, "nothing to evaluate"),
         ({"perplexity": ("none.txt",)}, "none.txt: no such file"),
@@ -247,7 +230,7 @@ def test_a_batch_that_is_given_holds_for_tasks_too_and_each_part_says_what_was_u
     monkeypatch, batch, windows, requests
 ):
     asked = []
-    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *_, batch_size, **__: asked.append(batch_size) or {})
+    monkeypatch.setattr("sparsepack.eval.tasks.run_tasks", lambda *given: asked.append(given[2]) or {})
     result = evaluate(replace(TINY, tasks=("any",), windows=1, batch=batch))
-    assert asked == [requests]
+    assert [request.requests_at_once for request in asked] == [requests]
     assert (result["compute"]["batch"], result["tasks"]["batch"]) == (windows, requests)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from artifacts_for_tests import tiny_by_neurons
-from click.testing import CliRunner
+from commands_for_tests import sparsepack, succeeds
 
-from sparsepack.cli import main
 from sparsepack.errors import UserError
 from sparsepack.eval.engine_subject import EngineScorer, open_engine_subject
 from sparsepack.eval.options import EvalRequest
@@ -76,7 +75,7 @@ def test_counts_begin_anew_with_each_text(asked: EvalRequest) -> None:
 
 def test_the_command_tells_what_had_slots(asked: EvalRequest) -> None:
     flags = ["--perplexity", "shipped:heldout", "--context", "32", "--windows", "2"]
-    done = CliRunner().invoke(main, ["eval", asked.subject, *flags, "--backend", "reference", "--cached", "0.3"])
+    done = sparsepack("eval", asked.subject, *flags, "--backend", "reference", "--cached", 0.3)
     assert done.exit_code == 0, done.output
     assert "% of the active neurons" in done.stdout
     assert "30 % of the neurons with slots, slow" in done.stderr
@@ -84,14 +83,12 @@ def test_the_command_tells_what_had_slots(asked: EvalRequest) -> None:
 
 def test_what_transformers_does_not_leave_out_is_not_shown_as_nothing(asked: EvalRequest) -> None:
     flags = ["--perplexity", "shipped:heldout", "--context", "32", "--windows", "2"]
-    done = CliRunner().invoke(main, ["eval", asked.subject, *flags])
-    assert done.exit_code == 0, done.output
-    assert "skipped: not counted, transformers computes inactive neurons like all others" in done.stdout
-    assert _skipped(done.stdout) == ["-", "-"]
-    counted = CliRunner().invoke(main, ["eval", asked.subject, *flags, "--backend", "reference"])
-    assert counted.exit_code == 0, counted.output
-    assert "not counted" not in counted.stdout
-    overall, of_sparse_sites = (float(cell.removesuffix("%")) for cell in _skipped(counted.stdout))
+    told = succeeds("eval", asked.subject, *flags)
+    assert "skipped: not counted, transformers computes inactive neurons like all others" in told
+    assert _skipped(told) == ["-", "-"]
+    counted = succeeds("eval", asked.subject, *flags, "--backend", "reference")
+    assert "not counted" not in counted
+    overall, of_sparse_sites = (float(cell.removesuffix("%")) for cell in _skipped(counted))
     assert 0 < overall < of_sparse_sites
 
 

@@ -7,10 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 from artifacts_for_tests import write_zigzag
-from models_for_tests import VOCABULARY, make_model
+from models_for_tests import VOCABULARY, WINDOWED, make_model
 
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables import evaluation_table
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.eval.options import EvalRequest
@@ -19,7 +17,6 @@ from sparsepack.eval.scorer import SparseScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.eval.subject import open_subject
 from sparsepack.eval.tokens_read import TokensRead
-from sparsepack.files.text import read_text
 from sparsepack.formats.attention import attention_section
 from sparsepack.formats.open import read_packed
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -28,8 +25,7 @@ from sparsepack.models.records.sparse_attention import SparseAttention, TokenPol
 from sparsepack.models.stock.whole import load_model
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.thresholds import read_thresholds
 
 POLICY = TokenPolicy(Fraction(1, 4), sinks=2, recent=3, min_context=8)
 IDS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(3))
@@ -42,24 +38,11 @@ def first_channels(config, count=8, policy=POLICY, dense=()):
     return SparseAttention(policy, tuple(None if n in dense else channels for n in range(layers)))
 
 
-MODELS = {
-    "llama": {"family": "llama"},
-    "mistral": {"family": "mistral", "sliding_window": 12},
-    "qwen2": {
-        "family": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 10,
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
-    "qwen3": {"family": "qwen3"},
-}
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=WINDOWED)
 def packed(request, tmp_path_factory):
     """A checkpoint, and the same as a zigzag file with sparse attention: dense sites, so that all compute the same."""
     folder = tmp_path_factory.mktemp("m")
-    made = make_model(folder / "m", **MODELS[request.param])
+    made = make_model(folder / "m", request.param, **WINDOWED[request.param])
     pack(PackRequest(str(made), folder / "m.gguf"))
     found = read_packed(folder / "m.gguf")
     return dataclasses.replace(found, attention=first_channels(open_checkpoint(made).config, dense=(0,)))
@@ -144,16 +127,12 @@ def test_a_checkpoint_is_measured_with_what_a_program_gives_it(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def request_(tmp_path_factory):
+def request_(half, tmp_path_factory):
     """The tiny model as a zigzag file: half of the weights skipped, and a quarter of the tokens read."""
-    folder = tmp_path_factory.mktemp("tiny")
-    checkpoint = open_checkpoint("shipped:tiny")
-    options = CalibrateOptions(context=64, samples=8, batch=8)
-    calibration = calibrate(checkpoint, read_text("shipped:train"), folder / "c", options)
-    table = find_thresholds(checkpoint, calibration, AllocationOptions(0.5))
+    folder, checkpoint = tmp_path_factory.mktemp("tiny"), open_checkpoint("shipped:tiny")
     attention = first_channels(checkpoint.config, policy=TokenPolicy(Fraction(1, 4), 2, 4, 16), dense=(0,))
     section = attention_section(attention, heads_of_config(checkpoint.config), "0" * 64)
-    write_zigzag(checkpoint, table.rules, folder / "m.gguf", attention=section)
+    write_zigzag(checkpoint, read_thresholds(half / "t.json").rules, folder / "m.gguf", attention=section)
     return EvalRequest(str(folder / "m.gguf"), perplexity=("shipped:heldout",), context=64, windows=4)
 
 

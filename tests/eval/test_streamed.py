@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from models_for_tests import VOCABULARY, make_model
+from models_for_tests import OPT, VOCABULARY, WINDOWED, make_model, make_opt
 
 from sparsepack.eval import streamed
 from sparsepack.eval.perplexity import score_windows
@@ -19,23 +19,17 @@ from sparsepack.packing import PackRequest, pack
 
 IDS = torch.randint(VOCABULARY, (5, 24), generator=torch.Generator().manual_seed(3))
 TARGETS = IDS.roll(-1, 1)
-MODELS = {
-    "llama": {"family": "llama"},
-    "mistral": {"family": "mistral", "sliding_window": 6},
-    "qwen2": {
-        "family": "qwen2",
-        "num_hidden_layers": 4,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-    },
-    "qwen3": {"family": "qwen3"},
-}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+def made(folder, name):
+    """A random checkpoint: of a family of `WINDOWED`, or one of `OPT`."""
+    path = make_opt(folder / "m", **OPT[name]) if name in OPT else make_model(folder / "m", name, **WINDOWED[name])
+    return open_checkpoint(path)
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
 def checkpoint(request, tmp_path_factory):
-    return open_checkpoint(make_model(tmp_path_factory.mktemp("m") / "m", **MODELS[request.param]))
+    return made(tmp_path_factory.mktemp("m"), request.param)
 
 
 def rules_of(checkpoint):
@@ -43,12 +37,16 @@ def rules_of(checkpoint):
     return rules | {(1, "attn_out"): SiteRule()}
 
 
-@pytest.fixture(scope="module")
-def scorers(checkpoint):
+def scorers_of(checkpoint):
     """The whole model in memory, and the same by blocks."""
     rules = rules_of(checkpoint)
     whole = SparseScorer(load_model(checkpoint), checkpoint.family, rules, 64)
     return whole, StreamedScorer(checkpoint, rules, 64)
+
+
+@pytest.fixture(scope="module", params=[*WINDOWED, *OPT])
+def scorers(request, tmp_path_factory):
+    return scorers_of(made(tmp_path_factory.mktemp("s"), request.param))
 
 
 @pytest.mark.parametrize("batch", [None, 1, 2])
@@ -63,6 +61,7 @@ def test_hidden_states_logits_and_counts_are_those_of_the_whole_model_bit_for_bi
     found = blocks.hidden(IDS, None, start, batch)
     assert torch.equal(found, expected)
     assert blocks.realised() == whole.realised()
+    assert bool(whole.realised()) == (sparse_from < 24)
     every = slice(None)
     assert torch.equal(blocks.head(every)(found), whole.head(every)(expected))
     words = [slice(at, at + 200) for at in range(0, VOCABULARY, 200)]
@@ -109,12 +108,12 @@ def test_stored_weights_are_read_a_tensor_at_a_time_and_one_block_is_held(checkp
 
 
 @pytest.mark.parametrize("protocol", ["dense", "decode", "all"])
-def test_groups_of_windows_give_the_figures_of_the_whole_model(checkpoint, scorers, monkeypatch, protocol):
+def test_groups_of_windows_give_the_figures_of_the_whole_model(checkpoint, monkeypatch, protocol):
     """Two windows wait together, so the last group is smaller; the vocabulary comes in uneven parts."""
     monkeypatch.setattr(streamed, "HIDDEN_BYTES", 2 * 24 * checkpoint.config.hidden_size * 4)
     monkeypatch.setattr("sparsepack.eval.perplexity.WORDS", 200)
     monkeypatch.setattr("sparsepack.eval.perplexity.POSITIONS", 10)
-    whole, blocks = scorers
+    scorers = whole, blocks = scorers_of(checkpoint)
     assert (whole.rows_at_once(24, 1), blocks.rows_at_once(24, 1), blocks.rows_at_once(24, 4)) == (1, 2, 4)
     references = SparseScorer(whole.model, checkpoint.family, {}, 64), StreamedScorer(checkpoint, {}, 64)
     results = [

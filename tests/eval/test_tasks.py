@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from task_files import MULTIPLE_CHOICE, OUR_DATA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsepack.errors import UserError
+from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.tasks import run_tasks
 
 TASKS = Path(__file__).parents[1] / "tasks"
@@ -19,17 +21,6 @@ QUESTIONS = [
     {"query": "Two and two make", "choices": ["five hundred", "4"], "gold": 1},
     {"query": "é", "choices": ["x", "y", "z"], "gold": 2},
 ]
-MULTIPLE_CHOICE = """
-output_type: multiple_choice
-test_split: test
-doc_to_text: query
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
-metadata: {version: 2.0}
-"""
 
 
 @pytest.fixture
@@ -39,32 +30,20 @@ def folder(tmp_path):
     tasks.mkdir()
     data = tasks / "data.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    loader = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}"
-    (tasks / "own.yaml").write_text(f"task: own\n{loader}{MULTIPLE_CHOICE}")
+    (tasks / "own.yaml").write_text(f"task: own\n{OUR_DATA}{MULTIPLE_CHOICE}")
     builder = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {tmp_path}/cache}}"
     (tasks / "stock.yaml").write_text(f"task: stock\n{builder}{MULTIPLE_CHOICE}")
     (tasks / "hub.yaml").write_text(f"task: hub\ndataset_path: nobody/nothing{MULTIPLE_CHOICE}")
-    (tasks / "lost.yaml").write_text(f"task: lost\n{loader.replace('file: data', 'file: no')}{MULTIPLE_CHOICE}")
-    (tasks / "wrong.yaml").write_text(f"task: wrong\n{loader}{MULTIPLE_CHOICE.replace('split: test', 'split: tset')}")
+    (tasks / "lost.yaml").write_text(f"task: lost\n{OUR_DATA.replace('file: data', 'file: no')}{MULTIPLE_CHOICE}")
+    (tasks / "wrong.yaml").write_text(f"task: wrong\n{OUR_DATA}{MULTIPLE_CHOICE.replace('split: test', 'split: tset')}")
     (tasks / "broken.yaml").write_text("task: broken\n  doc_to_text: [\n")
     (tasks / "both.yaml").write_text("group: both\ntask: [own, stock]\n")
     return tasks
 
 
-def run(
-    scorer, tokenizer, folder, tasks=("own",), protocol="decode", limit=None, batch_size=4, num_fewshot=None, **more
-):
-    return run_tasks(
-        scorer,
-        tokenizer,
-        tasks=list(tasks),
-        task_path=folder,
-        protocol=protocol,
-        limit=limit,
-        batch_size=batch_size,
-        num_fewshot=num_fewshot,
-        **more,
-    )
+def run(scorer, tokenizer, folder, tasks=("own",), protocol="decode", **more):
+    request = EvalRequest("m", tasks=tuple(tasks), task_path=folder, **{"batch": 4, **more})
+    return run_tasks(scorer, tokenizer, request, protocol)
 
 
 def test_the_result_is_json_with_numbers_or_none(scorer, byte_tokenizer, folder):
@@ -96,12 +75,6 @@ def test_a_task_that_cannot_run_is_one_line_with_a_remedy(scorer, byte_tokenizer
     with pytest.raises(UserError, match=message) as caught:
         run(scorer, byte_tokenizer, folder, tasks=[task])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", [{"protocol": "sparse"}, {"limit": 0}, {"batch_size": 0}, {"tasks": []}])
-def test_arguments_out_of_range_are_refused(scorer, byte_tokenizer, folder, wrong):
-    with pytest.raises(UserError):
-        run(scorer, byte_tokenizer, folder, **wrong)
 
 
 def test_local_tasks_need_no_network_and_print_nothing(scorer, byte_tokenizer, folder, tmp_path, monkeypatch, capfd):
@@ -163,7 +136,7 @@ def test_the_real_model_tells_minimal_pairs_apart(plain_scorer, shared, monkeypa
         tasks=["sp_blimp"],
         protocol="dense",
         limit=200,
-        batch_size=32,
+        batch=32,
     )
     assert 0.60 <= result["tasks"]["sp_blimp"]["metrics"]["acc"]["value"] <= 0.76
 

@@ -4,23 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands_for_tests import fails, succeeds
+from task_files import MULTIPLE_CHOICE, OUR_DATA
 
-from sparsepack.cli import main
 from sparsepack.errors import UserError
+from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.tasks import run_tasks
 
-DATA = "custom_dataset: !function sparsepack.eval.task_data.jsonl\ndataset_kwargs: {file: data.jsonl}\n"
-TASK = """
-output_type: multiple_choice
-test_split: test
-doc_to_text: query
-doc_to_choice: choices
-doc_to_target: gold
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-metadata: {version: 1.0}
-"""
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nprocess = lambda documents: documents\n"
 
 
@@ -33,34 +23,23 @@ def folder(tmp_path: Path) -> Path:
     (tasks / "code.py").write_text(CODE)
     (tasks / "evil_metric.py").write_text(CODE)
     asks = "process_docs: !function code.process\n"
-    (tasks / "clean.yaml").write_text(f"task: clean\n{DATA}{TASK}")
-    (tasks / "direct.yaml").write_text(f"task: direct\n{DATA}{asks}{TASK}")
-    (tasks / "_base").write_text(f"{asks}{TASK}")
-    (tasks / "included.yaml").write_text(f"task: included\ninclude: _base\n{DATA}")
+    (tasks / "clean.yaml").write_text(f"task: clean\n{OUR_DATA}{MULTIPLE_CHOICE}")
+    (tasks / "direct.yaml").write_text(f"task: direct\n{OUR_DATA}{asks}{MULTIPLE_CHOICE}")
+    (tasks / "_base").write_text(f"{asks}{MULTIPLE_CHOICE}")
+    (tasks / "included.yaml").write_text(f"task: included\ninclude: _base\n{OUR_DATA}")
     (tasks / "group.yaml").write_text("group: group\ntask: [clean, included]\n")
     (tasks / "classed.yaml").write_text("task: classed\nclass: !function code.process\n")
-    metric = TASK.replace("metric: acc,", f"metric: {tasks / 'evil_metric.py'},")
-    (tasks / "metric.yaml").write_text(f"task: metric\n{DATA}{metric}")
+    metric = MULTIPLE_CHOICE.replace("metric: acc,", f"metric: {tasks / 'evil_metric.py'},")
+    (tasks / "metric.yaml").write_text(f"task: metric\n{OUR_DATA}{metric}")
     # From any object to every class of the program, one of which opens files.
     reach = "{{ query.__class__.__mro__[1].__subclasses__() | length }}"
-    (tasks / "template.yaml").write_text(
-        f"task: template\n{DATA}{TASK.replace('doc_to_text: query', f'doc_to_text: {json.dumps(reach)}')}"
-    )
+    template = MULTIPLE_CHOICE.replace("doc_to_text: query", f"doc_to_text: {json.dumps(reach)}")
+    (tasks / "template.yaml").write_text(f"task: template\n{OUR_DATA}{template}")
     return tasks
 
 
 def run(scorer, tokenizer, folder, task, **options):
-    return run_tasks(
-        scorer,
-        tokenizer,
-        tasks=[task],
-        task_path=folder,
-        protocol="dense",
-        limit=None,
-        batch_size=4,
-        num_fewshot=None,
-        **options,
-    )
+    return run_tasks(scorer, tokenizer, EvalRequest("m", tasks=(task,), task_path=folder, **options), "dense")
 
 
 @pytest.mark.parametrize("task", ["direct", "included", "group", "classed", "metric", "template"])
@@ -84,11 +63,9 @@ def test_a_file_by_the_name_of_our_own_loader_does_not_run(scorer, byte_tokenize
 
 
 def test_the_command_line_can_trust(folder):
-    asked = ["eval", "shipped:tiny", "--tasks", "direct", "--task-path", str(folder)]
-    refused = CliRunner().invoke(main, asked)
-    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.output
-    assert "code.process" in refused.stderr
-    assert CliRunner().invoke(main, [*asked, "--trust-tasks"]).exit_code == 0
+    asked = ("eval", "shipped:tiny", "--tasks", "direct", "--task-path", folder)
+    assert "code.process" in fails(*asked)
+    succeeds(*asked, "--trust-tasks")
 
 
 def test_a_recipe_hands_its_trust_on(monkeypatch, tmp_path):

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner
+from commands_for_tests import fails, succeeds
 
-from sparsepack.cli import main
 from sparsepack.errors import UserError
 from sparsepack.eval.standard_error import with_error
 from sparsepack.formats.inspect import describe
@@ -101,9 +100,8 @@ def test_a_stranger_s_words_open_no_html_and_no_cell(work: Path) -> None:
 
 
 def test_the_command_writes_the_file_once(work: Path, tmp_path: Path) -> None:
-    asked = ["card", str(work / "model.gguf"), "-o", str(tmp_path / "README.md")]
-    assert CliRunner().invoke(main, asked).exit_code == 0
-    again = CliRunner().invoke(main, asked)
-    assert (again.exit_code, "exists already" in again.stderr) == (2, True)
-    assert CliRunner().invoke(main, [*asked, "--overwrite", "--name", "Mine"]).exit_code == 0
+    asked = ("card", work / "model.gguf", "-o", tmp_path / "README.md")
+    succeeds(*asked)
+    assert "exists already" in fails(*asked)
+    succeeds(*asked, "--overwrite", "--name", "Mine")
     assert "# Mine\n" in (tmp_path / "README.md").read_text()

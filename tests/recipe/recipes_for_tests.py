@@ -3,7 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+from sparsepack.errors import RecipeError
+from sparsepack.recipe.load import load_recipe
+from sparsepack.recipe.run import RecipeOutcome
 
 TINY: dict[str, Any] = {
     "schema": 1,
@@ -25,3 +30,16 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**TINY, **changes}), encoding="utf-8")
     return path
+
+
+def ran(outcome: RecipeOutcome) -> list[str]:
+    """The stages that ran, and were not up to date."""
+    return [stage["name"] for stage in outcome.report["stages"] if stage["status"] == "ran"]
+
+
+def refused(recipe: Path, *overrides: str) -> str:
+    """What is wrong with a recipe and its overrides, in one line, before anything is opened."""
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -1,10 +1,11 @@
 """Recipe files and overrides: what is accepted, and that every mistake is one line saying what, where, expected."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from recipes_for_tests import TINY, write_recipe
+from recipes_for_tests import TINY, refused, write_recipe
 
 from sparsepack.errors import RecipeError, SiteError, UserError
 from sparsepack.recipe import run_recipe
@@ -26,10 +27,6 @@ def test_every_shipped_recipe_validates_and_describes_itself(path):
 def test_recipes_for_any_model_ask_for_one():
     with pytest.raises(RecipeError, match=r"model: missing; add it to the recipe, or give --set model=\.\.\."):
         load_recipe(FOLDER / "teal50.yaml")
-
-
-def test_a_bare_name_is_a_shipped_recipe():
-    assert load_recipe(Path("quickstart")).name == "quickstart"
 
 
 MISTAKES = {
@@ -64,9 +61,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("override", "expected"), MISTAKES.items(), ids=MISTAKES)
 def test_a_mistake_is_one_line_with_place_and_remedy(recipe_file, override, expected):
-    with pytest.raises(RecipeError, match=expected) as caught:
-        load_recipe(recipe_file, [override])
-    assert "\n" not in str(caught.value)
+    assert re.search(expected, refused(recipe_file, override))
 
 
 CONTRADICTIONS = {
@@ -84,33 +79,22 @@ CONTRADICTIONS = {
     "bench={backend: cuda}": "bench: device cpu: the cuda backend runs on NVIDIA GPUs",
     "bench={batch: 4}": "bench: a batch of 4 by the cpu backend on device cpu",
     "bench={prompt: 0, generate: 0}": "bench: nothing to measure",
+    "eval.backend=cpu; pack=null; verify=false; generate=null": (
+        "eval.backend: it runs an artifact; expected a pack section of format zigzag"
+    ),
+    "verify=false; gates.verify=true": "gates.verify: the artifact is not verified; expected verify: true",
 }
 
 
 @pytest.mark.parametrize(("override", "expected"), CONTRADICTIONS.items(), ids=CONTRADICTIONS)
 def test_sections_that_do_not_go_together_are_told_before_anything_runs(recipe_file, override, expected):
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(recipe_file, [override])
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_backend_evaluates_an_artifact(recipe_file):
-    with pytest.raises(
-        RecipeError, match=r"eval\.backend: it runs an artifact; expected a pack section of format zigzag"
-    ):
-        load_recipe(recipe_file, ["eval.backend=cpu", "pack=null", "verify=false", "generate=null"])
+    assert expected in refused(recipe_file, *override.split("; "))
 
 
 def test_the_ci_recipe_gates_the_kernels_that_users_run():
     recipe = load_recipe(FOLDER / "ci.yaml")
     assert recipe.eval.runtime == "cpu"
     assert recipe.gates.perplexity_ratio.max < 1.2
-
-
-def test_a_gate_on_verification_needs_verification(recipe_file):
-    with pytest.raises(RecipeError, match=r"gates\.verify: the artifact is not verified; expected verify: true"):
-        load_recipe(recipe_file, ["verify=false", "gates.verify=true"])
 
 
 def test_overrides_are_yaml_and_the_last_one_wins(recipe_file):
@@ -134,10 +118,6 @@ def test_an_override_leaves_what_an_alias_stands_for_as_it_is(tmp_path):
     assert (gates.perplexity.max, gates.perplexity_ratio.max) == (20, 9)
 
 
-def test_one_text_may_stand_without_a_list(recipe_file):
-    assert load_recipe(recipe_file).calibrate.text == ("shipped:train",)
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -148,15 +128,13 @@ def test_one_text_may_stand_without_a_list(recipe_file):
         ("name: a\nmodel: m", "schema: missing"),
         ("schema: 1\nname: a\nmodel: m\n7: x", "line 4: the key 7 is a number"),
         ("name: 2024-01-01\nschema: 1\nmodel: !!python/object:a {}", "not YAML"),
+        (b"\xff\xfe\x00", "not UTF-8"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_one_line(tmp_path, content, expected):
     path = tmp_path / "r.yaml"
-    path.write_text(content)
-    with pytest.raises(RecipeError, match=expected) as caught:
-        load_recipe(path)
-    assert str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert re.match(f"{re.escape(str(path))}.*{expected}", refused(path))
 
 
 def test_a_missing_file_names_the_nearest_ones(recipe_file):
@@ -164,12 +142,6 @@ def test_a_missing_file_names_the_nearest_ones(recipe_file):
         load_recipe(recipe_file.with_name("tny.yaml"))
     with pytest.raises(RecipeError, match=r"quikstart: no such recipe; nearest: quickstart$"):
         load_recipe(Path("quikstart"))
-
-
-def test_a_file_that_is_not_text_is_one_line(tmp_path):
-    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="not UTF-8"):
-        load_recipe(tmp_path / "r.yaml")
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipes_for_tests import STAGES
+from recipes_for_tests import STAGES, ran
 
 from sparsepack.data import TINY_MODEL
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import _temporary
 from sparsepack.files.hashing import fingerprint
 from sparsepack.recipe import run_recipe, runner
-
-
-def ran(outcome):
-    return [stage["name"] for stage in outcome.report["stages"] if stage["status"] == "ran"]
 
 
 def test_a_first_run_runs_every_stage_and_reports_what_it_measured(finished_once):

@@ -201,18 +201,26 @@ def test_teal_lowers_the_error_of_real_blocks_at_equal_sparsity(silu, silu_calib
         hidden = exact
 
 
-LEARNING = AllocationOptions(0.5, "global", steps=12, batch=4, length=128)
+LEARNING = AllocationOptions(0.7, "global", steps=12, batch=2, length=128)
+"""At this sparsity uniform thresholds lose much, and few steps win much of that back: learnt ones have 0.88 to 0.90 of
+the divergence whatever the seed. At a sparsity of 0.5 they have 0.94 to 0.99, by the seed or the processor."""
+
+
+def _check_learnt(tiny, calibration, windows, options):
+    """A table learnt with these options, which holds their sparsity and diverges clearly less than a uniform one."""
+    table = find_thresholds(tiny, calibration, options)
+    overall, _ = realised(open_subject(tiny.name, table), windows)
+    assert abs(overall - 0.7) < 0.02
+    uniform = find_thresholds(tiny, calibration, AllocationOptions(0.7))
+    assert divergence(tiny, table, windows) < 0.95 * divergence(tiny, uniform, windows)
+    return table
 
 
 def test_learnt_thresholds_hold_the_sparsity_and_lower_the_divergence(tiny, tiny_calibration, other_windows):
-    uniform = find_thresholds(tiny, tiny_calibration, AllocationOptions(0.5))
-    learnt = find_thresholds(tiny, tiny_calibration, LEARNING)
-    overall, _ = realised(open_subject(tiny.name, learnt), other_windows)
-    assert abs(overall - 0.5) < 0.02
-    assert divergence(tiny, learnt, other_windows) < 0.98 * divergence(tiny, uniform, other_windows)
+    learnt = _check_learnt(tiny, tiny_calibration, other_windows, LEARNING)
     weights = weights_of(tiny, chosen_sites(tiny, (), ()))
     target = sum(rule.sparsity * weights[key] for key, rule in learnt.rules.items())
-    assert target == pytest.approx(0.5, abs=1e-6)
+    assert target == pytest.approx(0.7, abs=1e-6)
     assert all(row.offset is None and row.channel_weights is not None for row in learnt.rules.values())
 
 
@@ -227,12 +235,8 @@ def test_learning_is_the_same_for_the_same_seed_and_another_for_another(tiny, ti
 
 @pytest.mark.long
 def test_learnt_offsets_are_kept_and_move_with_training(tiny, tiny_calibration, other_windows):
-    table = find_thresholds(tiny, tiny_calibration, replace(LEARNING, steps=25, offsets=True))
+    table = _check_learnt(tiny, tiny_calibration, other_windows, replace(LEARNING, offsets=True))
     assert all(row.offset is not None and row.offset.abs().max() > 0 for row in table.rules.values())
-    overall, _ = realised(open_subject(tiny.name, table), other_windows)
-    assert abs(overall - 0.5) < 0.02
-    uniform = find_thresholds(tiny, tiny_calibration, AllocationOptions(0.5))
-    assert divergence(tiny, table, other_windows) < 0.98 * divergence(tiny, uniform, other_windows)
 
 
 def test_learning_leaves_ignored_sites_dense(tiny, tiny_calibration):

@@ -1,10 +1,5 @@
 """Finding thresholds goes on after a kill, and ends the same."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -211,37 +206,3 @@ def test_thresholds_and_pack_go_on_and_leave_only_their_output(tiny, tmp_path, m
     assert table is not None
     assert table.to_json() == read_thresholds(out / "t.json").to_json() == whole
     assert sorted(entry.name for entry in out.iterdir()) == ["m.gguf", "t.json"]
-
-
-_CHILD = """
-import os, signal, sys, torch
-from pathlib import Path
-torch.set_num_threads(int(sys.argv[3]))
-from sparsepack.calibration import folder
-from sparsepack.sparsity import learned
-from sparsepack.sparsity.options import AllocationOptions
-from sparsepack.sparsity.find import find_thresholds
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-learned._SAVE_EVERY = 0.0
-save = learned._Training._save
-def dies(self):
-    save(self)
-    if self.step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-learned._Training._save = dies
-options = AllocationOptions(0.5, "global", windows=2, steps=6, batch=1, length=32)
-find_thresholds(open_checkpoint("shipped:tiny"), folder.load(Path(sys.argv[1])), options, Path(sys.argv[2]))
-"""
-
-
-def test_a_search_ended_by_sigkill_goes_on_and_ends_the_same(tiny, tmp_path, work):
-    cal = calibrate(tiny, read_text("shipped:train"), tmp_path / "c", CalibrateOptions(context=32, samples=3))
-    whole = find_thresholds(tiny, cal, GLOBAL).to_json()
-    arguments = [str(tmp_path / "c"), str(tmp_path / "s"), str(torch.get_num_threads())]
-    path = os.pathsep.join(sys.path)
-    child = subprocess.run([sys.executable, "-c", _CHILD, *arguments], env={**os.environ, "PYTHONPATH": path})
-    assert child.returncode == -signal.SIGKILL
-    assert json.loads((tmp_path / "s" / "state.json").read_text())["parts"]["learning"]["step"] == 3
-    work.clear()
-    assert find_thresholds(tiny, cal, GLOBAL, tmp_path / "s").to_json() == whole
-    assert work.count("step") == 3

@@ -23,7 +23,6 @@ class Collector:
     count -- of what comes to such a place, a tensor for every name, on the CPU
     add   -- what was counted in one part and in another, as that of both
     signed -- whether a tensor may be below zero
-    added_later -- calibrations made before there was this collector lack its tensors, and are read all the same
     """
 
     at: Literal["site", "attention", "window", "neurons"]
@@ -33,4 +32,3 @@ class Collector:
     count: Callable[..., tuple[Tensor, ...]]
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
     signed: bool = False
-    added_later: bool = False

@@ -54,6 +54,6 @@ def _missed(group: Tensor, key: Tensor, seen: Tensor, last_read: Tensor) -> Tens
     return (1 - found).clamp(0, 1).sum(0)
 
 
-MISSED = Collector("window", ("missed", "missed_positions"), torch.float64, (len(SHARES),), _count, added_later=True)
+MISSED = Collector("window", ("missed", "missed_positions"), torch.float64, (len(SHARES),), _count)
 """The sums are float64 [shares]: of the attention weight that is missed, over positions, and of the number of
 positions."""

@@ -18,6 +18,6 @@ def _count(x: Tensor) -> tuple[Tensor, ...]:
     return active.sum(0).cpu(), tokens, each.square().sum().cpu()[None]
 
 
-NEURONS = Collector("neurons", ("active", "tokens", "squares"), torch.int64, (0,), _count, added_later=True)
+NEURONS = Collector("neurons", ("active", "tokens", "squares"), torch.int64, (0,), _count)
 """The counts are int64: [intermediate], the tokens for which each neuron was active; [1], the tokens counted; [1], the
 sum over tokens of the square of how many neurons were active."""

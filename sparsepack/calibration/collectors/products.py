@@ -42,5 +42,5 @@ def _pairs(group: Tensor, key: Tensor, window: int) -> Tensor:
     return up_to.mul_(asked).sum((0, 1))
 
 
-PRODUCTS = Collector("attention", ("product_abs",), torch.float64, (0, 0), _count, added_later=True)
+PRODUCTS = Collector("attention", ("product_abs",), torch.float64, (0, 0), _count)
 """The sums are float64 [kv_heads, D]."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.gguf import read_gguf
+from sparsepack.files.gguf import GgufFile, read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.checkpoint.gguf_config import gguf_config
@@ -52,6 +52,11 @@ class Checkpoint:
     def tied(self) -> bool:
         """Whether the output matrix is the embedding: `lm_head` then has no tensor of its own to touch."""
         return bool(self.config.tie_word_embeddings)
+
+    @property
+    def gguf(self) -> GgufFile | None:
+        """The file and its keys where the checkpoint is a GGUF."""
+        return self.source.file if isinstance(self.source, GgufSource) else None
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -108,8 +113,8 @@ class Checkpoint:
     def tokenizer(self) -> Any:
         """The stock tokenizer; raises `CheckpointError` where it is missing or does not fit the model."""
         try:
-            if self.path.is_file():
-                tokenizer = gguf_tokenizer(read_gguf(self.path), self.name)
+            if self.gguf is not None:
+                tokenizer = gguf_tokenizer(self.gguf, self.name)
             else:
                 tokenizer = folder_tokenizer(self.path)
             # What does not fit together shows only in use.
@@ -155,8 +160,8 @@ class Checkpoint:
 
     @cached_property
     def _tokenizer_json(self) -> str:
-        if self.path.is_file():
-            return gguf_tokenizer_json(read_gguf(self.path), self.name)
+        if self.gguf is not None:
+            return gguf_tokenizer_json(self.gguf, self.name)
         if only_sentencepiece(self.path):
             return sentencepiece_json(self.path)
         path = self.path / "tokenizer.json"
@@ -174,14 +179,15 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     """
     name = str(name)
     path = _located(name)
-    config = _config(path, name)
+    file = read_gguf(path) if path.is_file() else None
+    config = _folder_config(path, name) if file is None else _gguf_config(file, name)
     family = family_of(config.model_type, name)
     check_sizes(config, name)
     source: TensorSource
-    if path.is_file():
+    if file is not None:
         heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
         permuted = family.gguf_permuted
-        source = GgufSource(read_gguf(path), config.num_hidden_layers, heads, kv_heads, permuted)
+        source = GgufSource(file, config.num_hidden_layers, heads, kv_heads, permuted)
         config.tie_word_embeddings = HEAD not in source.shapes
     else:
         source = SafetensorsSource(path, family.decoder)
@@ -223,14 +229,15 @@ def _downloaded(name: str) -> Path:
         ) from error
 
 
-def _config(path: Path, name: str) -> Any:
+def _gguf_config(file: GgufFile, name: str) -> Any:
+    if file.metadata.get("general.architecture") == "sparsepack":
+        raise _packed_already(name)
+    return gguf_config(file, name)
+
+
+def _folder_config(path: Path, name: str) -> Any:
     from transformers import AutoConfig
 
-    if path.is_file():
-        file = read_gguf(path)
-        if file.metadata.get("general.architecture") == "sparsepack":
-            raise _packed_already(name)
-        return gguf_config(file, name)
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
         model_type = raw["model_type"]

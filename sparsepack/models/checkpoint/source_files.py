@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import PackingError
-from sparsepack.files.gguf import read_gguf
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
@@ -68,6 +67,6 @@ def _with_template(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 def chat_template(checkpoint: Checkpoint) -> str | None:
     """The model's chat template, the default one of several; None where it brings none. Raises as
     `tokenizer_config`."""
-    if checkpoint.path.is_file():
-        return template_of({"chat_template": read_gguf(checkpoint.path).metadata.get(CHAT_TEMPLATE)})
+    if checkpoint.gguf is not None:
+        return template_of({"chat_template": checkpoint.gguf.metadata.get(CHAT_TEMPLATE)})
     return template_of(tokenizer_config(checkpoint))

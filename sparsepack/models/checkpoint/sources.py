@@ -135,7 +135,7 @@ class GgufSource:
     """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
 
     def __init__(self, file: GgufFile, layers: int, heads: int, kv_heads: int, permuted: bool) -> None:
-        self._file = file
+        self.file = file
         self._hash = SourceHash([file.path], "".join)  # of the file itself
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if permuted else {}
         self._gguf_name: dict[str, str] = {}
@@ -153,11 +153,11 @@ class GgufSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+        return {name: self.file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+        return {name: _GGUF_DTYPES[self.file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
 
     @property
     def hash(self) -> SourceHash:
@@ -165,9 +165,9 @@ class GgufSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
-        info = self._file.tensors[gguf_name]
-        data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
-        self._file.forget(gguf_name)
+        info = self.file.tensors[gguf_name]
+        data = torch.from_numpy(np.array(self.file.bytes(gguf_name)))  # copied without the interpreter's lock
+        self.file.forget(gguf_name)
         value = data.view(_GGUF_DTYPES[info.type]).reshape(info.shape)
         for projection, heads in self._heads.items():
             if f"{projection}." in name:

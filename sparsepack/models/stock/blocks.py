@@ -98,6 +98,13 @@ class BlockStream:
         output = self._backbone(inputs_embeds=hidden.to(self.device, self.dtype), use_cache=False)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
+    def pass_on(self, hidden: torch.Tensor, batch: int, advance: Callable[[], object]) -> None:
+        """Run the loaded block on hidden states [N, S, H], `batch` rows at a time, after each of which `advance` is
+        called. The results take the place of what was there, so that the states of all windows are there once."""
+        for part in torch.split(hidden, batch):
+            part.copy_(self(part))
+            advance()
+
     def watched(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Within the context, the loaded block's attention shows its queries and keys to `watcher`."""
         return watched_attention(self._backbone, watcher)

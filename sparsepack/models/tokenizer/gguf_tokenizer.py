@@ -13,6 +13,7 @@ from typing import Any
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
+from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.pretokenizers import PRE_TOKENIZERS, PreTokenizer, named
 from sparsepack.models.tokenizer.tokenizer_json import NORMAL, Vocabulary, byte_level, sentencepiece
 
@@ -56,8 +57,8 @@ def gguf_tokenizer_config(file: GgufFile, name: str) -> dict[str, Any]:
     """What a tokenizer_config.json would say: the texts of the special tokens that the file names, and its template."""
     keys = _Keys(file.metadata, name)
     config: dict[str, Any] = {f"{kind}_token": text for kind, text in _special(keys, keys.list("tokens", str)).items()}
-    if "tokenizer.chat_template" in file.metadata:
-        config["chat_template"] = keys.text("tokenizer.chat_template")
+    if CHAT_TEMPLATE in file.metadata:
+        config["chat_template"] = keys.text(CHAT_TEMPLATE)
     return config
 
 

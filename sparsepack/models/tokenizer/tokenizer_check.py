@@ -6,7 +6,7 @@ from typing import Any
 
 
 def check_tokenizer(tokenizer_json: str) -> None:
-    """Raises `ValueError` for a tokenizer.json that would abort the process, or is no JSON.
+    """Raise `ValueError` for a tokenizer.json that would abort the process, or is no JSON.
 
     Of a merge's second part the library (0.23) cuts off as many bytes as `continuing_subword_prefix` has, without
     looking what they are. Where that leaves half a character, telling of it ends in an abort that nobody can catch.
@@ -23,7 +23,7 @@ def check_tokenizer(tokenizer_json: str) -> None:
 
 
 def check_tokenizer_of(folder: Path) -> None:
-    """The same of a folder's tokenizer.json, if it has one."""
+    """Check the tokenizer.json of a folder, if there is one, as `check_tokenizer` does."""
     path = folder / "tokenizer.json"
     if path.is_file():
         check_tokenizer(path.read_text(encoding="utf-8"))

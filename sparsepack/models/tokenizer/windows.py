@@ -18,7 +18,6 @@ from sparsepack.models.tokenizer.tokens import tokens_of
 DEFAULT_CONTEXT = 2048
 """A window has this many tokens unless the user or the model says otherwise."""
 
-
 SAMPLE = 1 << 23
 """Windows of a longer text are drawn from this many of its characters, unless so many windows need more."""
 _STRETCH = 1 << 16
@@ -87,7 +86,7 @@ def sample(text: Text, characters: int, seed: int) -> Text:
 
 
 def _stretches(text: Text) -> Iterator[str]:
-    """All of the same length, `_STRETCH`, but the last."""
+    """The text cut into stretches of `_STRETCH` characters; the last one may be shorter."""
     waiting: list[str] = []
     missing = _STRETCH
     for piece in text.pieces():
@@ -97,6 +96,15 @@ def _stretches(text: Text) -> Iterator[str]:
         waiting.append(piece)
         missing -= len(piece)
     yield "".join(waiting)
+
+
+def check_vocabulary(windows: torch.Tensor, size: int, text: Text) -> None:
+    """Raise `TextError` where a text's windows have a token that a model of `size` tokens does not have."""
+    if windows.max() >= size:
+        raise TextError(
+            f"{text.name}: token {int(windows.max())} is beyond the model's vocabulary of {size}; the tokenizer does "
+            "not fit the model"
+        )
 
 
 def spread_windows(windows: torch.Tensor, count: int) -> torch.Tensor:
@@ -134,7 +142,7 @@ def _middles(tokenizer: Any, text: Text, context: int, count: int) -> list[tuple
 
 
 def _windows(tokenizer: Any, text: Text, context: int, most: int | None = None) -> torch.Tensor:
-    """int32 [windows, context]."""
+    """The windows of a text, without special tokens: int32 [windows, context]. Raises as `rolling_windows`."""
     ids = tokenise(tokenizer, text, None if most is None else most * context)
     count = len(ids) // context
     if count == 0:

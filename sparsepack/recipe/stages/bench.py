@@ -11,8 +11,9 @@ from sparsepack.files.atomic import write_json
 from sparsepack.progress import say
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine, own_options
-from sparsepack.recipe.stages.eval import kernels, perplexity_texts
+from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine
+from sparsepack.recipe.stages.eval import kernels
+from sparsepack.recipe.stages.eval_section import perplexity_texts
 from sparsepack.recipe.stages.pack import PACK, artifact_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.tables import Table
@@ -51,7 +52,7 @@ def _problems(recipe: Recipe, asked: Bench) -> Iterator[str]:
 
 
 def _asked_for(recipe: Recipe, asked: Bench) -> BenchSettings:
-    return BenchSettings(**own_options(asked), engine=engine_options(recipe, asked))
+    return BenchSettings(**asked.told(BenchSettings), engine=engine_options(recipe, asked))
 
 
 def _misfits(job: Job, asked: Bench) -> Iterator[str]:

@@ -1,8 +1,6 @@
 """What the sections share that run the artifact by an engine."""
 
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.formats.table import FORMATS, those_with
@@ -11,16 +9,11 @@ from sparsepack.recipe.stages.pack import Pack, mlp_kind
 from sparsepack.runtime.options import EngineOptions
 
 
-def own_options(asked: Section) -> dict[str, Any]:
-    """What a section gives of the options that it becomes, by field."""
-    return asked.model_dump(include={field.name for field in fields(asked.options)})
-
-
 def engine_options(recipe: Recipe, asked: Section) -> EngineOptions:
     """What a section tells the engine: its other keys that `EngineOptions` have. Raises `UserError` as those do."""
-    told = asked.model_dump(include={field.name for field in fields(EngineOptions)})
-    own = own_options(asked)
-    return EngineOptions(device=recipe.device, **{name: value for name, value in told.items() if name not in own})
+    own = asked.told(asked.options)
+    told = {name: value for name, value in asked.told(EngineOptions).items() if name not in own}
+    return EngineOptions(device=recipe.device, **told)
 
 
 def engine_problems(recipe: Recipe, asked: Section) -> Iterator[str]:

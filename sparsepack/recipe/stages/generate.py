@@ -10,7 +10,7 @@ from sparsepack.placement.counts import hits_in_words
 from sparsepack.progress import say
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine, own_options
+from sparsepack.recipe.stages.engine import engine_options, engine_problems, needs_engine
 from sparsepack.recipe.stages.pack import PACK, artifact_of
 from sparsepack.runtime.options import EngineOptions, GenerateOptions
 from sparsepack.tables import Part, Styled
@@ -58,7 +58,7 @@ def _run(job: Job, asked: Generate) -> None:
     options = engine_options(job.recipe, asked)
     model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)
     say(*what_runs(model.engine))
-    made = model.generate(asked.prompt, GenerateOptions(**own_options(asked))).result()
+    made = model.generate(asked.prompt, GenerateOptions(**asked.told(GenerateOptions))).result()
     served = model.engine.served
     result = {
         "prompt": asked.prompt,
@@ -85,7 +85,6 @@ GENERATE = Stage(
     type=Generate | None,
     needs=(PACK.name,),
     outputs=leaves(RESULT),
-    settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
     problems=_problems,
     misfits=lambda job, asked: job.too_long("generate, prompt and tokens together", _length(job, asked)),

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,13 +52,7 @@ class Pack(Section):
     @property
     def sparse_attention(self) -> AttentionOptions:
         """What it asks for of attention."""
-        return AttentionOptions(**{field.name: getattr(self, field.name) for field in fields(AttentionOptions)})
-
-    @property
-    def for_request(self) -> dict[str, Any]:
-        """The fields of a `PackRequest` that are given here."""
-        others = self.model_dump(exclude={field.name for field in fields(AttentionOptions)})
-        return {**others, "sparse_attention": self.sparse_attention}
+        return AttentionOptions(**self.told(AttentionOptions))
 
 
 def sparse_attention(recipe: Recipe) -> bool:
@@ -134,7 +127,8 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
         device=recipe.device,
         overwrite=True,
         recipe=provenance(recipe),
-        **asked.for_request,
+        sparse_attention=asked.sparse_attention,
+        **asked.told(PackRequest),
     )
 
 

@@ -189,7 +189,6 @@ PRUNE = Stage(
     needs=(CALIBRATE.name,),
     makes=FOLDER,
     outputs=leaves(FOLDER),
-    settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
     problems=_problems,
     misfits=_misfits,

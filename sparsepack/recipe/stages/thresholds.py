@@ -153,7 +153,6 @@ THRESHOLDS = Stage(
     type=ActivationSparsity | None,
     needs=(CALIBRATE.name, AGAIN),
     outputs=leaves(TABLE),
-    settings=lambda job, asked: asked.model_dump(mode="json"),
     run=_run,
     wanted=lambda recipe, asked: asked.sparsity > 0,
     problems=_problems,

@@ -3,10 +3,23 @@
 from collections.abc import Iterator
 
 import pytest
+import simulated
 import torch
 
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, workspace
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products import zigzag
+
+
+@pytest.fixture(params=["simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """Those of a GPU, and what they mean in plain torch on the CPU."""
+    with torch.no_grad():
+        if request.param == "gpu":
+            yield KERNELS
+            return
+        with simulated.launches():
+            yield simulated.KERNELS
 
 
 @pytest.fixture

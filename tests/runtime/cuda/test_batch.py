@@ -1,15 +1,13 @@
-"""Several sequences at once, by kernels in plain torch on the CPU and, marked gpu, on a GPU."""
+"""One sequence and several at once, by kernels in plain torch on the CPU and, marked gpu, on a GPU."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
-import simulated
 import tokenizers
 import torch
-from backends import SHARE, TOLERANCE
+from backends import SHARE, TOLERANCE, engine_of
 from packed_models import random_model, stock_model, with_rules
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -52,27 +50,15 @@ every_variant = pytest.mark.parametrize(
 ON_GPU = EngineOptions("cuda")
 
 
-@pytest.fixture(
-    params=[
-        "simulated",
-        pytest.param(
-            "gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-        ),
-    ],
-    autouse=True,
-)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if request.param == "gpu":
-            yield KERNELS
-            return
-        use(patch, simulated.KERNELS)
-        # What engines and benchmarks ask of torch.
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        patch.setattr(torch.cuda, "get_device_name", lambda device: "simulated")
-        with simulated.launches():
-            yield simulated.KERNELS
+@pytest.fixture(autouse=True)
+def _engines_take(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines run on these kernels; what they and benchmarks ask of torch, where there is no GPU, is there, too."""
+    if kernels is KERNELS:
+        return
+    use(monkeypatch, kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "simulated")
 
 
 def use(patch: pytest.MonkeyPatch, kernels: Kernels) -> None:
@@ -91,13 +77,8 @@ def oracle(variant: str, sequences: int) -> tuple[Tensor, Tensor, Union]:
     return union_logits(model(variant), sequences, 6)
 
 
-def batch_of(packed: PackedModel, sequences: int, **options: Any) -> Engine:
-    """Float32 keys and values: random models are sharp."""
-    return Engine(packed, device="cuda", sequences=sequences, **{"cache_type": "f32", **options})
-
-
-def alone(packed: PackedModel, **options: Any) -> Engine:
-    return Engine(packed, device="cuda", backend="cuda", cache_type="f32", **options)
+def batch_of(packed: PackedModel, sequences: int = 1, **options: Any) -> Engine:
+    return engine_of(packed, "cuda", sequences=sequences, **options)
 
 
 def steps(engine: Engine, ids: Tensor) -> Tensor:
@@ -120,7 +101,7 @@ def test_dense_sequences_of_different_lengths_are_those_of_engines_alone(variant
     assert engine.positions == (6, 10, 13)
     assert set(engine.activity().values()) == {1.0}
     for n, length in enumerate(LENGTHS):
-        single = alone(model(variant), dense=True)
+        single = batch_of(model(variant), dense=True)
         assert largest(found[n], single.prefill(TEXTS[n, :length].tolist())) < TOLERANCE["cuda"]
         expected = torch.stack([single.step(id) for id in ids[n].tolist()])
         assert largest(together[n], expected) < TOLERANCE["cuda"]
@@ -142,7 +123,7 @@ def test_steps_keep_what_is_active_in_any_sequence(variant: str, sequences: int)
 @every_variant
 @pytest.mark.parametrize("prompt", [0, 6])
 def test_the_same_text_everywhere_is_the_text_alone(variant: str, prompt: int) -> None:
-    engine, single = batch_of(model(variant), 3), alone(model(variant))
+    engine, single = batch_of(model(variant), 3), batch_of(model(variant))
     for n in range(3 if prompt else 0):
         engine.prefill(TEXTS[0, :prompt].tolist(), n)
     if prompt:
@@ -161,7 +142,7 @@ def test_more_columns_are_active_in_a_batch_than_in_the_first_layer_of_any_seque
     steps(engine, TEXTS[:4])
     union = engine.activity()
     for text in TEXTS[:4].tolist():
-        single = alone(packed)
+        single = batch_of(packed)
         for id in text:
             single.step(id)
         # What attn_in of the first layer gets does not depend on what was skipped.
@@ -169,47 +150,64 @@ def test_more_columns_are_active_in_a_batch_than_in_the_first_layer_of_any_seque
     assert 0.5 < union[0, "attn_in"] < 1
 
 
-def test_every_run_gives_the_same_bits() -> None:
-    engine = batch_of(model(LARGE), 5)
-    runs = []
-    for _ in range(3):
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_every_run_gives_the_same_bits(sequences: int, kernels: Kernels) -> None:
+    packed = model(LARGE if kernels is KERNELS else INTERLEAVED)
+
+    def run(engine: Engine) -> tuple[Tensor, dict[tuple[int, str], float]]:
         engine.reset()
-        engine.prefill(TEXTS[1, :4].tolist(), 1)
-        runs.append((steps(engine, TEXTS[:5]), engine.activity()))
-    assert all(torch.equal(run[0], runs[0][0]) and run[1] == runs[0][1] for run in runs)
-    other = batch_of(model(LARGE), 5)
-    other.prefill(TEXTS[1, :4].tolist(), 1)
-    assert torch.equal(steps(other, TEXTS[:5]), runs[0][0])
+        engine.prefill(TEXTS[1, :4].tolist(), sequences - 1)
+        return steps(engine, TEXTS[:sequences]), engine.activity()
+
+    engine = batch_of(packed, sequences)
+    first, *others = [run(each) for each in (engine, engine, engine, batch_of(packed, sequences))]
+    assert all(torch.equal(logits, first[0]) and activity == first[1] for logits, activity in others)
 
 
-def test_making_a_graph_changes_nothing() -> None:
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_making_a_graph_changes_nothing(sequences: int) -> None:
     """Sparse and dense steps in turns, each kind for the first time amid the texts."""
-    engine, runs = batch_of(model("llama"), 2), []
+    engine, runs = batch_of(model("llama"), sequences), []
     for _ in range(2):
         engine.reset()
         found = []
-        for n, column in enumerate(TEXTS[:2].t().tolist()):
+        for n, column in enumerate(TEXTS[:sequences].t().tolist()):
             engine.dense = n % 2 == 0
             found.append(engine.step_all(column))
         runs.append((torch.stack(found), engine.activity()))
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
+    assert 0.5 < min(runs[0][1].values()) < max(runs[0][1].values()) == 1
 
 
-def test_choose_is_step_and_samplers() -> None:
-    engine, runs = batch_of(model("qwen3, tied"), 3), []
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [Sampling()],
+        [Sampling(0.9, top_p=0.9, seed=4)],
+        [Sampling(2.0, top_k=50)],
+        [Sampling(0.7)],
+        [Sampling(), Sampling(0.9, top_p=0.9, seed=4), Sampling()],
+    ],
+    ids=str,
+)
+def test_choose_is_step_and_samplers(settings: list[Sampling]) -> None:
+    sequences, runs = len(settings), []
+    engine = batch_of(model("qwen3, tied"), sequences)
     for chosen in (True, False):
         engine.reset()
-        samplers = [Sampler(Sampling()), Sampler(Sampling(0.9, top_p=0.9, seed=4)), Sampler(Sampling())]
-        ids, rows = [5, 6, 7], []
+        engine.prefill(TEXTS[0, :3].tolist())
+        samplers = [Sampler(each) for each in settings]
+        ids, rows = [5, 6, 7][:sequences], []
         for n in range(20):
             if n == 10:
-                ids = [8, 9, 10]  # not what was chosen last
+                ids = [8, 9, 10][:sequences]  # not what was chosen last
             if chosen:
                 ids = engine.decode_all(ids, samplers)
             else:
                 ids = [sampler.choose(row) for sampler, row in zip(samplers, engine.step_all(ids), strict=True)]
             rows.append(ids)
+        assert (engine.positions, engine.counts().stepped) == ((23, 20, 20)[:sequences], 20)
         runs.append((rows, engine.activity()))
     assert runs[0] == runs[1]
 
@@ -252,7 +250,7 @@ def test_prompts_are_continued_together_as_alone(context: int) -> None:
     prompts = ["w5", "w7 w8 w9 w10 w11", "w250 w3"]
     options = GenerateOptions(12, temperature=0.5, seed=7)
     together = generate_together(batch_of(packed, 3, context=context, dense=True), tokenizer, prompts, options)
-    single = alone(packed, context=context, dense=True)
+    single = batch_of(packed, context=context, dense=True)
     for n, prompt in enumerate(prompts):
         made = generate(single, tokenizer, prompt, replace(options, seed=7 + n)).result()
         assert (together[n].text, together[n].tokens, together[n].reason) == (made.text, made.tokens, made.reason)
@@ -263,11 +261,13 @@ def test_prompts_are_continued_together_as_alone(context: int) -> None:
         generate_together(engine, tokenizer, ["w5 " * 40, "w3", "w4"])
 
 
-def test_damaged_weights_are_an_error_of_the_artifact() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_damaged_weights_are_an_error_of_the_artifact(sequences: int, temperature: float) -> None:
     packed = random_model("llama")
     packed.output_norm.fill_(float("nan"))
     with pytest.raises(ArtifactError, match="largest logit is nan"):
-        batch_of(packed, 2).decode_all([3, 4], [Sampler(Sampling())] * 2)
+        batch_of(packed, sequences).decode_all([3] * sequences, [Sampler(Sampling(temperature))] * sequences)
 
 
 def test_too_many_for_a_small_gpu_is_an_error(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

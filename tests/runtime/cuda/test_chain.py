@@ -1,6 +1,5 @@
 """The chain of the cuda decoder, with its kernels in plain torch on the CPU: what can go wrong without a GPU."""
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -10,7 +9,7 @@ import torch
 from packed_models import VARIANTS, random_model, stock_model, with_rules
 from torch import Tensor
 
-from sparsepack.errors import ArtifactError, UserError
+from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder import run_ahead
@@ -133,23 +132,6 @@ def test_steps_before_after_and_between_prefills() -> None:
     assert largest(steps(engine, IDS, sparse=False), expected) < 1e-3
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4), Sampling(1.0, top_k=5)], ids=str)
-def test_decode_next_is_step_and_sampler(sampling: Sampling) -> None:
-    packed = model("qwen3, tied")
-    runs = []
-    for chosen in (True, False):
-        engine, sampler, id, ids = decoder(packed), Sampler(sampling), 5, []
-        engine.prefill(0, IDS[:3])
-        for n in range(20):
-            if n == 10:
-                id = 7  # not what was chosen last
-            id = decode_next(engine, id, sampler) if chosen else sampler.choose(engine.step([id], True)[0])
-            ids.append(id)
-        assert (engine.positions[0], engine.stepped) == (23, 20)
-        runs.append((ids, engine.active()))
-    assert runs[0] == runs[1]
-
-
 def test_an_id_and_a_position_that_are_there_already_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sampler, written = decoder(model("llama")), Sampler(Sampling()), []
     fill = Tensor.fill_
@@ -218,14 +200,6 @@ def test_logits_that_later_steps_do_not_overwrite() -> None:
     kept = first.clone()
     engine.step([4], True)
     assert torch.equal(first, kept)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_damaged_weights_are_an_error_of_the_artifact(temperature: float) -> None:
-    packed = random_model("llama")
-    packed.output_norm.fill_(math.nan)
-    with pytest.raises(ArtifactError, match="largest logit is nan"):
-        decode_next(decoder(packed), 3, Sampler(Sampling(temperature)))
 
 
 def test_what_the_kernels_do_not_know_is_an_error() -> None:

@@ -12,7 +12,7 @@ from artifacts_for_tests import write_zigzag
 from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
-from sparsepack.errors import ArtifactError, UserError
+from sparsepack.errors import UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -22,7 +22,7 @@ from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.sampling import Sampler, Sampling
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 LARGE = {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 4100, "max_position_embeddings": 256}
@@ -67,13 +67,6 @@ def test_a_step_never_waits_for_the_device(dense: bool) -> None:
     assert engine.position == 16
 
 
-def test_every_run_gives_the_same_bits() -> None:
-    engine = Engine(model(), device="cuda")
-    first = run(engine)
-    assert all(torch.equal(run(engine), first) for _ in range(3))
-    assert torch.equal(run(Engine(model(), device="cuda")), first)
-
-
 def test_engines_on_streams_of_their_own_take_turns() -> None:
     """Products of two graphs at one time would write the same words, and might wait for each other for ever."""
     engines = [Engine(model(), device="cuda") for _ in range(2)]
@@ -104,22 +97,6 @@ def test_steps_are_what_teacher_forcing_does() -> None:
     # The output matrix adds one row up in another order than many.
     assert (found[0] - expected[4]).abs().max() < 1e-3
     assert engine.activity() == activity
-
-
-def test_making_a_graph_changes_nothing() -> None:
-    """Sparse and dense steps in turns, each kind for the first time amid a text, and activity counted throughout."""
-    engine = Engine(model(), device="cuda", dense=True)
-    found = []
-    for n, id in enumerate(IDS[:10]):
-        engine.dense = n % 2 == 0
-        found.append(engine.step(id))
-    active = engine.activity()
-    engine.reset()
-    for n, id in enumerate(IDS[:10]):
-        engine.dense = n % 2 == 0
-        assert torch.equal(engine.step(id), found[n])
-    assert engine.activity() == active
-    assert 0.5 < min(active.values()) < max(active.values()) == 1.0
 
 
 @pytest.mark.parametrize("chunk", [7, 16])
@@ -153,25 +130,6 @@ def test_caches_of_every_type_come_close_to_the_reference(cache_type: str, bound
     assert (found.cpu() - expected).abs().max() < bound
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(0.9, top_p=0.9, seed=4), Sampling(2.0, top_k=50), Sampling(0.7)], ids=str
-)
-def test_choose_is_step_and_sampler(sampling: Sampling) -> None:
-    engine = Engine(model(), device="cuda")
-    runs = []
-    for chosen in (True, False):
-        engine.reset()
-        engine.prefill(IDS[:3])
-        sampler, id, ids = Sampler(sampling), 5, []
-        for n in range(40):
-            if n == 20:
-                id = 7  # not what was chosen last
-            id = engine.decode_next(id, sampler) if chosen else sampler.choose(engine.step(id))
-            ids.append(id)
-        runs.append((ids, engine.activity()))
-    assert runs[0] == runs[1]
-
-
 def test_many_ways_of_sampling_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_ahead, "MOST_SAMPLERS", 2)
     engine = Engine(model(), device="cuda")
@@ -181,15 +139,6 @@ def test_many_ways_of_sampling_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
         expected = samplers[0].choose(engine.step(IDS[n]))
         engine.reset()
         assert engine.decode_next(IDS[n], samplers[1]) == expected
-
-
-def test_damaged_weights_are_an_error_of_the_artifact() -> None:
-    packed = random_model("llama")
-    packed.output_norm.fill_(float("nan"))
-    engine = Engine(packed, device="cuda")
-    for sampling in (Sampling(), Sampling(1.0)):
-        with pytest.raises(ArtifactError, match="largest logit is nan"):
-            engine.decode_next(3, Sampler(sampling))
 
 
 def test_a_model_takes_its_stored_size_and_the_cache() -> None:

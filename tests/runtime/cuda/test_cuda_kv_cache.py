@@ -1,6 +1,5 @@
 """The dense cache of the cuda backend by itself, and another one in its place."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.attention.kv_cache import DenseKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
-from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
@@ -21,23 +20,6 @@ from sparsepack.runtime.reference import products as reference
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT, EPS = 4, 2, 8, 32, 1e-5
 ROWS = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 NEAR = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
-
-
-@pytest.fixture(
-    params=[
-        "simulated",
-        pytest.param(
-            "gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-        ),
-    ]
-)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    with torch.no_grad():
-        if request.param == "gpu":
-            yield KERNELS
-        else:
-            with simulated.launches():
-                yield simulated.KERNELS
 
 
 def shape(device: torch.device, sequences: int = 1) -> AttentionShape:

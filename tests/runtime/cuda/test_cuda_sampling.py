@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, encode_rows
@@ -9,13 +10,9 @@ from sparsepack.runtime.cuda.decoder.sampling import pick_likeliest, sample
 from sparsepack.runtime.cuda.products.rows import RowsMatrix, embed, load_rows, new_candidates, product
 from sparsepack.runtime.sampling import Sampler, Sampling
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 INF, NAN = float("inf"), float("nan")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def likeliest(matrix: RowsMatrix, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

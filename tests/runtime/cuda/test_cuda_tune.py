@@ -24,7 +24,6 @@ from sparsepack.runtime.cuda.products.tile_config import (
     tuned_path,
 )
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPE, OTHER = (1100, 320), (512, 64)
 GPU = "some GPU"
 ANY = TileConfig()
@@ -99,14 +98,6 @@ def test_a_tuning_that_is_damaged_or_impossible_is_ignored(content: Any) -> None
     assert read_tuned(tuned_path(GPU)) == {}
 
 
-@pytest.mark.usefixtures("_named")
-def test_a_tuning_of_before_tiles_had_their_name_is_still_read() -> None:
-    old = row(of=replace(ANY, tile_bands=4))
-    old["group"] = old.pop("tile_bands")
-    keep({"schema": SCHEMA, "shapes": [old]})
-    assert measured_tile_config(SHAPE, DEVICE) == replace(ANY, tile_bands=4)
-
-
 class Imagined:
     """In place of trials: a time for every configuration, and some that no GPU runs."""
 
@@ -169,9 +160,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tune, name, value)
 
 
-@pytest.mark.parametrize("_", [pytest.param(None, marks=gpu)])
+@pytest.mark.gpu
 @pytest.mark.usefixtures("_quick")
-def test_a_tuning_is_kept_and_used(_: None, cache: Path) -> None:
+def test_a_tuning_is_kept_and_used(cache: Path) -> None:
     name = torch.cuda.get_device_name()
     result = tune.measure([SHAPE, OTHER, SHAPE], gates={OTHER})
     assert result.pop("path") == str(tuned_path(name))
@@ -188,9 +179,9 @@ def test_a_tuning_is_kept_and_used(_: None, cache: Path) -> None:
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("_", [pytest.param(None, marks=gpu)])
+@pytest.mark.gpu
 @pytest.mark.usefixtures("_quick")
-def test_the_command_measures_and_prints(_: None, tmp_path: Path) -> None:
+def test_the_command_measures_and_prints(tmp_path: Path) -> None:
     packed = tmp_path / "m.gguf"
     assert CliRunner().invoke(main, ["pack", "shipped:tiny", "-o", str(packed)]).exit_code == 0
     table = CliRunner().invoke(main, ["tune", str(packed), "--device", "cuda"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag as codec
@@ -24,16 +25,11 @@ from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
 
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
-anywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+anywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
 EPS = 1e-5
 WIDTHS = [1, 63, 64, 172, 513, 2048, 4095, 14336]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def product_of(rows: int, width: int, bias: bool, device: str) -> Product:

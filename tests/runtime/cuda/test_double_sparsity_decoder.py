@@ -1,64 +1,37 @@
 """Decoders on the GPU with sparse attention, beside the reference's; without a GPU their kernels are simulated."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
-import simulated
 import torch
-from packed_models import random_model
-from torch import Tensor
+from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.records.sparse_attention import SparseAttention, SparseFrom, TokenPolicy
+from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
-from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.operations_decoder import OperationsDecoder
-from sparsepack.runtime.reference.backend import operations as reference_operations
 from sparsepack.runtime.sampling import Sampler, Sampling
 
-CONTEXT, FIRST = 60, 20
-POLICY = TokenPolicy(Fraction(1, 4), sinks=1, recent=3, min_context=FIRST)
-IDS = torch.randint(40, (CONTEXT,), generator=torch.Generator().manual_seed(4))
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
-
-@pytest.fixture(params=["simulated", pytest.param("GPU", marks=ON_GPU)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    if request.param == "GPU":
-        yield KERNELS
-        return
-    with simulated.launches(), torch.no_grad():
-        yield simulated.KERNELS
+FIRST = 20
+Cache = type[DoubleSparsityKvCache]
+every_cache = pytest.mark.parametrize("new_cache", [DoubleSparsityKvCache, OffloadedKvCache])
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3, wide heads, yarn", "mistral, sliding window"])
 def packed(request: pytest.FixtureRequest) -> PackedModel:
-    packed = random_model(request.param)
-    a = packed.architecture
-    random = torch.Generator().manual_seed(3)
-    heavy = [
-        torch.stack([torch.randperm(a.head_dim, generator=random)[:4].sort().values for _ in range(a.kv_heads)])
-        for _ in range(a.layers)
-    ]
-    return replace(packed, attention=SparseAttention(POLICY, (None, *heavy[1:])))
+    return sparse_model(request.param, policy_from(FIRST))
 
 
-def decoder(packed: PackedModel, kernels: Kernels) -> CudaDecoder:
-    return CudaDecoder(packed, device_of(kernels), CONTEXT, 1, "f32", kernels, DoubleSparsityKvCache)
-
-
-def oracle(packed: PackedModel) -> OperationsDecoder:
-    return OperationsDecoder(packed, reference_operations, torch.device("cpu"), CONTEXT, None)
-
-
-def device_of(kernels: Kernels) -> torch.device:
-    return torch.device("cuda" if kernels is KERNELS else "cpu")
+def decoder(
+    packed: PackedModel,
+    kernels: Kernels,
+    sequences: int = 1,
+    new_cache: type[DoubleSparsityKvCache] = DoubleSparsityKvCache,
+) -> CudaDecoder:
+    return CudaDecoder(packed, device_of(kernels), CONTEXT, sequences, "f32", kernels, new_cache)
 
 
 def test_steps_turn_sparse_where_the_policy_says(packed: PackedModel, kernels: Kernels) -> None:
@@ -112,15 +85,18 @@ def test_sparse_attention_begins_where_it_pays_but_is_measured_as_the_policy_say
     assert ours.sparse_from == SparseFrom(FIRST, 40)
 
 
-def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Kernels) -> None:
+@every_cache
+def test_steps_ahead_know_which_kind_comes_next(packed: PackedModel, kernels: Kernels, new_cache: Cache) -> None:
     greedy = Sampler(Sampling())
-    ours, theirs = decoder(packed, kernels), oracle(packed)
+    ours, theirs = decoder(packed, kernels, new_cache=new_cache), oracle(packed)
     fill(ours, 15)
     fill(theirs, 15)
     id = other = 7
-    for _ in range(30):
+    for n in range(30):
         (id,), (other,) = (one.decode_next([x], True, [greedy]) for one, x in ((ours, id), (theirs, other)))
         assert id == other
+        if n % 7 == 6:
+            id = other = int(IDS[n])  # not what was begun ahead
 
 
 def test_short_texts_are_read_whole_beside_long_ones(
@@ -137,29 +113,29 @@ def test_short_texts_are_read_whole_beside_long_ones(
         assert_near(ours.step([id, id], True)[0], plain.step([id], True)[0])
 
 
-def test_texts_of_different_length(packed: PackedModel, kernels: Kernels) -> None:
-    ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 3, "f32", kernels, DoubleSparsityKvCache)
+@every_cache
+def test_texts_of_different_length(packed: PackedModel, kernels: Kernels, new_cache: Cache) -> None:
+    """Dense steps and sparse ones in turns, from the fourth token on."""
+    assert packed.attention is not None
+    packed = replace(packed, attention=replace(packed.attention, policy=policy_from(4)))
+    ours = decoder(packed, kernels, 3, new_cache)
     theirs = [oracle(packed) for _ in range(3)]
-    for step in range(20):
-        ids = IDS[step : step + 3].tolist()
-        found = ours.step(ids, False)
-        for row, one, id in zip(found, theirs, ids, strict=True):
-            assert_near(row, one.step([id], False)[0])
+
+    def step(number: int, sparse: bool) -> None:
+        ids = IDS[number : number + 3].tolist()
+        for row, one, id in zip(ours.step(ids, sparse), theirs, ids, strict=True):
+            assert_near(row, one.step([id], sparse)[0])
+
+    for number in range(20):
+        step(number, number % 3 > 0)
     for n, length in ((0, 5), (1, 13)):
         ours.truncate(n, length)
         theirs[n].truncate(0, length)
-    for step in range(16):
-        ids = IDS[step : step + 3].tolist()
-        found = ours.step(ids, True)
-        for row, one, id in zip(found, theirs, ids, strict=True):
-            assert_near(row, one.step([id], True)[0])
+    for number in range(16):
+        step(number, True)
 
 
 def fill(one: CudaDecoder | OperationsDecoder, count: int) -> None:
     """Append tokens one by one, which rounds nothing, unlike prefill on the GPU."""
     for id in IDS[:count].tolist():
         one.step([id], False)
-
-
-def assert_near(found: Tensor, expected: Tensor) -> None:
-    assert (found.cpu() - expected).abs().max() <= 2e-3 * expected.abs().max()

@@ -1,9 +1,11 @@
 """A decoding step's attention to selected tokens on the GPU, against the oracle's cache of the same type."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from attention_shapes import shape_of
 from kv_cache_backends import as_product, moved, stepped
 from torch import Tensor
 
@@ -13,35 +15,13 @@ from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.double_sparsity import CLUSTERS, attend
 from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
 from sparsepack.runtime.cuda.driver.kernel import architecture
-from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.reference import double_sparsity as reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 TYPES = {"f32": 1e-5, "f16": 1e-5, "bf16": 1e-5}
 """Largest error of an output, of values about 1. Queries and keys that both round alike are selected alike."""
-POLICY = TokenPolicy(Fraction(1, 8), sinks=2, recent=5, min_context=0)
-
-
-def shape_of(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    channels: int,
-    context: int,
-    *,
-    policy: TokenPolicy = POLICY,
-    window: int = 0,
-    sequences: int = 1,
-    turned: bool = False,
-    norms: bool = False,
-) -> AttentionShape:
-    random = torch.Generator().manual_seed(heads * head_dim + channels)
-    angles = torch.rand(context, head_dim // 2, generator=random) * 6 if turned else torch.zeros(context, head_dim // 2)
-    heavy = torch.stack([torch.randperm(head_dim, generator=random)[:channels].sort().values for _ in range(kv_heads)])
-    q_norm, k_norm = (1 + torch.rand(head_dim, generator=random) if norms else None for _ in range(2))
-    layer = LayerAttention(window, q_norm, k_norm, heavy)
-    return AttentionShape(heads, kv_heads, head_dim, 1e-5, angles.cos(), angles.sin(), (layer,), sequences, policy)
 
 
 class Both:
@@ -111,7 +91,7 @@ def clusters() -> list[int]:
 def test_steps_are_those_of_the_oracle(
     heads: int, kv_heads: int, head_dim: int, channels: int, type: str, cluster: int
 ) -> None:
-    both = Both(shape_of(heads, kv_heads, head_dim, channels, 3000), type)
+    both = Both(shape_of(heads, kv_heads, head_dim, 3000, channels=channels), type)
     for length in (1, 6, 9, 57, 300, 2100):
         both.prefill(length)
         for _ in range(3):
@@ -123,7 +103,7 @@ def test_steps_are_those_of_the_oracle(
 @pytest.mark.parametrize("cluster", clusters())
 @pytest.mark.parametrize("window", [1, 8, 50, 333])
 def test_windows_limit_the_candidates(window: int, cluster: int) -> None:
-    both = Both(shape_of(4, 2, 64, 16, 1500, window=window))
+    both = Both(shape_of(4, 2, 64, 1500, window=window))
     for length in (3, 40, 600, 700):
         both.prefill(length)
         found, expected = both.step(cluster)
@@ -142,7 +122,7 @@ def test_windows_limit_the_candidates(window: int, cluster: int) -> None:
     ids=str,
 )
 def test_budgets(policy: TokenPolicy, cluster: int) -> None:
-    both = Both(shape_of(4, 2, 64, 16, 1500, policy=policy))
+    both = Both(replace(shape_of(4, 2, 64, 1500), policy=policy))
     for length in (1, 100, 397, 2, 800):
         both.prefill(length)
         found, expected = both.step(cluster)
@@ -151,7 +131,7 @@ def test_budgets(policy: TokenPolicy, cluster: int) -> None:
 
 @pytest.mark.parametrize("cluster", clusters())
 def test_texts_of_different_length(cluster: int) -> None:
-    both = Both(shape_of(4, 2, 64, 16, 1500, sequences=5))
+    both = Both(replace(shape_of(4, 2, 64, 1500), sequences=5))
     for sequence, length in enumerate((0, 1, 70, 1200, 611)):
         if length:
             both.prefill(length, sequence)
@@ -163,7 +143,7 @@ def test_texts_of_different_length(cluster: int) -> None:
 
 @pytest.mark.parametrize("cluster", clusters())
 def test_of_equal_scores_the_earliest_are_read(cluster: int) -> None:
-    both = Both(shape_of(2, 1, 64, 16, 5000))
+    both = Both(shape_of(2, 1, 64, 5000))
     both.prefill(4500)
     for labels in (both.ours._double_sparsity[0].scales, both.oracle._labels[0][1]):
         labels.zero_()
@@ -174,7 +154,7 @@ def test_of_equal_scores_the_earliest_are_read(cluster: int) -> None:
 @pytest.mark.parametrize("cluster", clusters())
 def test_turned_and_normed_heads_select_nearly_alike(cluster: int) -> None:
     """The last bits of a rotated query may decide which of two tokens of nearly the same score is read."""
-    both = Both(shape_of(8, 2, 128, 32, 4000, turned=True, norms=True))
+    both = Both(shape_of(8, 2, 128, 4000, turned=True, norms=True))
     both.prefill(3900)
     errors = []
     for _ in range(20):
@@ -185,7 +165,7 @@ def test_turned_and_normed_heads_select_nearly_alike(cluster: int) -> None:
 
 
 def test_the_same_bits_every_run() -> None:
-    both = Both(shape_of(8, 2, 128, 32, 9000))
+    both = Both(shape_of(8, 2, 128, 9000))
     both.prefill(8800)
     of, rows = both.ours._double_sparsity[0], both.rows(1).cuda()
     both.ours.positions.write(both.ours.lengths)
@@ -197,7 +177,7 @@ def test_the_same_bits_every_run() -> None:
 
 
 def test_dense_steps_label_their_keys() -> None:
-    both = Both(shape_of(4, 2, 64, 16, 300, sequences=2))
+    both = Both(replace(shape_of(4, 2, 64, 300), sequences=2))
     both.prefill(40, 0)
     both.prefill(90, 1)
     for _ in range(3):
@@ -214,9 +194,8 @@ def test_long_contexts_take_more_blocks_and_longer_ones_are_refused() -> None:
     few = TokenPolicy(Fraction(1, 64))
 
     def longest(context: int) -> double_sparsity.DoubleSparsityParameters:
-        cache = DoubleSparsityKvCache(
-            moved(shape_of(1, 1, 16, 4, context, policy=few), "cuda"), "bf16", torch.device("cuda")
-        )
+        shape = replace(shape_of(1, 1, 16, context), policy=few)
+        cache = DoubleSparsityKvCache(moved(shape, "cuda"), "bf16", torch.device("cuda"))
         (of,) = cache._double_sparsity
         assert of is not None
         return of

@@ -1,6 +1,5 @@
 """Decoders with keys and values in the host's memory, against the reference's; and who is refused."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -10,43 +9,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import simulated
 import torch
 from click.testing import CliRunner
-from packed_models import random_model
-from torch import Tensor
+from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy_from, sparse_model
 
 from sparsepack.cli.app import main
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.loading import load
-from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
+from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.backends import check_selects
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.attention import Variant
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
-from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
-from sparsepack.runtime.operations_decoder import OperationsDecoder
-from sparsepack.runtime.reference.backend import operations as reference_operations
-from sparsepack.runtime.sampling import Sampler, Sampling
 
-CONTEXT = 64
-POLICY = TokenPolicy(Fraction(1, 4), sinks=1, recent=2, min_context=4)
-IDS = torch.randint(40, (CONTEXT,), generator=torch.Generator().manual_seed(4))
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-@pytest.fixture(params=["simulated", pytest.param("GPU", marks=ON_GPU)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    if request.param == "GPU":
-        yield KERNELS
-        return
-    with simulated.launches(), torch.no_grad():
-        yield simulated.KERNELS
+POLICY = policy_from(4)
 
 
 @pytest.fixture(
@@ -54,32 +36,12 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
 )
 def packed(request: pytest.FixtureRequest) -> PackedModel:
     variant, dense_layers = request.param
-    packed = random_model(variant)
-    a = packed.architecture
-    random = torch.Generator().manual_seed(3)
-    heavy = [
-        torch.stack([torch.randperm(a.head_dim, generator=random)[:4].sort().values for _ in range(a.kv_heads)])
-        for _ in range(a.layers)
-    ]
-    channels = (*(None,) * dense_layers, *heavy[dense_layers:])
-    return replace(packed, attention=SparseAttention(POLICY, channels))
+    return sparse_model(variant, POLICY, dense_layers)
 
 
 def decoder(packed: PackedModel, kernels: Kernels, slots: float = 1.0) -> CudaDecoder:
     cache = partial(OffloadedKvCache, slots=slots)
     return CudaDecoder(packed, device_of(kernels), CONTEXT, 1, "f32", kernels, cache)
-
-
-def oracle(packed: PackedModel) -> OperationsDecoder:
-    return OperationsDecoder(packed, reference_operations, torch.device("cpu"), CONTEXT, None)
-
-
-def device_of(kernels: Kernels) -> torch.device:
-    return torch.device("cuda" if kernels is KERNELS else "cpu")
-
-
-def assert_near(found: Tensor, expected: Tensor) -> None:
-    assert (found.cpu() - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
 @pytest.mark.parametrize("slots", [1.0, 2.0, 100.0])
@@ -132,37 +94,7 @@ def test_prefill_of_one_text_beside_another_and_in_two_parts(packed: PackedModel
     assert sorted(differences)[15] <= 0.03
 
 
-def test_steps_run_ahead(packed: PackedModel, kernels: Kernels) -> None:
-    greedy = Sampler(Sampling())
-    ours, theirs = decoder(packed, kernels), oracle(packed)
-    for one in (ours, theirs):
-        for id in IDS[:15].tolist():
-            one.step([id], True)
-    id = other = 7
-    for n in range(30):
-        (id,), (other,) = (one.decode_next([x], True, [greedy]) for one, x in ((ours, id), (theirs, other)))
-        assert id == other
-        if n % 7 == 6:
-            id = other = int(IDS[n])  # not what was begun ahead
-
-
-def test_texts_of_different_length(packed: PackedModel, kernels: Kernels) -> None:
-    ours = CudaDecoder(packed, device_of(kernels), CONTEXT, 3, "f32", kernels, OffloadedKvCache)
-    theirs = [oracle(packed) for _ in range(3)]
-    for step in range(20):
-        ids = IDS[step : step + 3].tolist()
-        for row, one, id in zip(ours.step(ids, step % 3 > 0), theirs, ids, strict=True):
-            assert_near(row, one.step([id], step % 3 > 0)[0])
-    for n, length in ((0, 5), (1, 13)):
-        ours.truncate(n, length)
-        theirs[n].truncate(0, length)
-    for step in range(16):
-        ids = IDS[step : step + 3].tolist()
-        for row, one, id in zip(ours.step(ids, True), theirs, ids, strict=True):
-            assert_near(row, one.step([id], True)[0])
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_an_engine_says_where_keys_and_values_are_or_refuses(packed: PackedModel, device: str) -> None:
     if device == "cpu":
         for backend in ("cpu", "reference"):

@@ -1,9 +1,12 @@
 """Keys and values in the host's memory, the kernels: results have the bits of the same cache on the GPU."""
 
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
+from attention_shapes import shape_of
 from kv_cache_backends import appended, as_product, moved, stepped
 from simulated_slots import assign_slots
 from torch import Tensor
@@ -13,26 +16,9 @@ from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSpa
 from sparsepack.runtime.cuda.attention.offload import TokenSlots
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
-from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.kv_cache import AttentionShape
 
-
-def shape_of(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    context: int,
-    policy: TokenPolicy,
-    *,
-    window: int = 0,
-    sequences: int = 1,
-    turned: bool = True,
-) -> AttentionShape:
-    random = torch.Generator().manual_seed(heads * head_dim)
-    angles = torch.rand(context, head_dim // 2, generator=random) * 6 * turned
-    heavy = [torch.randperm(head_dim, generator=random)[: head_dim // 4].sort().values for _ in range(kv_heads)]
-    norms = (1 + torch.rand(head_dim, generator=random) for _ in range(2))
-    layer = LayerAttention(window, *norms, torch.stack(heavy))
-    return AttentionShape(heads, kv_heads, head_dim, 1e-5, angles.cos(), angles.sin(), (layer,), sequences, policy)
+turned_shape = partial(shape_of, turned=True, norms=True)
 
 
 class Pair:
@@ -102,11 +88,7 @@ class Pair:
             assert torch.equal(getattr(before, name), getattr(after, name)), name
 
 
-EIGHTH = TokenPolicy(Fraction(1, 8), sinks=2, recent=5, min_context=0)
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnTheGpu:
     @pytest.mark.parametrize("slots", [1.0, 1.5, 2.0, 100.0])
     @pytest.mark.parametrize("type", ["bf16", "f16", "f32"])
@@ -116,7 +98,7 @@ class TestOnTheGpu:
     def test_steps_have_the_bits_of_a_cache_on_the_card(
         self, heads: int, kv_heads: int, head_dim: int, type: str, slots: float
     ) -> None:
-        pair = Pair(shape_of(heads, kv_heads, head_dim, 3000, EIGHTH), type, slots)
+        pair = Pair(turned_shape(heads, kv_heads, head_dim, 3000), type, slots)
         for length in (1, 6, 300, 1100, 1200):
             pair.prefill(length)
             for _ in range(6):
@@ -133,7 +115,7 @@ class TestOnTheGpu:
     )
     @pytest.mark.parametrize("window", [0, 333])
     def test_budgets_and_windows(self, policy: TokenPolicy, window: int) -> None:
-        pair = Pair(shape_of(4, 2, 64, 1500, policy, window=window), "bf16", 1.0)
+        pair = Pair(replace(turned_shape(4, 2, 64, 1500, window=window), policy=policy), "bf16", 1.0)
         if pair.ours._slots[0] is None:  # a window that is always read whole
             assert 0 < window < policy.min_context
             return
@@ -143,13 +125,14 @@ class TestOnTheGpu:
                 pair.step()
 
     def test_long_texts_take_several_rounds(self) -> None:
-        pair = Pair(shape_of(8, 2, 64, 40_000, TokenPolicy(Fraction(1, 6), 4, 64, 0)), "bf16", 1.4)
+        policy = TokenPolicy(Fraction(1, 6), 4, 64, 0)
+        pair = Pair(replace(turned_shape(8, 2, 64, 40_000), policy=policy), "bf16", 1.4)
         pair.prefill(38_000)
         for _ in range(8):
             pair.step()
 
     def test_texts_of_different_length_end_and_begin_again(self) -> None:
-        pair = Pair(shape_of(4, 2, 64, 900, EIGHTH, sequences=5), "bf16", 2.0)
+        pair = Pair(replace(turned_shape(4, 2, 64, 900), sequences=5), "bf16", 2.0)
         for sequence, length in enumerate((0, 1, 70, 600, 411)):
             if length:
                 pair.prefill(length, sequence)
@@ -164,7 +147,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("window", [0, 30, 70])
     @pytest.mark.parametrize("sequence", [0, 1])
     def test_many_queries_read_what_lies_with_the_host(self, sequence: int, window: int) -> None:
-        shape = shape_of(4, 2, 64, 300, EIGHTH, window=window, sequences=2)
+        shape = replace(turned_shape(4, 2, 64, 300, window=window), sequences=2)
         pair, random = Pair(shape, "bf16", 1.0), torch.randn(90, 8 * 64, device="cuda")
         for first in (0, 50):
             rows = random[first : first + 50]
@@ -175,7 +158,7 @@ class TestOnTheGpu:
                 cache.advance(len(rows), sequence)
 
     def test_what_a_step_brings_falls_once_it_has_been_read(self) -> None:
-        pair = Pair(shape_of(8, 2, 64, 3000, EIGHTH, turned=False), "bf16", 2.0)
+        pair = Pair(shape_of(8, 2, 64, 3000, norms=True), "bf16", 2.0)
         pair.prefill(2800)
         brought = []
         for _ in range(20):

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
@@ -12,7 +13,7 @@ from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.runtime.cuda.products import rows
 from sparsepack.runtime.cuda.products.rows import blocks, embed, load_rows, matmul, new_candidates, product
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 FLOATS = ["F32", "F16", "BF16"]
 TYPES = [*FLOATS, "Q4_K", "Q6_K", "Q8_0"]
@@ -25,10 +26,6 @@ CASES = [
     *(("Q8_0", shape) for shape in Q8_0_SHAPES),
 ]
 EPS = 1e-5
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @cache

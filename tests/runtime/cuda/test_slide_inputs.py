@@ -10,7 +10,7 @@ from sparsepack.models.records.pattern import Pattern
 from sparsepack.runtime.cuda.slide.inputs import ALIGNMENT, quantise_slide, row_bytes
 from sparsepack.runtime.reference import slide as reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 PATTERNS = [Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10), Pattern(10, 12), Pattern(14, 16)]
 INPUTS = [torch.bfloat16, torch.float16, torch.float32]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import PackingError, UserError
@@ -15,7 +16,7 @@ from sparsepack.runtime.cuda.slide.inputs import quantise_slide
 from sparsepack.runtime.reference import slide as reference
 from sparsepack.runtime.reference.slide import SlidMatrix
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 PATTERNS = [Pattern(2, 4), Pattern(4, 6), Pattern(6, 8), Pattern(8, 10), Pattern(14, 16)]
 FP8 = torch.float8_e4m3fn
@@ -35,10 +36,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "the library":
         monkeypatch.setattr(product, "architecture", lambda device: 80)
     return str(request.param)
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def matrix(rows: int, columns: int, pattern: Pattern, dtype: torch.dtype) -> SlidMatrix:

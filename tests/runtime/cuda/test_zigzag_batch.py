@@ -10,11 +10,7 @@ from sparsepack.runtime.cuda.products.tile_config import TileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.usefixtures("workspace_is_reset"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
 several_inputs = pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
 several_geometries = pytest.mark.parametrize(
     ("config", "columns"),

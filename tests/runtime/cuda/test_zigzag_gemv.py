@@ -9,11 +9,7 @@ from sparsepack.runtime.cuda.products.tile_config import TileConfig, with_ring
 from sparsepack.runtime.cuda.products.zigzag import Input, batch, blocks, gemv, load_zigzag
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.usefixtures("workspace_is_reset"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
 SHAPES = [(256, 40), (700, 513), (3328, 1030), (300, 9001)]
 
 

@@ -20,7 +20,7 @@ MOST_SPLITS = SPLITS[-1]
 STAGES = (4, 3, 2)
 """A warp's pipeline has the first of these numbers of stages that shared memory has room for."""
 PART_WORDS = 4
-"""A pair of the result has this many words, as blocks hand it off."""
+"""A pair of the result is this many flag-in-data words where blocks leave it for each other."""
 
 MOST_GQA_RATIO = 16
 MOST_HEAD_DIM = 256
@@ -52,7 +52,7 @@ class Variant:
 
     @property
     def ring_bytes(self) -> int:
-        """The bytes of a warp's rows on their way, and later of its sums."""
+        """The bytes of shared memory for a warp's rows on their way, and later for the warp's sums."""
         rows = self.stages * 2 * self._batch * self._width * self.dtype.itemsize
         return max(rows, -(-self.gqa_ratio * self.head_dim // 4) * 16)
 
@@ -79,7 +79,7 @@ class Variant:
         return 2 * (32 // self._lanes)
 
     def slice(self, splits: int) -> int:
-        """Pairs of a key head's result that a block finishes."""
+        """The number of pairs of a key head's result that a block finishes."""
         return -(-self.gqa_ratio * self.head_dim // 2 // splits)
 
 
@@ -127,7 +127,7 @@ class AttentionParameters:
 
     @cached_property
     def variant(self) -> Variant:
-        """What computes this, with as many stages as the GPU's shared memory has room for."""
+        """The variant of the kernel for this attention, with as many stages as the GPU's shared memory has room for."""
         of = self.shape.head_dim, self.shape.heads // self.shape.kv_heads, self.keys.dtype
         warps = 8 if of[0] * of[1] <= 2048 else 4  # their sums, [warps, gqa_ratio, head_dim], stay within 64 KB
 
@@ -140,7 +140,7 @@ class AttentionParameters:
 def attention_parameters(
     shape: AttentionShape, keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[AttentionParameters, ...]:
-    """Those of every layer, over its cache."""
+    """The parameters of every layer's attention, over the layer's cache."""
     return tuple(AttentionParameters(shape, *of) for of in zip(shape.layers, keys, values, strict=True))
 
 
@@ -208,7 +208,7 @@ def _magic(divisor: int) -> int:
 
 
 def splits_for(rows: int, context: int, processors: int, at_once: int) -> int:
-    """How many blocks share the positions of a key head.
+    """The number of blocks that share the positions of a key head.
 
     rows       -- key heads times sequences: blocks that there are with one split
     context    -- positions that a query sees at most

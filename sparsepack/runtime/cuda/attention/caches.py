@@ -1,4 +1,4 @@
-"""Which cache a decoder on the GPU gets."""
+"""The choice of the cache of a decoder on the GPU."""
 
 import torch
 

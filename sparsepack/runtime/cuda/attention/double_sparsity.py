@@ -74,11 +74,11 @@ class DoubleSparsityParameters:
 
     @property
     def label_words(self) -> int:
-        """Words of 32 bits in a label."""
+        """The number of words of 32 bits in a label."""
         return self.channels.shape[1] // CHANNELS_OF_WORD
 
     def most_read(self, seen: int) -> int:
-        """Tokens that a position reads at most, where it sees up to so many."""
+        """The number of tokens that a position reads at most, where it sees up to so many."""
         return max(self.policy.budget(seen), min(seen, self.largest_whole))  # of fewer tokens all are read
 
 
@@ -101,7 +101,7 @@ class Room:
 def double_sparsity_parameters(
     dense: AttentionParameters, channels: Tensor, policy: TokenPolicy, largest_whole: int | None = None
 ) -> DoubleSparsityParameters:
-    """Those of a layer with these heavy channels, int64 [kv_heads, r], its label cache empty.
+    """The parameters of a layer with these heavy channels, int64 [kv_heads, r], and an empty label cache.
 
     largest_whole -- as in `DoubleSparsityParameters`; None: as the policy says
 
@@ -146,8 +146,8 @@ def label_append(
 
 
 def break_even(shape: AttentionShape, type: torch.dtype) -> int:
-    """From how many tokens of a text on a sparse step takes no longer than one that reads everything; `NEVER` where
-    labels take more than they spare, or no layer has any.
+    """The number of tokens of a text from which on a sparse step takes no longer than one that reads everything;
+    `NEVER` where labels take more than they spare, or no layer has labels.
 
     type -- of keys and values
     """
@@ -242,7 +242,7 @@ def variant_for(of: DoubleSparsityParameters, cluster: int) -> Variant:
 
 
 def room_for(of: DoubleSparsityParameters, cluster: int, variant: Variant, *, selects: bool = True) -> Room:
-    """What blocks need where so many share a key head; less where the tokens are listed already."""
+    """The shared memory that a block needs where so many share a key head; less where the tokens are listed already."""
     layer, context = of.dense.layer, of.dense.keys.shape[2]
     seen = min(context, layer.window) if layer.window else context
     segment = -(-(seen + ALIGNMENT) // (cluster * ALIGNMENT)) * ALIGNMENT
@@ -257,13 +257,13 @@ def room_for(of: DoubleSparsityParameters, cluster: int, variant: Variant, *, se
 
 
 def fits(room: Room, device: torch.device) -> bool:
-    """Whether a block of a GPU has so much room."""
+    """Whether a block of a GPU has that much shared memory."""
     return room.total <= shared_limit(device) - STATIC_BYTES and room.segment <= MOST_TOKENS
 
 
 def cluster_for(of: DoubleSparsityParameters) -> int:
-    """How many blocks share a key head: more where multiprocessors would be idle and segments stay long enough for what
-    they cost to wait for each other, and where shared memory has no room for longer ones.
+    """The number of blocks that share a key head: more where multiprocessors would be idle and segments stay long
+    enough for what it costs to wait for each other, and where shared memory has no room for longer segments.
 
     Raises `UserError` for a context that no number of blocks has room for.
     """

@@ -60,7 +60,7 @@ class DoubleSparsityKvCache(DenseKvCache):
             self._kernels.attend_double_sparsity(of, qkv, self.positions.there, out, min_context=from_tokens)
 
     def _is_sparse(self, layer: LayerAttention) -> bool:
-        """Whether steps ever read a part of what they see."""
+        """Whether a step ever reads a part of the tokens that it sees."""
         return layer.channels is not None and self._policy.sparse_from.within(layer.window)
 
     def _parameters(self, layer: int, largest_whole: int) -> DoubleSparsityParameters | None:

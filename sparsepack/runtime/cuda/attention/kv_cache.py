@@ -1,4 +1,4 @@
-"""Keys and values on the GPU, and attention to all of them (`runtime/kv_cache.py`)."""
+"""Keys and values on the GPU, and attention to all cached tokens (`runtime/kv_cache.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -59,8 +59,8 @@ class CudaKvCache(Protocol):
     def reset(self) -> None: ...
 
     def selecting(self, sparse: bool) -> int | None:
-        """The least number of tokens of which the next step reads a part; None: it reads all of every text. Each of
-        these numbers is a graph of its own."""
+        """The least number of tokens of which the next step reads a part; None where the step reads all of every text.
+        Each of these numbers has a graph of its own."""
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
         """`append` and `attend` of one new position in every sequence, `positions` being written. Nothing but kernels

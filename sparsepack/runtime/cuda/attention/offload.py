@@ -29,7 +29,7 @@ MOST_SLOTS = 1 << 18
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """The tokens of a layer that have a slot on the GPU: see `kernels/attention/token_slots.cu`.
+    """The slots of a layer's tokens on the GPU: see `kernels/attention/token_slots.cu`.
 
     keys, values   -- of the type of the cache: [B, kv_heads, slots, head_dim]
     slot_of        -- int32 [B, kv_heads, context]
@@ -51,11 +51,11 @@ class TokenSlots:
     missed_counts: Tensor
 
     def forget(self, sequence: int, first: int, count: int) -> None:
-        """Positions that are being appended: what lies in their slots is of another text."""
+        """Forget the slots of positions that are being appended: what lies there is of another text."""
         self.slot_of[sequence, :, first : first + count] = -1
 
     def forget_next(self, positions: Tensor) -> None:
-        """The same of one position in every sequence, int32 [B], which only the device reads."""
+        """Forget the slot of one position in every sequence, int32 [B], which only the device reads."""
         here = positions.long()[:, None, None].expand(-1, self.slot_of.shape[1], 1)
         self.slot_of.scatter_(2, here, -1)
 

@@ -16,8 +16,8 @@ class OffloadedKvCache(DoubleSparsityKvCache):
 
     Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position and key
     head, a label and 4 bytes, for each slot a key, a value and 8 bytes, and for each token that a step reads 12 bytes.
-    Prefill brings a layer's keys and values over in one piece for each chunk, into room for one layer's whole cache of
-    a sequence that all share; dense steps read them over the bus.
+    Prefill brings a layer's keys and values over in one piece for every `PREFILL_TOKENS` positions, into room for one
+    layer's whole cache of a sequence, which all layers share; dense steps read them over the bus.
 
     slots -- for each token that a step reads at most, at least 1
 
@@ -38,7 +38,7 @@ class OffloadedKvCache(DoubleSparsityKvCache):
         self._brought = torch.empty(room, dtype=self._layers[0].keys.dtype, device=device)
 
     def fetched(self) -> list[int]:
-        """How many tokens of key heads the last step brought from the host, in each layer."""
+        """The number of tokens of all key heads that the last step brought from the host, for each layer."""
         return [0 if of is None else int(of.missed_counts.sum()) for of in self._slots]
 
     def selecting(self, sparse: bool) -> int | None:

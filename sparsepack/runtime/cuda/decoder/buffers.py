@@ -1,4 +1,4 @@
-"""What the kernels of a step leave for each other, layer by layer."""
+"""The buffers in which the kernels of a step leave results for each other, layer by layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 class Buffers:
     """The buffers of a layer, float32: [width] each in a step of one sequence, [B, width] of several.
 
-    x       -- what the layer takes; squares: parts of the sum of x^2, None where the product has to add them up
+    x       -- what the layer takes; squares: partial sums of x^2, None where the product has to add them up
     qkv     -- the rows of attn_in; attn_output: what attention makes of them
     between -- x and the rows of attn_out; between_squares: as squares
     stacked -- the rows of mlp_in, where no product finishes gate and up; mid: what the two make

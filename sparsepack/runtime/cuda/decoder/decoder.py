@@ -28,7 +28,7 @@ DEFAULT_CACHE_TYPE = "bf16"
 
 
 class CudaDecoder:
-    """See `runtime.decoder.Decoder`; of 1 to 8 sequences.
+    """A `runtime.decoder.Decoder` of 1 to 8 sequences.
 
     Matrices keep the size that they have in the file. A step is a CUDA graph, made at the first step of its kind: its
     kernels are launched together, and the host waits for nothing but a token that it asked for. Steps sum in float32,
@@ -184,16 +184,16 @@ class CudaDecoder:
         return chosen
 
     def _chunks(self, ids: Tensor) -> list[Tensor]:
-        """Ids on the GPU, int32, in chunks, none empty; brought at one time, since the host waits for a copy."""
+        """The ids on the GPU, int32, at most PREFILL_TOKENS together; copied at once, as the host waits for a copy."""
         return [chunk for chunk in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(chunk)]
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
-        """Append a chunk of ids that are there; what the last block leaves: float32 [S, hidden]."""
+        """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden]."""
         self._drop()
         return self._prefill.run(ids, sequence)
 
     def _append(self, ids: Sequence[int], sparse: bool) -> None:
-        """A step, on the current stream, unless it runs already."""
+        """Put a step on the current stream, unless it runs already; the cache counts the new positions."""
         if self._ahead is None or not self._ahead.taken(ids[0], sparse):
             self._drop()
             self._begin(list(ids), sparse)
@@ -231,9 +231,9 @@ class CudaDecoder:
         return graph
 
     def _graph(self, sparse: bool) -> torch.cuda.CUDAGraph | None:
-        """The step that comes next, where one of its kind has been made."""
+        """The graph of the next step, or None where no graph of its kind has been made."""
         return self._steps.get(self._key(sparse))
 
     def _key(self, sparse: bool) -> tuple[bool, int | None]:
-        """What tells the graphs of steps apart."""
+        """The key that tells the graphs of steps apart."""
         return sparse, self._cache.selecting(sparse)

@@ -22,7 +22,7 @@ ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3}
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a site's product reads, and what it lacks then.
+    """The columns that a site's product reads, and what the product lacks without the others.
 
     threshold -- float32 [1] or [columns]; None: every column
     offset    -- taken from the input first: float32 [columns] or None
@@ -36,8 +36,8 @@ class Columns:
 
 @dataclass(frozen=True)
 class Site:
-    """A site on the GPU: its matrix, and what products take in dense and in sparse steps (without a rule the same).
-    Prefill is dense."""
+    """A site on the GPU: the matrix, and the columns that products read in dense and in sparse steps, which are the
+    same without a rule. Prefill is dense."""
 
     matrix: ZigzagMatrix
     dense: Columns
@@ -46,7 +46,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder block but for its attention."""
+    """A decoder block without its attention."""
 
     sites: Mapping[str, Site]
     attn_norm: Tensor
@@ -55,7 +55,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class CudaModel:
-    """Everything that does not change. `output` is the embedding itself where the two are tied."""
+    """The tensors of a model, which never change. `output` is the embedding itself where the two are tied."""
 
     architecture: Architecture
     device: torch.device
@@ -66,12 +66,12 @@ class CudaModel:
 
     @property
     def activation(self) -> int:
-        """The gate's function, as kernels take it."""
+        """The number under which kernels know the gate's function."""
         return ACTIVATIONS[self.architecture.activation]
 
 
 def load_model(packed: PackedModel, device: torch.device, kernels: Kernels) -> CudaModel:
-    """Copy a model to a GPU; waits until it is there.
+    """Copy a model to a GPU, and wait until it is there.
 
     Rows of gate and up are interleaved where they fill whole bands: a product can then finish both.
     """
@@ -90,7 +90,7 @@ def load_model(packed: PackedModel, device: torch.device, kernels: Kernels) -> C
 
 
 def load_attention(packed: PackedModel, device: torch.device, context: int, sequences: int) -> AttentionShape:
-    """What a cache for a model is made of, its norms and rotary tables on a GPU."""
+    """The shape from which a model's cache is made, with norms and rotary tables on a GPU."""
     a = packed.architecture
     cos, sin = rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, context)
     norms = [

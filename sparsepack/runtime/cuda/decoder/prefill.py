@@ -12,8 +12,8 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 
 
 class Prefill:
-    """A model's blocks over a chunk of positions. Takes about 15 bytes * intermediate of memory for each of them, and
-    `zigzag.SCRATCH_BYTES` at most, kept, for weights in float16."""
+    """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
+    and weights in float16 take at most `zigzag.SCRATCH_BYTES`, which are kept."""
 
     def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
@@ -38,7 +38,7 @@ class Prefill:
         return x
 
     def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
-        """float32 [S, heads * head_dim]"""
+        """Append q, k and v to the cache. Returns attention's outputs: float32 [S, heads * head_dim]."""
         q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
         return self._cache.attend(number, q, sequence)
 

@@ -13,7 +13,7 @@ MOST_SAMPLERS = 8
 
 
 class RunAhead:
-    """What a decoder of one sequence does between two steps: most callers append the token that was chosen, so that
+    """The work of a decoder of one sequence between two steps: most callers append the token that was chosen, so that
     its step begins before the host has read the token.
 
     step   -- whose logits are chosen from
@@ -42,7 +42,7 @@ class RunAhead:
         return counted(self._active)
 
     def taken(self, id: int, sparse: bool) -> bool:
-        """Whether the step that is asked for has begun already; it is no longer ahead then."""
+        """Whether the step that is asked for has begun already. If so, the step no longer counts as ahead."""
         if self._begun != (id, sparse):
             return False
         self._begun = None
@@ -78,7 +78,7 @@ class RunAhead:
         return chosen
 
     def _sampler(self, how: Sampling) -> torch.cuda.CUDAGraph:
-        """The choice of a token other than the likeliest, from a step's logits and the draw."""
+        """The graph that chooses a token other than the likeliest from a step's logits and the draw."""
         key = (how.temperature, how.top_k, how.top_p)
         if key not in self._samplers:
 

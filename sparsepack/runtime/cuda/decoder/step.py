@@ -89,7 +89,7 @@ class Step:
     def _product(
         self, number: int, of: Buffers, sparse: bool, name: str, input: Input, y: Tensor, **more: Any
     ) -> Launch:
-        """A site's output rows; its active columns are counted."""
+        """The launch of a site's product, which also counts the active columns of the site."""
         site = self._model.layers[number].sites[name]
         columns = site.sparse if sparse else site.dense
         if name in of.reset:
@@ -106,12 +106,12 @@ class Step:
 
 
 def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`active`, `ids` and `best` in the state of a step, or in a copy of it."""
+    """The three views `active`, `ids` and `best` of a step's state, or of a copy of such a state."""
     active, chosen = state[:-sequences], state[-sequences:].view(torch.int32)
     return active.view(-1, len(SITES)), chosen[:sequences], chosen[sequences:].view(torch.float32)
 
 
 def counted(active: Tensor) -> dict[tuple[int, str], int]:
-    """Active columns by (layer, site)."""
+    """The number of active columns of each (layer, site)."""
     counts = enumerate(active.flatten().tolist())
     return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}

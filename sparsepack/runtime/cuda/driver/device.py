@@ -8,7 +8,7 @@ from sparsepack.runtime.cuda.driver.kernel import architecture
 
 
 def usable(device: torch.device | str) -> torch.device:
-    """A device with its number. Raises `UserError` where the cuda backend cannot run on it, saying what is missing."""
+    """The device with its number. Raises `UserError` where the backend cannot run on it, saying what is missing."""
     device = torch.device(device)
     if device.type != "cuda":
         raise UserError(
@@ -25,7 +25,7 @@ def usable(device: torch.device | str) -> torch.device:
 
 
 def _check_driver(nvrtc: str) -> None:
-    """Machine code is for drivers of its own major version of CUDA, and later ones."""
+    """Raise `UserError` where the driver is of an older major version of CUDA than the machine code."""
     from cuda.bindings import driver
 
     _, version = driver.cuDriverGetVersion()

@@ -40,7 +40,7 @@ def replay(graph: torch.cuda.CUDAGraph) -> None:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """What is put on the current stream meanwhile runs after what was put on other streams of the GPU in earlier turns.
+    """While the context lasts, the current stream's work waits for what other streams of the GPU did in earlier turns.
 
     The blocks of a product wait for each other. If products of two engines ran at one time, each might keep the other's
     last blocks from a multiprocessor, for ever.

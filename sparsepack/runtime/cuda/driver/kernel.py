@@ -50,14 +50,14 @@ def kernel(file: str, name: str, defines: tuple[str, ...] = (), device: int = 0)
 
 
 def architecture(device: int) -> int:
-    """Compute capability times ten."""
+    """The compute capability of a device, times ten."""
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """The number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -95,7 +95,7 @@ def _argument(value: Argument) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=4096)
 def _config(arch: int, grid: tuple[int, ...], threads: int, shared: int, stream: int) -> Any:
-    """Kept, since making one takes the host 5 us."""
+    """The configuration of a launch, which is kept, since making one takes the host 5 us."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -125,7 +125,7 @@ def _allow(kernel: Kernel, shared: int) -> None:
 
 @cache
 def blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: int) -> int:
-    """How many of its blocks, with so much dynamic shared memory, run on a GPU at the same time."""
+    """The number of the kernel's blocks, with so much dynamic shared memory, that run on a GPU at the same time."""
     from cuda.bindings import driver
 
     _allow(kernel, shared)
@@ -134,7 +134,7 @@ def blocks_at_once(kernel: Kernel, device: torch.device, threads: int, shared: i
 
 
 def checked(result: tuple[Any, ...], name: str = "") -> Any:
-    """What a call of the driver returns, without its error. Raises `RuntimeError` where there is one."""
+    """The values of a call of the driver, without its error code. Raises `RuntimeError` where the call has failed."""
     error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA: {error.name}{f' in {name}' if name else ''}")

@@ -1,4 +1,4 @@
-"""Everything that a decoder asks of the GPU, in one place, so that tests can pass functions of their own."""
+"""The functions by which a decoder uses the GPU, in one record, so that tests can pass functions of their own."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Does what a block keeps in shared memory fit, else with fewer stages of its pipeline? The one rule of all kernels.
+"""The rule of all kernels for shared memory: a block that does not fit has fewer stages of its pipeline.
 
 What a kernel needs is computed beside its layout: `attention.Variant`, `rows.product`, `tile_config.shared_bytes`,
 `zigzag.batch`.
@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.driver.kernel import checked
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have, what its kernel declares itself included."""
+    """The bytes of shared memory that a block may have, those included that its kernel declares itself."""
     from cuda.bindings import driver
 
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN

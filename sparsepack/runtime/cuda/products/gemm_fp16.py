@@ -1,4 +1,4 @@
-"""Products of many inputs at once, through cuBLAS in float16, and the kernels between them
+"""Products of many inputs at once, through cuBLAS in float16, and the kernels between two products
 (`kernels/decoder/prefill.cu`)."""
 
 from collections.abc import Iterable
@@ -46,13 +46,13 @@ class Product:
 
 
 def new_scratch(matrices: Iterable[ZigzagMatrix], device: torch.device) -> Tensor:
-    """Room for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`."""
+    """A buffer for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`."""
     largest = max(m.columns * BAND_ROWS * min(_bands(m), _bands_at_once(m)) for m in matrices)
     return torch.empty(largest, dtype=torch.float16, device=device)
 
 
 def multiply(matrix: ZigzagMatrix, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
-    """W x + bias for every row, with every column.
+    """The product W x + bias for every row of x, with every column of W.
 
     Weights and inputs are rounded to float16, the inputs relative to the largest of their row; sums are float32.
 
@@ -84,7 +84,7 @@ def _bands_at_once(matrix: ZigzagMatrix) -> int:
 def to_scaled_fp16(
     x: Tensor, update: Product | None = None, norm: Tensor | None = None, eps: float = 0.0
 ) -> ScaledFp16:
-    """x, or its RMSNorm, as input of a product.
+    """Scale x, or its RMSNorm, to the input of a product.
 
     x      -- float32 [S, columns], contiguous
     update -- a product that is added to x (the residual stream) before, and x written back
@@ -101,7 +101,7 @@ def add(x: Tensor, update: Product) -> None:
 
 
 def gated(stacked: Product, activation: int) -> ScaledFp16:
-    """activation(gate) * up, as input of a product: [S, 2 * width] -> [S, width].
+    """Scale activation(gate) * up to the input of a product: [S, 2 * width] -> [S, width].
 
     activation -- number of the function, see `kernels/common/activations.cuh`
     """

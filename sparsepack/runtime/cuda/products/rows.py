@@ -53,7 +53,7 @@ class RowsMatrix:
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> RowsMatrix:
-    """Repack a stored matrix on a device, chunk by chunk. Takes its stored size there; waits until it is done.
+    """Repack a stored matrix on a device, some rows at a time. Takes its stored size there, and waits for the device.
 
     Raises `ValueError` for another type, such as that of a zigzag matrix.
     """
@@ -270,7 +270,7 @@ def _check(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def _exact_float32() -> Iterator[None]:
-    """No TF32 in products of float32."""
+    """Compute products of float32 without TF32 while the context lasts."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

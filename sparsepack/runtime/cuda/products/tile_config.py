@@ -45,7 +45,7 @@ FEW_COLUMNS = 224
 
 @dataclass(frozen=True)
 class TileConfig:
-    """What CUTLASS calls a kernel's tile shape, stages and split-K slices.
+    """The sizes of a product's kernel: tile shape, stages and split-K slices, as CUTLASS calls them.
 
     tile_bands -- bands of 256 rows that lie together in a tile, column by column: 1, 2, 4 or 8
     warps      -- of a block that multiply; a multiple of `tile_bands`
@@ -86,12 +86,12 @@ class TileConfig:
 
 
 def shared_bytes(columns: int, config: TileConfig) -> int:
-    """Dynamic shared memory of a block of `zigzag_gemv`: the ring, the warps' sums, and the list of its columns."""
+    """The bytes of dynamic shared memory of a block of `zigzag_gemv`: ring, sums of the warps, list of columns."""
     return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * CHUNK * config.chunks(columns)
 
 
 def fitted(config: TileConfig, needed: Callable[[TileConfig], int], device: torch.device) -> TileConfig:
-    """With fewer stages where a block would need more dynamic shared memory than there is."""
+    """The configuration, with fewer stages where a block would need more dynamic shared memory than there is."""
     step = math.lcm(PRODUCERS, config.warps // config.tile_bands)
     choices = range(config.stages, 0, -step)
     stages = deepest_pipeline(choices, lambda n: STATIC_BYTES + needed(replace(config, stages=n)), device)
@@ -128,17 +128,17 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
 
 
 def filling_splits(bands: int, columns: int, device: torch.device, tile_bands: int) -> int:
-    """How many blocks share a tile's columns where there is about a block for each multiprocessor."""
+    """The number of blocks that share a tile's columns where each multiprocessor has about one block."""
     return max(1, min(_most_splits(columns, tile_bands), multiprocessors(device) // -(-bands // tile_bands)))
 
 
 def _most_splits(columns: int, tile_bands: int) -> int:
-    """Blocks that may share a tile's columns: each needs some."""
+    """The largest number of blocks that may share a tile's columns, of which each block needs some."""
     return min(MOST_SPLITS[tile_bands], -(-columns // CHUNK))
 
 
 def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> TileConfig | None:
-    """What was measured to suit a matrix on this kind of GPU; None where nothing was, or nothing that serves a gate."""
+    """The configuration that was measured for a matrix on this kind of GPU; None where none was, or none for a gate."""
     found = tuned(torch.cuda.get_device_name(device)).get(shape)
     return None if found is None or (gate and found.tile_bands % 2) else found
 
@@ -149,7 +149,7 @@ def tuned_path(gpu: str) -> Path:
 
 
 def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
-    """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
+    """The measured configurations, by shape. A file that is missing, damaged or of another schema holds nothing."""
     return tuning.read_rows(path, SCHEMA, tile_config_of)
 
 
@@ -160,14 +160,11 @@ def tuned(gpu: str) -> Mapping[Shape, TileConfig]:
 
 
 def tile_config_of(row: Mapping[str, Any]) -> TileConfig:
-    """A configuration from a row of such a file, in which `tile_bands` was `group` once.
+    """A configuration from a row of such a file.
 
     Raises `ValueError`, `KeyError` or `TypeError` where it is impossible.
     """
-    values = {
-        "tile_bands": int(row["tile_bands"] if "tile_bands" in row else row["group"]),
-        **{name: int(row[name]) for name in ("warps", "stages", "splits")},
-    }
+    values = {name: int(row[name]) for name in ("tile_bands", "warps", "stages", "splits")}
     if not all((name == "stages" or value) and 0 <= value <= 64 for name, value in values.items()):
         raise ValueError(f"{values}: expected 1 to 64, stages from 0 on")
     return TileConfig(**values)

@@ -101,7 +101,7 @@ class _Trial:
         self._layout: tuple[int, list[Tensor]] | None = None
 
     def check(self) -> None:
-        """Raises RuntimeError where the GPU stopped: one that merely refuses a configuration does not."""
+        """Raises RuntimeError where the GPU has stopped, and not where the GPU merely refuses a configuration."""
         torch.cuda.synchronize(self._blocks.device)
 
     def nanoseconds(self, config: TileConfig) -> float:
@@ -129,7 +129,7 @@ class _Trial:
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Nanoseconds of a replay."""
+    """The nanoseconds that a replay takes."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     graph.replay()

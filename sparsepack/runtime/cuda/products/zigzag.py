@@ -98,7 +98,7 @@ def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
 
 
 def _headers_in_order(blocks: Tensor) -> Tensor:
-    """Superblocks with the six bits of each scale and each minimum side by side, as the kernels take them apart."""
+    """Put the six bits of each scale and each minimum of superblocks side by side, as the kernels take them apart."""
     scales, mins = scales_and_mins(blocks)
     both = scales.short() | mins.short() << 6
     even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
@@ -114,7 +114,7 @@ def _padded(blocks: Tensor, multiple: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Input:
-    """What a product takes and which columns it reads. Fields not given have no effect.
+    """The input of a product, and which columns the product reads. Fields not given have no effect.
 
     x               -- float32 [columns]; [B, columns] of several inputs
     norm, eps       -- RMSNorm of x comes first: weight float32 [columns]
@@ -185,7 +185,7 @@ def gemv(
 
 
 def blocks(matrix: ZigzagMatrix) -> int:
-    """The thread blocks of a product with the matrix."""
+    """The number of thread blocks of a product with the matrix."""
     return matrix.blocks.shape[0] * matrix.config.splits
 
 
@@ -257,7 +257,7 @@ def batch(
 
 
 def most_inputs(matrix: ZigzagMatrix) -> int:
-    """Inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as a block's shared memory has room."""
+    """The most inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as shared memory has room."""
     limit = shared_limit(matrix.blocks.device)
 
     def needed(inputs: int) -> int:
@@ -277,8 +277,8 @@ def _with_ring(matrix: ZigzagMatrix, needed: Callable[[int, TileConfig], int]) -
 
 
 def _batch_bytes(columns: int, config: TileConfig, inputs: int) -> int:
-    """Dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list of its
-    columns."""
+    """The bytes of dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list
+    of the block's columns."""
     first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
     return first + 4 * (inputs + 1) * CHUNK * config.chunks(columns)
 
@@ -303,7 +303,7 @@ def _batch_defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -
 
 
 def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dict[str, int]:
-    """What a product does with what it takes."""
+    """The arguments of a product's kernel that say what happens to the input."""
     return {
         "GATE": int(activation is not None),
         "ACTIVATION": activation or 0,
@@ -318,7 +318,7 @@ def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dic
 
 
 def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
-    """What every product with a matrix is compiled for."""
+    """The macros with which every product with a matrix is compiled."""
     config = matrix.config
     each = -(-config.chunks(matrix.columns) // config.warps)  # chunks of a warp
     passes = -(-each // most_rounds)

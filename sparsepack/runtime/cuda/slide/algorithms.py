@@ -20,7 +20,7 @@ _known: dict[Path, dict[str, Algorithm]] = {}
 
 
 def best_algorithm(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
-    """The algorithm for a shape, of any number of tokens up to the next power of two the same.
+    """The fastest algorithm for a shape, the same for all numbers of tokens up to the next power of two.
 
     compressed -- weights of the shape. Where nothing is known, algorithms are tried with them, which takes 10 ms to a
                   second, and what was found is kept below ~/.cache.
@@ -46,7 +46,7 @@ def _search(shape: ProductShape, compressed: torch.Tensor) -> Algorithm:
 
 
 def _read(path: Path) -> dict[str, Algorithm]:
-    """What an earlier run found. A file that is missing, damaged or of another schema holds nothing."""
+    """The algorithms that an earlier run found. A file that is missing, damaged or of another schema holds nothing."""
     try:
         content: Any = json.loads(path.read_text())
         if content["schema"] != SCHEMA:

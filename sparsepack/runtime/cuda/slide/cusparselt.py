@@ -58,7 +58,7 @@ _CONFIG, _SPLIT_K, _SPLIT_K_MODE, _SPLIT_K_BUFFERS = 0, 3, 4, 5
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Which of the library's kernels makes a product, and how it shares out the inputs."""
+    """The number of the library's kernel that makes a product, and how that kernel shares out the inputs."""
 
     config: int = 0
     split_k: int = 1
@@ -130,7 +130,7 @@ def compress(weight: Tensor) -> Tensor:
 
 
 class MatmulPlan:
-    """How the library makes the products of a shape on a device.
+    """The library's plan for the products of a shape on a device.
 
     Making one takes the host half a millisecond, and no work of the GPU.
     """
@@ -258,7 +258,7 @@ def _opaque() -> Any:
 
 
 def _call(what: str, *arguments: Any) -> None:
-    """Call `cusparseLtWHAT`. Raises `UserError` where the GPU has none of it, `RuntimeError` for other errors."""
+    """Call `cusparseLtWHAT`. Raises `UserError` for a GPU that cannot do this, `RuntimeError` for other errors."""
     status = getattr(library(), f"cusparseLt{what}")(*arguments)
     if status:
         said = library().cusparseLtGetErrorString(status).decode()

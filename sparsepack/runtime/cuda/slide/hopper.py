@@ -41,7 +41,7 @@ _STATIC_BYTES = 4096
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block multiplies at a time: `groups` warpgroups with 64 rows each, by 64, 128, 192 or 256 tokens."""
+    """The tile that a block multiplies at a time: `groups` warpgroups of 64 rows, by 64, 128, 192 or 256 tokens."""
 
     groups: int
     tokens: int
@@ -70,7 +70,7 @@ class Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """The bytes of dynamic shared memory of a block."""
         return 1024 + self.groups * self.out_buffers * _OUT_BYTES + self.stages * self.stage_bytes
 
     @property
@@ -182,7 +182,7 @@ def _k_tiles(stored: int) -> int:
 
 
 def _map(matrix: Tensor, columns: int, rows: int) -> Any:
-    """What the copy engine has to know of a matrix, of which it copies so many columns and rows at a time."""
+    """The tensor map of a matrix of which the copy engine takes so many columns and rows at a time."""
     height, width = matrix.shape
     return _tensor_map(matrix.data_ptr(), matrix.element_size(), width, height, columns, rows)
 

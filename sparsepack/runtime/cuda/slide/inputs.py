@@ -23,7 +23,7 @@ _FP8_FROM = 89
 
 
 def row_bytes(how: Slide, columns: int) -> int:
-    """Bytes from one token's lifted values to the next one's."""
+    """The number of bytes from one token's lifted values to the next token's."""
     lifted = how.lifted(columns)
     return lifted + -lifted % ALIGNMENT
 

@@ -148,19 +148,19 @@ def _windowed(matrix: SlidMatrix) -> Tensor:
 
 
 def _parts(matrix: SlidMatrix) -> "list[tuple[slice, SlidMatrix]]":
-    """Some rows after the others: what their positions become takes many times the room."""
+    """Split rows into groups, since unpacked positions take many times the memory of packed ones."""
     step = max(1, _PIECE // max(1, matrix.columns))
     slices = [slice(first, first + step) for first in range(0, len(matrix.values), step)]
     return [(s, SlidMatrix(matrix.values[s], matrix.positions[s], None, matrix.how, matrix.columns)) for s in slices]
 
 
 def _padded(x: Tensor, rows: int, columns: int = 1) -> Tensor:
-    """With zeros behind, up to a multiple of so many rows and columns; itself where there already are."""
+    """The tensor with zeros behind it, up to a multiple of so many rows and columns; itself where it is one already."""
     sizes = [(-x.shape[1] % columns)] if x.dim() == 2 else []
     pads = [amount for size in (*sizes, -x.shape[0] % rows) for amount in (0, size)]
     return F.pad(_bits(x), pads).view(x.dtype) if any(pads) else x
 
 
 def _bits(x: Tensor) -> Tensor:
-    """FP8 as bytes: torch moves few of its values otherwise."""
+    """View FP8 as bytes, since torch cannot move all FP8 values otherwise."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

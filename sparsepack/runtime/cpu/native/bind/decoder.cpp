@@ -48,7 +48,7 @@ public:
         model_.owners.push_back(std::move(matrix));
     }
 
-    // Of the last layer; site MLP_IN is then the gate, and MLP_MID is not set.
+    // Sets the records of the last layer, whose site MLP_IN is then the gate and whose MLP_MID is not set.
     void set_neurons(std::shared_ptr<NeuronMatrix> records) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().neurons = &records->view;

@@ -109,7 +109,7 @@ public:
         return repack_neurons(records.data(), int64_t(records.shape(0)), int32_t(bands), pool_);
     }
 
-    // Without the lock: copies may go on beside products, as long as nobody reads the places that they write.
+    // Takes no lock: copies may go on beside products, as long as nobody reads the slots that are written.
     static void copy_neurons(NeuronMatrix& to, Array<const int32_t, 1> places, const NeuronMatrix& from,
                              Array<const int32_t, 1> records) {
         expect(to.view.bands == from.view.bands, "neurons: expected records of the same width");

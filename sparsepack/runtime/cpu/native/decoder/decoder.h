@@ -77,7 +77,7 @@ public:
     void prefill(const int64_t* ids, int64_t count, bool all, float* logits);
 
 private:
-    // What a thread has of its own.
+    // The memory that each thread has for itself.
     struct Scratch {
         Buffer<float> x, normed, d, heads, attention;
         Buffer<int32_t> indices;

@@ -119,7 +119,7 @@ void DoubleSparsityKvCache::label_query(int layer, int32_t kv_head, const float*
 }
 
 int64_t DoubleSparsityKvCache::scratch(int32_t positions) const {
-    // Of one position at a time: which tokens, their scores, and a query as floats and bytes.
+    // A position needs room for the tokens that it reads, their scores, and a query as floats and as bytes.
     int64_t tokens = shape_.context, scores = (tokens + 1) / 2, query = most_channels_ + most_channels_ / 4;
     return DenseKvCache::scratch(positions) + tokens + scores + query;
 }

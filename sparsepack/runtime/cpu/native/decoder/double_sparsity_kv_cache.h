@@ -8,7 +8,7 @@
 
 namespace sparsepack {
 
-// Which tokens a decoded position reads.
+// The policy that says which tokens a decoded position reads.
 struct TokenPolicy {
     std::vector<int32_t> budgets;  // [context + 1]: how many of so many that it sees
     int32_t sinks, recent;         // first ones of the text and last ones that are always read, within the budget

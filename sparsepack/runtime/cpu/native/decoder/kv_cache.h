@@ -66,8 +66,8 @@ public:
     virtual void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const = 0;
     virtual int64_t scratch(int32_t positions) const = 0;
 
-    // The same for the positions after the cached ones, all heads: qkv [count][qkv_rows] holds q, then k, then v.
-    // One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
+    // `append` and `attend` for the positions after the cached ones and all heads: qkv [count][qkv_rows] holds q, then
+    // k, then v. One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
     void append_rows(int layer, float* qkv, int32_t first, int32_t last);
     void attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
                      bool sparse = false) const;

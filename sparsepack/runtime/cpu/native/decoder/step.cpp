@@ -62,7 +62,7 @@ void Decoder::attend(const Input& input, int layer, int32_t kv_head, bool sparse
     cache_.attend(layer, kv_head, cache_.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
 }
 
-// Where a thread's range of the MLP's channels begins, and where it lists what is active in it.
+// The channel at which a thread's range of the MLP's channels begins, and the thread's list of active ones in it.
 int32_t Decoder::border(int thread) const {
     if (thread == pool_.threads()) return s_.intermediate;
     return int32_t(int64_t(s_.intermediate) * thread / pool_.threads()) / 16 * 16;

@@ -25,7 +25,7 @@ INLINE void store_first(float* p, Vec v, int32_t n) {
 // NaN in v stays NaN.
 INLINE Vec at_most(Vec v, float bound) { return _mm256_min_ps(splat(bound), v); }
 INLINE Vec at_least(Vec v, float bound) { return _mm256_max_ps(splat(bound), v); }
-// Where one is NaN: b.
+// The larger of a and b in each lane; b where either is NaN.
 INLINE Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 // Lane i: the sum of the lanes of v[i]. WIDTH vectors.
 INLINE Vec totals(const Vec* v) {
@@ -98,7 +98,7 @@ INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
 INLINE VecInt add_neighbours(VecInt a, VecInt b) {
     return (VecInt)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xd8);
 }
-// Which of 2 * WIDTH scores are at least the limit: bit BITS * lane.
+// The mask of the scores, of 2 * WIDTH, that are at least the limit: bit BITS * lane.
 enum { BITS = 2 };
 INLINE uint64_t at_least_mask(const int16_t* scores, int16_t limit) {
     VecShort met = load_shorts(scores) >= limit;

@@ -17,7 +17,7 @@ INLINE void store_first(float* p, Vec v, int32_t n) { _mm512_mask_storeu_ps(p, (
 // NaN in v stays NaN.
 INLINE Vec at_most(Vec v, float bound) { return _mm512_min_ps(splat(bound), v); }
 INLINE Vec at_least(Vec v, float bound) { return _mm512_max_ps(splat(bound), v); }
-// Where one is NaN: b.
+// The larger of a and b in each lane; b where either is NaN.
 INLINE Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 // Lane i: the sum of the lanes of v[i]. WIDTH vectors.
 INLINE Vec totals(const Vec* v) {
@@ -75,7 +75,7 @@ INLINE VecInt add_neighbours(VecInt a, VecInt b) {
     return (VecInt)_mm512_add_epi32(_mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b),
                                     _mm512_permutex2var_epi32((__m512i)a, odd, (__m512i)b));
 }
-// Which of 2 * WIDTH scores are at least the limit: bit BITS * lane.
+// The mask of the scores, of 2 * WIDTH, that are at least the limit: bit BITS * lane.
 enum { BITS = 1 };
 INLINE uint64_t at_least_mask(const int16_t* scores, int16_t limit) {
     return _mm512_cmpge_epi16_mask(_mm512_loadu_si512(scores), _mm512_set1_epi16(limit));

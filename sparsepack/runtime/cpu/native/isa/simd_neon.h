@@ -25,7 +25,7 @@ INLINE void store_first(float* p, Vec v, int32_t n) {
 // NaN in v stays NaN.
 INLINE Vec at_most(Vec v, float bound) { return v > splat(bound) ? splat(bound) : v; }
 INLINE Vec at_least(Vec v, float bound) { return v < splat(bound) ? splat(bound) : v; }
-// Where one is NaN: b.
+// The larger of a and b in each lane; b where either is NaN.
 INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 // Lane i: the sum of the lanes of v[i]. WIDTH vectors.
 INLINE Vec totals(const Vec* v) {
@@ -94,7 +94,7 @@ INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
 }
 // Sums of neighbouring lanes: those of a, then those of b.
 INLINE VecInt add_neighbours(VecInt a, VecInt b) { return (VecInt)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
-// Which of 2 * WIDTH scores are at least the limit: bit BITS * lane.
+// The mask of the scores, of 2 * WIDTH, that are at least the limit: bit BITS * lane.
 enum { BITS = 8 };
 INLINE uint64_t at_least_mask(const int16_t* scores, int16_t limit) {
     VecShort met = load_shorts(scores) >= limit;

@@ -66,14 +66,14 @@ struct Kernels {
     void (*zigzag_matmul)(const Zigzag* matrix, int32_t quad, const float* x, int64_t x_stride, int32_t positions,
                           float* y, int64_t y_stride);
 
-    // From x [bands * 256] to what neuron_ffn reads, neuron_input_bytes(bands) of it.
+    // Makes of x [bands * 256] the input that neuron_ffn reads, which has neuron_input_bytes(bands) bytes.
     void (*neuron_input)(const float* x, int32_t bands, uint8_t* input);
 
-    // y = sum over the work item's neurons of gate (up . x) down; meanwhile fetches, and while it ends the first of
-    // `next` (null: none).
+    // y = sum over the work item's neurons of gate (up . x) down; fetches the tile after the present one, and at the
+    // end the first tile of `next` (null: none).
     void (*neuron_ffn)(const NeuronWork* work, const NeuronWork* next);
 
-    // The same for several positions, MOST_NEURON_POSITIONS at most, and every neuron whose gate is not zero: x, y
+    // `neuron_ffn` for several positions, MOST_NEURON_POSITIONS at most, and every neuron whose gate is not zero: x, y
     // [positions][hidden], y overwritten; gate [positions][neurons].
     void (*neuron_matmul)(const Neurons* neurons, const float* x, const float* gate, int32_t positions, float* y);
 
@@ -95,8 +95,8 @@ struct Kernels {
     // [padded / 2], where padded is the count rounded up to a multiple of 8, and a scale.
     void (*label_key)(const uint16_t* key, const int32_t* channels, int32_t count, uint8_t* codes, uint16_t* scale);
 
-    // How tokens rank: query [padded] times the numbers in codes [count][padded / 2], an integer, times scales [count],
-    // rounded to bfloat16. Each is written as an integer that is larger where the score is.
+    // The scores by which tokens rank: query [padded] times the numbers in codes [count][padded / 2], an integer, times
+    // scales [count], rounded to bfloat16. A score is written as an integer; the integer of a larger score is larger.
     void (*label_scores)(const int8_t* query, int32_t padded, const uint8_t* codes, const uint16_t* scales,
                          int32_t count, int16_t* scores);
 

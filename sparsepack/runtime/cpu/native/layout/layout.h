@@ -75,9 +75,9 @@ static inline int64_t span_stride(const Zigzag* m, int32_t span) {
 static inline const uint8_t* span_data(const Zigzag* m, int32_t span) {
     return m->data + (int64_t)span * m->span * (int64_t)sizeof(Quad) * m->columns;
 }
-// 0, 16, 8, 24
+// The first of the 8 slots of a band in its quad: 0, 16, 8 or 24.
 static inline int32_t first_slot(int32_t band) { return (band & 1) * 16 + (band >> 1) * 8; }
-// Of the columns themselves; the bounds come after them.
+// The bytes of the columns themselves; the bounds come after them.
 static inline int64_t zigzag_bytes(const Zigzag* m) {
     return m->columns * (quads(m) * (int64_t)sizeof(QuadHeader) + m->bands * (int64_t)sizeof(BandNibbles));
 }
@@ -105,7 +105,7 @@ struct Neurons {
 };
 
 static inline int32_t neuron_hidden(const Neurons* n) { return n->bands * BAND_ROWS; }
-// Where the up row of a record begins.
+// The byte of a record at which its up row begins.
 static inline int64_t neuron_up(const Neurons* n) {
     return (n->bands + QUAD_BANDS - 1) / QUAD_BANDS * (int64_t)sizeof(QuadHeader) +
            n->bands * (int64_t)sizeof(BandNibbles);
@@ -123,9 +123,10 @@ static inline void neuron_nibbles_to_file(const UpNibbles* from, Q4KBlock* to) {
         }
     }
 }
-// Bytes of a record in the file.
+// The bytes of a record in the file.
 static inline int64_t neuron_file_bytes(const Neurons* n) { return 2 * n->bands * (int64_t)sizeof(Q4KBlock); }
-// Records that are multiplied together, while the next so many are fetched: both stay in the second-level cache.
+// The number of records that are multiplied together while as many more are fetched: all stay in the second-level
+// cache.
 static inline int32_t neuron_tile(const Neurons* n) {
     int64_t fit = NEURON_TILE_BYTES / neuron_stride(n) & ~(int64_t)7;
     return fit < 8 ? 8 : fit > 64 ? 64 : (int32_t)fit;

@@ -17,7 +17,7 @@ struct RowsMatrix {
 };
 
 // blocks: [bands, columns, 144], Q4_K as in the file; where they are a view of one, its pages are given back as soon as
-// they are copied, so that a model is never held twice. span is cut to the quads that there are.
+// they are copied, so that a model is never held twice. A span longer than the matrix becomes as long as the matrix.
 ZigzagMatrix repack_zigzag(const uint8_t* blocks, int64_t rows, int64_t columns, int32_t span, int32_t tile,
                            Pool& pool);
 
@@ -29,10 +29,10 @@ struct NeuronMatrix {
     Memory memory;
 };
 
-// records: [count][neuron_file_bytes]; gives pages of a file back likewise.
+// records: [count][neuron_file_bytes]; pages of a file are given back as by `repack_zigzag`.
 NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands, Pool& pool);
 
-// As many records of zeros.
+// Makes `count` records of zeros.
 NeuronMatrix new_neurons(int64_t count, int32_t bands);
 
 // Copies records[i] of `from` to places[i] of `to`, which has as many bands.

@@ -39,7 +39,7 @@ static inline int64_t q6_k_tiled_bytes(int64_t rows, int64_t columns) {
 
 // One tile from a block of Q6_K of each of its rows (at most 32), row i at blocks + i * stride.
 void q6_k_tile(const uint8_t* blocks, int64_t stride, int32_t rows, Q6KTile* tile);
-// The same bytes back.
+// The inverse of `q6_k_tile`, byte for byte.
 void q6_k_untile(const Q6KTile* tile, int64_t stride, int32_t rows, uint8_t* blocks);
 
 // Tiles of rows first ... last - 1 of a matrix of `rows` (first a multiple of ROW_TILE, last too or `rows`): from the

@@ -29,7 +29,7 @@ constexpr int PAUSES_PER_CLOCK = 32;
 // another process holds a processor, whoever spins may keep the very thread that it waits for from running. So each
 // time in vain halves what a thread spins in the rest of the region.
 constexpr Microseconds LONGEST_SPIN{400}, SHORTEST_SPIN{10};
-// Where there are more threads than processors, that is so at every barrier.
+// Where there are more threads than processors, a waiting thread keeps another one from running at every barrier.
 constexpr Microseconds CROWDED_SPIN{2};
 
 inline void pause() noexcept {

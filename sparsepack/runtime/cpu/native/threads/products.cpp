@@ -13,7 +13,7 @@ constexpr int32_t TILES_PER_SLICE = 2, NEURONS_PER_SLICE = 32;
 constexpr int32_t LEAST_GROUP = 64;
 constexpr int64_t ROWS_PER_ITEM = 512, ROW_ITEMS_PER_THREAD = 8, ROWS_PER_SUM = 1024;
 
-// Where slice `slice` of `count` neurons begins: at a multiple of 8, as many as are multiplied together.
+// The neuron, of `count`, at which slice `slice` begins: a multiple of 8, as many as are multiplied together.
 int32_t neuron_border(int32_t count, int32_t slices, int32_t slice) {
     return slice == slices ? count : int32_t(int64_t(count) * slice / slices) & ~7;
 }

@@ -1,8 +1,8 @@
 // How one product is divided over the threads of a pool: what the decoder runs, the operations compute and tuning
 // times.
 //
-// A sparse product is cut into split-K slices of its active columns, and each slice into the spans of its rows: a work
-// item is one span of one slice. It leaves partial sums, one vector for each slice, which `Kernels::sum` adds in order.
+// A sparse product is divided into split-K slices of its active columns, and each slice into the spans of its rows: a
+// work item is one span of one slice. A slice leaves one vector of partial sums, which `Kernels::sum` adds in order.
 // The number of slices depends on the matrix, the number of active columns and the number of threads only: the same
 // input gives the same bits every run.
 //
@@ -50,7 +50,7 @@ struct ProductScratch {
     Buffer<uint8_t> neuron_input;
 };
 
-// The same products as regions of their own, with their partial sums added: y[rows], y[hidden].
+// `share_gemv` and `share_neuron_ffn` as regions of their own, with their partial sums added: y[rows], y[hidden].
 void gemv(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, Active active,
           ProductScratch& scratch, float* y);
 void neuron_ffn(const Kernels& kernels, Pool& pool, const Neurons& neurons, const float* x, const float* gate,

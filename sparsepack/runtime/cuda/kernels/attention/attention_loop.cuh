@@ -6,7 +6,7 @@
 #include "attention/attention_rows.cuh"
 #include "attention/attention_sums.cuh"
 
-// How many warps of a block have any of its rows.
+// The number of warps of a block that have any of its rows.
 __device__ __forceinline__ int warps_with(int rows) { return min((rows + BATCH - 1) / BATCH, WARPS); }
 
 // rows        -- of the block
@@ -39,7 +39,7 @@ __device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* q
         }
     }
 
-    // Where this lane's scores are in a batch, and among its weights.
+    // The index of this lane's scores in a batch, and among the batch's weights.
     int row_of[LANE_SCORES], weight_of[LANE_SCORES], head_of[LANE_SCORES];
 #pragma unroll
     for (int r = 0; r < LANE_SCORES; ++r) {

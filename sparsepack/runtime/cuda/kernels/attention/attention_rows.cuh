@@ -8,7 +8,7 @@
 #include "attention/attention_layout.cuh"
 #include "common/flag_in_data.cuh"
 
-// Of a power of two.
+// The exponent of a power of two.
 __device__ __forceinline__ int log2_of(int x) { return 31 - __clz(x); }
 
 // A block's share of the positions before the new one: first, first + 1, .. splits is a power of two.
@@ -82,7 +82,7 @@ struct NewRow {
         }
     }
 
-    // Where they have their flag in the data: until all of them are there.
+    // Waits until all words are there, where they have their flag in the data.
     __device__ __forceinline__ void receive(const float* row) {
         const auto missing = [&] {
             bool any = false;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void fold(float* sums, int lane) {
     }
 }
 
-// Which of the COUNT sums a lane has as its i-th after folding.
+// The number, of COUNT sums, of the one that a lane has as its i-th after folding.
 template <int COUNT, int STEP_LANES>
 __device__ __forceinline__ int number_of(int held, int lane) {
     if constexpr (STEP_LANES > 0) {
@@ -91,7 +91,7 @@ struct PartialOutput {
         const float4 v = ll_take4(workspace);
         return {{v.x, v.y}, {v.z, v.w}};
     }
-    // As the whole result.
+    // Stores the output as the whole result.
     __device__ __forceinline__ void store(float* out, int pair) const {
         const float scale = __fdividef(1, state.row_sum);
         ll_store(out + 2 * pair, sum.first * scale);
@@ -99,7 +99,7 @@ struct PartialOutput {
     }
 };
 
-// Parts of the warps that had rows become one. state(w) and sum(w): of warp w.
+// Combines the partial outputs of the warps that had rows. state(w) and sum(w) are those of warp w.
 template <typename StateOf, typename SumOf>
 __device__ __forceinline__ PartialOutput combine_warps(int working, StateOf state, SumOf sum) {
     PartialOutput whole = {{0, 0}, {NO_SCORE, 0}};

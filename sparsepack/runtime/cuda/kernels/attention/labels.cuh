@@ -103,7 +103,7 @@ struct Label {
         }
     }
 
-    // How it ranks: bfloat16.
+    // The score by which the label ranks, as bfloat16.
     __device__ __forceinline__ u16 score(const LabelQuery& query) const {
         int sum = -query.zero;
 #pragma unroll
@@ -111,7 +111,7 @@ struct Label {
             sum = __dp4a((int)(words[i] & 0x0f0f0f0f), query.words[i], sum);
             sum = __dp4a((int)(words[i] >> 4 & 0x0f0f0f0f), query.words[LABEL_WORDS + i], sum);
         }
-        // Of a scale that is zero no score is -0, which would rank below 0.
+        // Adding zero makes 0 of the score -0, which would rank below 0, where the scale is zero.
         return float_to_bfloat(__fadd_rn(__fmul_rn((float)sum, half_to_float(scale)), 0));
     }
 };

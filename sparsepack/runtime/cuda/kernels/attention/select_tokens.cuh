@@ -24,7 +24,7 @@ static constexpr int ABREAST_TOKENS = 8;  // of a thread at a time: 16 bytes of 
 __device__ __forceinline__ u32 rank_of(u32 bits) { return bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000; }
 __device__ __forceinline__ u32 bits_of(u32 rank) { return rank & 0x8000 ? rank & 0x7fff : rank ^ 0xffff; }
 
-// How many of the scores in some words reach a candidate, which is in both halves of `bound`.
+// The number of the scores in some words that reach a candidate, which is in both halves of `bound`.
 struct Reaching {
     u32 counts = 0;
     __device__ __forceinline__ void add(u32 word, u32 bound) {

@@ -27,7 +27,7 @@ static constexpr int SLOT_THREADS = 1024, SLOT_WARPS = SLOT_THREADS / 32, FETCH_
 static constexpr int AGES = 256;  // older ones count as oldest
 static constexpr int FETCHED_AT_ONCE = 4;
 
-// How many of a block's threads before this one say yes; `all` of them.
+// The number of a block's threads before this one that say yes; `all` is that of the whole block.
 struct BlockCount {
     int of_warps[SLOT_WARPS];
     __device__ __forceinline__ int before(bool yes, int& all) {

@@ -51,7 +51,7 @@ __device__ __forceinline__ u32 block_in_cluster() {
 }
 
 #if CLUSTER > 1
-// Where another block of the cluster has what lies at p in this one's shared memory.
+// The address at which another block of the cluster has what lies at p in this block's shared memory.
 __device__ __forceinline__ u32 address_of_block(const void* p, int rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));

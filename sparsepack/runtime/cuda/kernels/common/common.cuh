@@ -58,7 +58,7 @@ __device__ __forceinline__ u32 pack_half2(float first, float second) {
     return bits;
 }
 
-// Of two float16 each.
+// The products of two float16 in each argument.
 __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     u32 c;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));

@@ -1,5 +1,5 @@
 // Flag in data (the LL protocol): values that a kernel reads before the one that writes them has ended, without a flag
-// beside them. A 32-bit word is SENTINEL until its value is stored, and a reader polls it until it is anything else, which
+// beside them. A 32-bit word is SENTINEL until its value is stored, and a reader polls the word until it changes, which
 // takes one way to the L2 cache and back. A later kernel resets the word to SENTINEL. (NCCL's LL protocol sends a flag
 // with each word; TensorRT-LLM's Lamport all-reduce puts the flag into the data, as here, with -0 as its sentinel.)
 //

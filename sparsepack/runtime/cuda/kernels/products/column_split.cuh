@@ -1,4 +1,4 @@
-// Which columns a block of a product takes, and which of them are active (SpQt, section 4.2.3).
+// The columns that a block of a product takes, and the list of the active ones (SpQt, section 4.2.3).
 //
 // The columns of a product are split over the SPLITS blocks of a tile (CUTLASS's split-K), CHUNK at a time in turns, so
 // that neighbours that are active together fall to different blocks:
@@ -19,7 +19,7 @@
 #include "common/flag_in_data.cuh"
 
 // Macros, so that kernels stay small (a cold one waits for its instructions): SPLITS; ROUNDS chunks that a warp takes
-//         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as they are stored (common/flag_in_data.cuh), not
+//         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as stored (common/flag_in_data.cuh), not
 //         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
 //         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
 //         PER_CHANNEL 1: a threshold for each column; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA
@@ -46,7 +46,7 @@ struct Site {
     int columns;
     const float* norm;  // RMSNorm's weight [columns]
     float eps;
-    const float* squares;  // parts of the sums of x^2, in order: [INPUTS][parts]
+    const float* squares;  // partial sums of x^2, in order: [INPUTS][parts]
     int parts;
     const float* threshold;  // [1] or [columns]
     const float* offset;     // [columns]
@@ -87,11 +87,11 @@ struct ColumnSplit {
 
     // The first column of a chunk.
     __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * CHUNK; }
-    // How many columns it has in all.
+    // The number of columns that the block has in all.
     __device__ __forceinline__ int count() const {
         return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
     }
-    // As many as any block of the tile may have, filled up to whole chunks.
+    // The most columns that any block of the tile may have, filled up to whole chunks.
     __device__ __forceinline__ static int most(int columns) {
         return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
     }
@@ -110,7 +110,7 @@ struct List {
         for (int b = 0; b < INPUTS; ++b) value[b * stride + i] = v(b);
         index[i] = k;
     }
-    // The same where `is`, without a branch, which compilers would make of it.
+    // `put` where `is`, of one input, without the branch that compilers would make of an `if`.
     template <typename Value>
     __device__ __forceinline__ void put_if(u32 is, int i, Value v, int k) const {
         asm volatile(
@@ -151,7 +151,7 @@ struct InputChunks {
         }
     }
 
-    // Returns what the thread has of the sums of squares: PARTS parts of each, which it waits for at the same time.
+    // Returns what the thread has of the sums of squares: PARTS partial sums of each, which it waits for together.
     template <int PARTS, int THREADS>
     __device__ __forceinline__ PerInput load(const Site& site, const ColumnSplit& column_split, int first) {
         const auto at = [&](int r) {

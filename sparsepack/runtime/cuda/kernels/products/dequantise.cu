@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(256)
     launch_dependents();
     wait_for_previous();  // the scratch may still be read
     const int lane = threadIdx.x % 32, p = lane / 8;
-    // Where gate and up share tiles (gate_bands > 0), the second half of a tile are bands of up.
+    // Where gate and up share tiles (gate_bands > 0), the second half of a tile's bands are of up.
     const int each = gate_bands ? tile_bands / 2 : tile_bands, shift = __ffs(tile_bands) - 1;
     const int count = columns * tile_bands, bands_before = blockIdx.y * each;
     blocks += (long long)blockIdx.y * count * BLOCK_BYTES;

@@ -11,5 +11,5 @@ static constexpr int K_TILE = 16;  // columns
 
 __device__ __forceinline__ int k_tiles(int columns) { return (columns + K_TILE - 1) / K_TILE; }
 
-// How many of the lanes before a lane's own have their bit set.
+// The number of lanes before this one whose bit is set.
 __device__ __forceinline__ int lanes_before(u32 mask) { return __popc(mask & ((1u << (threadIdx.x % 32)) - 1)); }

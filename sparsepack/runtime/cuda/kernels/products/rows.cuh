@@ -1,4 +1,4 @@
-// How a matrix stored by rows, the output matrix or the embedding, lies on the GPU.
+// The layout of a matrix stored by rows on the GPU: the output matrix or the embedding.
 //
 // rows.py repacks Q8_0, Q6_K and Q4_K into tiles of 8 rows x 256 columns, those of the same rows one after the other.
 // Lane (h, l) = (lane / 16, lane % 16) of a warp has rows 4 h .. 4 h + 3 and columns 16 l .. 16 l + 15 of a tile:

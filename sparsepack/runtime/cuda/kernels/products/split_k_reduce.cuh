@@ -1,7 +1,7 @@
 // Split-K reduction: the blocks of a tile, which have different columns, come to one sum for each row.
 //
 // Each of them has the same COUNT sums, first those of its warps. Where SPLITS > 1 it stores its own in a workspace
-// (CUTLASS's word) of flag-in-data words (common/flag_in_data.cuh), and finishes a share of the COUNT: it takes what all
+// (CUTLASS's word) of flag-in-data words (common/flag_in_data.cuh), and finishes a share of the COUNT: takes what all
 // of them stored there, in the order of the blocks, so that the same bits come every run, and resets it to SENTINEL.
 // There is no ticket and no last block: blocks wait for each other, so all of a grid must run at once.
 //

@@ -1,4 +1,4 @@
-// How products with zigzag matrices read them. TILE_BANDS bands of 256 rows lie together in a tile, column by column,
+// The layout of zigzag matrices on the GPU. TILE_BANDS bands of 256 rows lie together in a tile, column by column,
 // so that what an active column needs is read in longer pieces (SpQt, section 4.1.2):
 //
 //                column 0                            column 1                            column K - 1

@@ -52,7 +52,7 @@ struct BatchAccumulator {
 // Two float16 of small integers: exact as they are, times 2^-24.
 __device__ __forceinline__ u32 pair(u32 first, u32 second) { return first | second << 16; }
 
-// The same as float16 of their value: such a one times a nibble in the lowest bits is exact, too.
+// Two float16 with the values of small integers: times a nibble in the lowest bits they are exact, too.
 __device__ __forceinline__ u32 numbers(u32 first, u32 second) {
     u32 c;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(pair(first, second) | 0x64006400), "r"(0x64006400));
@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_sums(const BatchAccumulator& sums, float i
 
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, float largest_d,
-    // what comes in: x [INPUTS][columns]; of x^2 parts of the sums [INPUTS][parts]
+    // what comes in: x [INPUTS][columns]; partial sums of x^2 [INPUTS][parts]
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset,
     // what goes out: y [INPUTS][rows] = product + bias + residual, or of half as many rows activation(gate) * up; of

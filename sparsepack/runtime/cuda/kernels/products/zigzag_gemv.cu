@@ -45,7 +45,7 @@ struct Accumulator {
     float minimum;  // 64 times
 };
 
-// Of a lane: where a header has its sub-block, and how its bytes count.
+// What a lane knows of a header: where the lane's sub-block stands, and how its bytes count.
 struct SubBlock {
     int word, shift;       // its twelve bits begin in the word at this byte
     u32 mask, magic;       // in registers, so that one instruction takes both
@@ -59,7 +59,7 @@ struct SubBlock {
           of_byte(sub & 1 ? 0 : 0x3c003c00),
           of_high(sub & 1 ? 0x3c003c00 : 0xbc00bc00) {}
 
-    // As float, exactly.
+    // The value as float, which is exact.
     __device__ __forceinline__ float number(u32 bits, u32 mask) const {
         u32 x;
         asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(bits), "r"(mask), "r"(magic));  // bits & mask | magic
@@ -103,7 +103,7 @@ __device__ __forceinline__ void mma_tiles(float (*c)[4], const u32 (&q)[2][4], c
     }
 }
 
-// How k_tiles are read: from the ring, or from the matrix in global memory.
+// The source of k_tiles: the ring, or the matrix in global memory.
 struct FromRing {
     __device__ __forceinline__ u32 word(const u8* p) const { return *(const u32*)p; }
     __device__ __forceinline__ uint4 words(const u8* p) const { return *(const uint4*)p; }

@@ -1,0 +1,83 @@
+"""Thresholds of a Llama with random weights: real ones for it.
+
+For each site in the order of execution it is the quantile of |x| over random tokens, everything upstream already
+sparse. The columns that are active then spread at random from token to token; a trained model's cluster more.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.matrices import decode_rows
+from sparsepack.formats.packed import DenseMlp, PackedModel
+from sparsepack.models.families import MLP_SITES
+from sparsepack.models.records.rule import SiteRule
+from sparsepack.runtime.reference import attention as reference_attention
+from sparsepack.runtime.reference import products as reference
+
+CALIBRATION_TOKENS = 256
+Thresholds = Mapping[tuple[int, str], float]
+"""The threshold of each (layer, site)."""
+
+
+def with_thresholds(packed: PackedModel, thresholds: Thresholds) -> PackedModel:
+    """The same model with the rules replaced; sites not named become dense."""
+    layers = []
+    for number, layer in enumerate(packed.layers):
+        sites = {}
+        for name, site in layer.sites.items():
+            value = thresholds.get((number, name))
+            rule = None if value is None else SiteRule(torch.tensor(value, dtype=torch.float32))
+            sites[name] = replace(site, rule=rule)
+        mlp = DenseMlp({name: sites.pop(name) for name in MLP_SITES})
+        layers.append(replace(layer, attention=sites, mlp=mlp))
+    return replace(packed, layers=tuple(layers))
+
+
+@torch.inference_mode()
+def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[float, Thresholds]:
+    """For each sparsity a threshold per (layer, site): one pass over random tokens each, in float32, sites in turn."""
+    a, device = packed.architecture, packed.output_norm.device
+    generator = torch.Generator(device=device).manual_seed(1)
+    ids = torch.randint(a.vocabulary, (CALIBRATION_TOKENS,), device=device, generator=generator)
+    embedded = decode_rows(packed.embedding.blocks[ids], packed.embedding.type)
+    cos, sin = (
+        t.to(device) for t in reference_attention.rotary_table(torch.tensor(a.inv_freq), a.rotary_scale, len(ids))
+    )
+    seen = reference_attention.visible(0, len(ids), 0, 0, device)
+    states = {sparsity: embedded.clone() for sparsity in sparsities}
+    found: dict[float, dict[tuple[int, str], float]] = {sparsity: {} for sparsity in states}
+    for number, layer in enumerate(packed.layers):
+        weights = {name: zigzag.unpack(site.matrix.blocks, site.matrix.rows) for name, site in layer.sites.items()}
+        for sparsity, hidden in states.items():
+
+            def product(
+                name: str,
+                x: Tensor,
+                sparsity: float = sparsity,
+                number: int = number,
+                weights: Mapping[str, Tensor] = weights,
+            ) -> Tensor:
+                size = x.abs()
+                threshold = size.flatten().kthvalue(max(1, round(sparsity * size.numel()))).values
+                found[sparsity][number, name] = float(threshold)
+                return F.linear(torch.where(size > threshold, x, 0), weights[name])
+
+            def heads(x: Tensor) -> Tensor:
+                return x.view(len(x), -1, a.head_dim).transpose(0, 1)
+
+            x = reference.rms_norm(hidden, layer.norms["attn_norm"], a.norm_eps)
+            parts = list(layer.sites["attn_in"].parts)
+            q, k, v = (heads(part) for part in product("attn_in", x).split(parts, dim=-1))
+            mixed = reference_attention.attention(
+                reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v, seen
+            )
+            hidden = hidden + product("attn_out", mixed)
+            x = reference.rms_norm(hidden, layer.norms["mlp_norm"], a.norm_eps)
+            gate, up = product("mlp_in", x).chunk(2, dim=-1)
+            states[sparsity] = hidden + product("mlp_mid", F.silu(gate) * up)
+    return dict(found)
