@@ -23,7 +23,7 @@ class BenchSettings:
     repetitions: int = option("How often each test is run, in turns.", default=5, least=1)
     seed: int = option("Of the random tokens.", default=0, least=0, most=LARGEST_SEED)
     batch: int = option(
-        "Decode so many sequences together, skipping what is inactive in all of them; on a GPU. No prefill test then.",
+        "Decode so many sequences together, skipping what is inactive in all of them. No prefill test then.",
         default=1,
         least=1,
         most=most_sequences(),

@@ -29,7 +29,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
     "--prompt",
     "prompts",
     multiple=True,
-    help=f"Text to continue. Repeats, up to {most_sequences()} times with --device cuda: all are continued together.",
+    help=f"Text to continue. Repeats, up to {most_sequences()} times: all are continued together.",
 )
 @click.option("--prompt-file", "files", multiple=True, type=PATH, help="A file with such a text; - is standard input.")
 @click.option("--chat", is_flag=True, help="Converse: on a terminal, or answer each line of standard input.")

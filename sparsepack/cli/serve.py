@@ -55,7 +55,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     callback=_template,
     help="A file with the template of chats, in place of the model's own.",
 )
-@from_options(ServeOptions, "--queue")
+@options_from(ServeOptions, "--sequences", "--queue")
 @click.option(
     "--cors-origin",
     "cors_origins",
@@ -71,9 +71,9 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     """Serve a packed model over HTTP, by the protocol of OpenAI: completions and chat completions.
 
-    One text is made at a time; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
+    Several texts are made together; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
     """
-    engine = engine_options(asked)
+    engine = engine_options(asked, ServeOptions)
     try:
         from sparsepack.serve.server import bound_socket
         from sparsepack.serve.server import serve as serve_model

@@ -63,7 +63,7 @@ def opened(row: Backend) -> BackendModule:
 def chosen_backend(options: EngineOptions, packed: PackedModel) -> tuple[str, tuple[str, ...]]:
     """The name of the backend to run: the one that is asked for, or the one that is made for the device, where what it
     needs is there. Notes say why where that is not the best for the device."""
-    if options.backend is not None or options.sequences != 1:
+    if options.backend is not None or (options.sequences or 1) > 1:
         return backend_asked(options).name, ()
     best = backend_for(options.device)
     try:

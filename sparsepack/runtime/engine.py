@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
 from sparsepack.runtime.backend_module import chosen_backend, opened
-from sparsepack.runtime.backends import backend_named
-from sparsepack.runtime.decoder import stepped
+from sparsepack.runtime.backends import Backend, backend_named
+from sparsepack.runtime.decoder import Decoder, stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.room import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.sampling import Sampler
 from sparsepack.runtime.skipped import skipped_weights
 
@@ -67,8 +69,23 @@ class Engine:
         cache_type = row.checked_cache_type(options.cache_type)
         self._offload = options.offload
         self._module = opened(row)
-        self._decoder = self._module.decoder(packed, self.device, self.context, cache_type, options)
-        self._ids: list[list[int]] = [[] for _ in range(options.sequences)]
+        self._decoder = self._with_room(row, cache_type, options)
+        self._ids: list[list[int]] = [[] for _ in self.positions]
+
+    def _with_room(self, row: Backend, cache_type: str, options: EngineOptions) -> Decoder:
+        """The decoder of as many sequences as are asked for; for None, of as many as have room."""
+        opened_for = partial(self._module.decoder, self.packed, self.device, self.context, cache_type)
+        if options.sequences is not None:
+            return opened_for(options)
+        most = 1 if options.cached is not None else row.sequences
+        of_one = cache_bytes(self.architecture, self.context, cache_type)
+        sequences = texts_with_room(most, of_one, free_bytes(self.device))
+        while sequences > 1:
+            try:
+                return opened_for(replace(options, sequences=sequences))
+            except (UserError, MemoryError, torch.OutOfMemoryError):
+                sequences //= 2
+        return opened_for(replace(options, sequences=1))
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -157,17 +174,19 @@ class Engine:
         self._ids[sequence] += ids
         return logits
 
+    def common(self, ids: Sequence[int], sequence: int = 0) -> int:
+        """How many tokens `keep` would keep. Raises `UserError` for a sequence that there is not."""
+        self._check_sequence(sequence)
+        there = self._ids[sequence]
+        if self.positions[sequence] != len(there):  # a call was interrupted, and the cache is not known
+            return 0
+        pairs = zip(there, ids[:-1], strict=False)
+        return next((n for n, (known, id) in enumerate(pairs) if known != id), min(len(there), max(0, len(ids) - 1)))
+
     def keep(self, ids: Sequence[int], sequence: int = 0) -> int:
         """Forget what a text does not have in common with `ids`, so that `prefill` can go on from there. Returns how
         many tokens are kept, as they were prefilled or decoded: at most all but the last, whose logits are wanted."""
-        common = 0
-        self._check_sequence(sequence)
-        there = self._ids[sequence]
-        if self.positions[sequence] == len(there):  # otherwise a call was interrupted, and the cache is not known
-            for known, id in zip(there, ids[:-1], strict=False):
-                if known != id:
-                    break
-                common += 1
+        common = self.common(ids, sequence)
         self.truncate(common, sequence)
         return common
 

@@ -65,8 +65,8 @@ def check_by_count(packed: PackedModel) -> None:
 
 
 SEQUENCES = Feature(
-    asked=lambda options, packed: options.sequences > 1,
-    there=lambda row, options, packed: row.sequences >= options.sequences,
+    asked=lambda options, packed: (options.sequences or 1) > 1,
+    there=lambda row, options, packed: row.sequences >= (options.sequences or 1),
     refusal="a batch of {options.sequences} by the {row.name} backend: it runs at most {row.sequences} together; "
     "use backend {names}, or fewer",
 )
@@ -115,7 +115,7 @@ def backend_asked(options: EngineOptions) -> Backend:
     """The backend that is asked for, or that of the device; raises `UserError` where no backend decodes so many texts
     together, or this backend lacks a feature that the options ask for."""
     most = most_sequences()
-    if not 1 <= options.sequences <= most:
+    if options.sequences is not None and not 1 <= options.sequences <= most:
         raise UserError(f"a batch of {options.sequences} sequences: expected 1 to {most}")
     row = backend_for(options.device) if options.backend is None else backend_named(options.backend)
     check_features(row, options)

@@ -24,7 +24,8 @@ class EngineOptions:
 
     device     -- where everything but the embedding lies, by torch's name
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
-    sequences  -- texts that are decoded together, a token of each at a time
+    sequences  -- texts that are decoded together, a token of each at a time; None: as many as the backend decodes
+                  together, where memory has room for them
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
 
@@ -44,7 +45,7 @@ class EngineOptions:
     )
     threads: int | None = option("CPU threads (default: all cores).", default=None, least=1, most=MOST_THREADS)
     cache_type: str | None = None
-    sequences: int = 1
+    sequences: int | None = 1
     offload: bool = option(
         "Keep keys and values of the text in the host's memory, for texts longer than the GPU has room for; on the GPU "
         "are their labels and the tokens read last. For files packed with --attention double.",
@@ -70,7 +71,7 @@ class EngineOptions:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         if self.cached is None and self.policy is not None:
             raise UserError(f"policy {self.policy}: nothing has slots; give cached too, 0.3 for one")
-        if self.cached is not None and self.sequences > 1:
+        if self.cached is not None and (self.sequences or 1) > 1:
             raise UserError(f"cached with {self.sequences} sequences: slots follow one text; leave one of them out")
 
 

@@ -13,7 +13,7 @@ from sparsepack.progress import say
 from sparsepack.serve.answers import END_OF_STREAM, STILL_THERE, Answer, server_sent
 from sparsepack.serve.guards import refused
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.worker import Closing, Ended, Failed, Piece, Ticket
+from sparsepack.serve.worker import Closing, Ended, Failed, Piece, QueueFull, Ticket
 
 STILL_THERE_SECONDS = 15.0
 """A stream that has had nothing to say for this many seconds shows that the stream lives."""
@@ -111,10 +111,17 @@ def refusal_for(error: Exception) -> Refusal:
     """What the client is told of an error in a text. What it cannot know goes to the log alone."""
     if isinstance(error, Closing):
         return Refusal(503, str(error), code="server_ending")
+    if isinstance(error, QueueFull):
+        return queue_full(error)
     if isinstance(error, ArtifactError):
         return Refusal(500, str(error), code="damaged_model")
     logging.getLogger(__name__).error("a text failed", exc_info=error)
     return Refusal(500, "the text could not be made; the server's log says why", code="internal_error")
+
+
+def queue_full(error: QueueFull) -> Refusal:
+    """What the client is told whose text there is no place for."""
+    return Refusal(503, str(error), code="queue_full", retry_after=error.seconds)
 
 
 async def _send_more(send: Send, body: bytes) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from sparsepack.option import option
+from sparsepack.runtime.backends import most_sequences
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,17 @@ class ServeOptions:
         "Name that clients ask for (default: that of the file, without its ending).", default=None
     )
     api_key: str | None = None
-    queue: int = option("Texts that may wait while another is made; more are refused.", default=128, least=0)
+    sequences: int | None = option(
+        "Texts that are made together; others wait (default: as many as the backend decodes together, where memory has "
+        "room for them).",
+        default=None,
+        least=1,
+        most=most_sequences(),
+    )
+    queue: int = option("Texts that may wait while others are made; more are refused.", default=128, least=0)
     cors_origins: tuple[str, ...] = ()
     grace: float = option(
-        "Seconds that a text in the making has left when the server is told to end.", default=10.0, least=0, most=3600
+        "Seconds that texts in the making have left when the server is told to end.", default=10.0, least=0, most=3600
     )
     send_timeout: float = option(
         "Seconds after which a client that takes nothing is dropped.", default=60.0, least=1, most=3600

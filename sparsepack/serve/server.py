@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import ceil
 from types import FrameType
 
@@ -21,7 +20,7 @@ from sparsepack.serve.app import Service, create_app
 from sparsepack.serve.guards import LOOPBACK
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
-from sparsepack.serve.texts import make_text
+from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker
 
 AFTER_GRACE = 3
@@ -55,9 +54,9 @@ def bound_socket(host: str, port: int, stalled: float) -> socket.socket:
 
 
 def serve(model: Model, default_name: str, options: ServeOptions, listening: socket.socket) -> None:
-    """Serve a model on a socket until SIGINT or SIGTERM. A text in the making then has `options.grace` seconds."""
+    """Serve a model on a socket until SIGINT or SIGTERM. Texts in the making then have `options.grace` seconds."""
     name = options.model_name or default_name
-    worker = TextWorker(partial(make_text, model), options.queue)
+    worker = TextWorker(Texts(model), options.queue)
     try:
         service = Service(worker, Prompts(model), options, name, fingerprint(model))
         asyncio.run(_Server(service).serve([listening]))

@@ -1,13 +1,28 @@
-"""One text after the other out of an engine, on top of what its cache holds already."""
+"""The texts that an engine makes at a time, one in each of its sequences; they join and leave between tokens.
 
-from collections.abc import Callable, Iterator
+A turn is a piece of the prompts that have joined, and then a token of each text whose prompt is read:
+
+    turn    1       2       3       4       5       6
+    text A  prompt  token   token   token   token   token
+    text B          prompt  prompt  token   token   (ends)
+    text C                                  prompt  token
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from sparsepack.loading import Model
-from sparsepack.runtime.generate import Generation
-from sparsepack.serve.worker import Ended, Event, Piece, TextRequest
+from sparsepack.runtime.continuation import Continuation
+from sparsepack.runtime.sampling import Sampler
+from sparsepack.serve.worker import Ended, Event, Failed, Piece, TextRequest
 
 PREFILLED_AT_ONCE = 512
-"""After this many positions prefill looks whether the text is still wanted; decoders take so many together anyway."""
+"""So many positions of prompts a turn reads at most while no text is in the making; decoders take so many together."""
+
+PREFILLED_BETWEEN_TOKENS = 64
+"""So many it reads at most where texts wait for their next token: a prompt is then read little slower than at once, and
+a stream is held up no longer than by some tokens."""
 
 KEPT_IN_STEPS_OF = 32
 """A prefill goes on from a multiple of this many positions. The CPU's kernels then add in the same order as if the
@@ -16,36 +31,162 @@ prefill had begun at the beginning, so that the bits are the same: with the AVX2
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
 
 
-def make_text(model: Model, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
-    """The pieces of a text and its end; see `worker.MakeText`. For one thread.
+class Wanted(Protocol):
+    """What a text is made for."""
 
-    The text goes on from what its prompt has in common with the last one's, so that of a chat only what is new is
-    prefilled. The last answer is not kept: its tokens were decoded, with columns skipped, and a prompt runs dense. So
-    the same request gives the same answer, whatever was asked before; elsewhere up to the last bits of the logits.
+    @property
+    def request(self) -> TextRequest: ...
 
-    Raises what the engine raises, and the next text begins anew after that.
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants the text any more."""
+
+    def tell(self, event: Event) -> None:
+        """Take a piece of the text, or its end."""
+
+
+@dataclass(eq=False)
+class _Text:
+    """A text in one of the engine's sequences.
+
+    cached -- positions that the sequence had already
+    chosen -- the token to append next; None: the prompt is not read to its end
     """
-    try:
-        yield from _made(model, request, unwanted)
-    except BaseException:
-        model.engine.reset()  # what is in the cache is not known
-        raise
+
+    wanted: Wanted
+    sequence: int
+    continuation: Continuation
+    cached: int
+    chosen: int | None = field(default=None)
 
 
-def _made(model: Model, request: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
-    engine, ids, options = model.engine, request.ids, request.options
-    cached = engine.keep(ids) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
-    engine.truncate(cached)
-    if not options.tokens:
-        yield Ended("length", 0, cached)
-        return
-    for end in range((cached // PREFILLED_AT_ONCE + 1) * PREFILLED_AT_ONCE, len(ids), PREFILLED_AT_ONCE):
-        if unwanted():
+class Texts:
+    """See above. For one thread.
+
+    A text goes on from what its prompt has in common with the prompt before it in some sequence, so that of a chat only
+    what is new is prefilled. Answers are not kept: their tokens were decoded, with columns skipped, and a prompt runs
+    dense. So the same request, made alone, gives the same answer, whatever was asked before; elsewhere up to the last
+    bits of the logits.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._engine, self._tokenizer = model.engine, model.tokenizer
+        self._free = [*range(len(model.engine.positions))]  # the one that was used last is the last
+        self._texts: list[_Text] = []
+        self._reading: deque[_Text] = deque()  # those of whose prompts a part is to be read, by turns
+
+    @property
+    def room(self) -> int:
+        """How many texts can join."""
+        return len(self._free)
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        """What the texts in the making are made for."""
+        return [text.wanted for text in [*self._texts]]
+
+    def join(self, wanted: Wanted) -> None:
+        """Begin a text; there is room. What fails is told."""
+        request, engine = wanted.request, self._engine
+        if not request.options.tokens:
+            wanted.tell(Ended("length", 0, 0))
             return
-        engine.prefill(ids[engine.position : end])
-    pieces = Generation(engine, model.tokenizer, [ids], options, keep=True, unwanted=unwanted)
-    yield from map(Piece, pieces)
-    made = pieces.result()
-    engine.truncate(min(engine.position, len(ids)))
-    if made.reason in _REASONS:
-        yield Ended(_REASONS[made.reason], len(made.tokens), cached)
+        sequence = max(self._free, key=lambda n: engine.common(request.ids, n) // KEPT_IN_STEPS_OF)
+        self._free.remove(sequence)
+        try:
+            cached = engine.keep(request.ids, sequence) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
+            engine.truncate(cached, sequence)
+            continuation = Continuation(engine, self._tokenizer, request.ids, request.options)
+        except Exception as error:
+            self._free.append(sequence)
+            wanted.tell(Failed(error))
+            return
+        text = _Text(wanted, sequence, continuation, cached)
+        self._texts.append(text)
+        self._reading.append(text)
+
+    def advance(self) -> None:
+        """Make a turn. What fails is told, and later texts begin anew."""
+        self._drop_unwanted()
+        self._read()
+        self._drop_unwanted()
+        self._step()
+
+    @property
+    def _going(self) -> list[_Text]:
+        """The texts whose prompts are read."""
+        return [text for text in self._texts if text.chosen is not None]
+
+    def _drop_unwanted(self) -> None:
+        for text in [text for text in self._texts if text.wanted.cancelled]:
+            self._leave(text)
+
+    def _leave(self, text: _Text) -> None:
+        """Free a text's sequence, which keeps what was read of the prompt."""
+        self._texts.remove(text)
+        if text in self._reading:
+            self._reading.remove(text)
+        sequence = text.sequence
+        self._engine.truncate(min(self._engine.positions[sequence], len(text.continuation.ids)), sequence)
+        self._free.append(sequence)
+
+    def _fail(self, text: _Text, error: Exception) -> None:
+        """End a text in whose sequence nobody knows what there is."""
+        self._leave(text)
+        self._engine.truncate(0, text.sequence)
+        text.wanted.tell(Failed(error))
+
+    def _read(self) -> None:
+        """Read a piece of some prompts, which take turns: a long one does not keep a short one waiting."""
+        left = PREFILLED_BETWEEN_TOKENS if self._going else PREFILLED_AT_ONCE
+        for _ in range(len(self._reading)):
+            text = self._reading[0]
+            position, ids = self._engine.positions[text.sequence], text.continuation.ids
+            end = min(len(ids), (position + left) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF)
+            if end <= position:
+                return
+            try:
+                logits = self._engine.prefill(ids[position:end], text.sequence)
+                chosen = text.continuation.sampler.choose(logits) if end == len(ids) else None
+            except Exception as error:
+                self._fail(text, error)
+                continue
+            self._reading.popleft()
+            left -= end - position
+            if chosen is None:
+                self._reading.append(text)
+            else:
+                self._take(text, chosen)
+
+    def _step(self) -> None:
+        """Append the token that was chosen to each text, and choose the next."""
+        ids: list[int | None] = [None] * len(self._engine.positions)
+        samplers: list[Sampler | None] = [None] * len(ids)
+        if not (going := self._going):
+            return
+        for text in going:
+            ids[text.sequence], samplers[text.sequence] = text.chosen, text.continuation.sampler
+        try:
+            chosen = self._engine.decode_all(ids, samplers)
+        except Exception as error:
+            for text in going:
+                self._fail(text, error)
+            return
+        for text in going:
+            if (id := chosen[text.sequence]) is not None:
+                self._take(text, id)
+
+    def _take(self, text: _Text, id: int) -> None:
+        """Tell what a token adds to a text, and its end where it was the last."""
+        made = text.continuation
+        try:
+            piece = made.take(id)
+        except Exception as error:
+            self._fail(text, error)
+            return
+        text.chosen = id
+        if piece:
+            text.wanted.tell(Piece(piece))
+        if made.reason:
+            self._leave(text)
+            text.wanted.tell(Ended(_REASONS[made.reason], len(made.tokens), text.cached))

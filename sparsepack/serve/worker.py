@@ -1,4 +1,4 @@
-"""One thread that makes one text after the other, and the bounded queue before it.
+"""One thread that makes texts, several at a time, and the bounded queue before it.
 
 Texts come from an event loop and go back to it piece by piece. What a client has not taken yet waits in its ticket: at
 most the pieces of one text, so that the engine never waits for a reader.
@@ -7,12 +7,13 @@ most the pieces of one text, so that the engine never waits for a reader.
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any, Protocol
 
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.waiting import FairQueue
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,24 @@ class Failed:
 
 
 Event = Piece | Ended | Failed
-MakeText = Callable[[TextRequest, Callable[[], bool]], Iterator[Event]]
-"""The function makes a text, given the request and a function that tells whether nobody wants the text any more; the
-text ends then, or with `Ended`. The function runs in the worker's thread, one call at a time."""
+
+
+class Maker(Protocol):
+    """What makes texts, several at a time; `texts.Texts`. The worker's thread alone calls it."""
+
+    @property
+    def room(self) -> int:
+        """How many texts can join; may be asked in any thread."""
+
+    @property
+    def wanted(self) -> Sequence[Any]:
+        """The tickets of the texts in the making; may be asked in any thread."""
+
+    def join(self, wanted: "Ticket") -> None:
+        """Begin a text."""
+
+    def advance(self) -> None:
+        """Make a bit of each text, and tell the tickets; leave those that are cancelled."""
 
 
 ENDING = "the server is ending"
@@ -77,10 +93,13 @@ class Closing(Exception):
 
 
 class Ticket:
-    """A text on its way; made by `TextWorker.submit` for the event loop that runs then."""
+    """A text on its way; made by `TextWorker.submit` for the event loop that runs then.
 
-    def __init__(self, worker: "TextWorker", request: TextRequest) -> None:
-        self.request = request
+    client -- who asks
+    """
+
+    def __init__(self, worker: "TextWorker", request: TextRequest, client: str) -> None:
+        self.request, self.client = request, client
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -116,20 +135,20 @@ class Ticket:
 
 
 class TextWorker:
-    """Makes texts in a thread of its own, in the order in which they come.
+    """Makes texts in a thread of its own, in the order in which they come, those of different clients in turns.
 
-    make    -- makes one
-    waiting -- texts that may wait while one is made
+    maker   -- makes them
+    waiting -- texts that may wait while others are made
 
     The thread begins at once and runs until `close`.
     """
 
-    def __init__(self, make: MakeText, waiting: int) -> None:
-        self._make, self._waiting = make, waiting
-        self._queue: deque[Ticket] = deque()
-        self._made: Ticket | None = None
-        self._seconds = 1.0  # that a text takes, about
-        self._closing = False
+    def __init__(self, maker: Maker, waiting: int) -> None:
+        self._maker, self._most = maker, waiting
+        self._queue: FairQueue[Ticket] = FairQueue()
+        self._joining = 0  # taken out of the queue, not yet in the making
+        self._seconds = 1.0  # after which a text leaves, about
+        self._closing = self._broken_off = False
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="sparsepack-engine", daemon=True)
         self._thread.start()
@@ -140,71 +159,108 @@ class TextWorker:
         return len(self._queue)
 
     @property
+    def making(self) -> int:
+        """How many texts are being made."""
+        return self._joining + len(self._maker.wanted)
+
+    @property
     def busy(self) -> bool:
         """Whether a text is being made."""
-        return self._made is not None
+        return self.making > 0
 
     @property
     def usable(self) -> bool:
         """Whether it takes texts and its thread lives."""
         return not self._closing and self._thread.is_alive()
 
-    def submit(self, request: TextRequest) -> Ticket:
-        """Put a text into the queue, from an event loop. Raises `QueueFull`, or `Closing`."""
-        ticket = Ticket(self, request)
+    def submit(self, request: TextRequest, client: str = "") -> Ticket:
+        """Put a text of a client into the queue, from an event loop. Raises `QueueFull`, or `Closing`.
+
+        Where the queue is full of one client's texts, the last of them makes room for another client, and is told so.
+        """
+        ticket = Ticket(self, request, client)
         with self._change:
             if not self.usable:
                 raise Closing(ENDING)
-            if len(self._queue) + self.busy > self._waiting:
-                raise QueueFull(min(60, ceil(self._seconds)))
-            self._queue.append(ticket)
+            full = QueueFull(min(60, ceil(self._seconds)))
+            # What has room in the maker does not wait, though the thread may not have taken it out yet.
+            most = self._most + max(0, self._maker.room - self._joining)
+            try:
+                pushed_out = self._queue.put(client, ticket, most)
+            except IndexError:
+                raise full from None
             self._change.notify()
+        if pushed_out is not None:
+            pushed_out.tell(Failed(full))
         return ticket
 
     def forget(self, ticket: Ticket) -> None:
         """Take a text out of the queue, if it is there."""
         with self._change:
-            if ticket in self._queue:
-                self._queue.remove(ticket)
+            self._queue.remove(ticket)
 
     def refuse_more(self) -> None:
-        """Take no more texts, and tell those that wait; the one that is being made goes on."""
+        """Take no more texts, and tell those that wait; those that are being made go on."""
         with self._change:
             self._closing = True
-            waiting = list(self._queue)
-            self._queue.clear()
+            waiting = self._queue.clear()
             self._change.notify()
         for ticket in waiting:
             ticket.tell(Failed(Closing(ENDING)))
 
     def break_off(self) -> None:
-        """End the text that is being made, if there is one, and tell so."""
-        if (made := self._made) is not None:
-            made.tell(Failed(Closing(ENDING)))
-            made.cancel()
+        """End the texts that are being made, and tell so."""
+        self._broken_off = True
+        self._end_all(Closing(ENDING))
 
     def close(self, seconds: float | None = None) -> bool:
-        """End the thread, and the text that it makes; whether it ended in so many seconds."""
+        """End the thread, and the texts that it makes; whether it ended in so many seconds."""
         self.refuse_more()
         self.break_off()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def _next(self) -> Ticket | None:
-        with self._change:
-            self._made = None
-            self._change.wait_for(lambda: self._queue or self._closing)
-            if self._queue:
-                self._made = self._queue.popleft()
-            return self._made
+    def _end_all(self, error: Exception) -> None:
+        for ticket in self._maker.wanted:
+            if not ticket.cancelled:
+                ticket.tell(Failed(error))
+                ticket.cancel()
 
     def _work(self) -> None:
-        while ticket := self._next():
-            began = time.monotonic()
-            try:
-                for event in self._make(ticket.request, lambda: ticket.cancelled):
-                    ticket.tell(event)
-            except Exception as error:  # whatever it is, the next text may go well
-                ticket.tell(Failed(error))
-            self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
+        try:
+            self._make_texts()
+        except Exception as error:  # the maker tells what goes wrong with a text: this is a mistake of ours
+            self._end_all(error)
+            self.refuse_more()
+            raise
+
+    def _make_texts(self) -> None:
+        left = time.monotonic()
+        while True:
+            self._let_in()
+            if self._broken_off:
+                self._end_all(Closing(ENDING))  # one may just have been on its way in
+            if not (before := len(self._maker.wanted)):
+                with self._change:
+                    if self._closing:
+                        return
+                    self._change.wait_for(lambda: len(self._queue) or self._closing)
+                left = time.monotonic()
+                continue
+            self._maker.advance()
+            if (gone := before - len(self._maker.wanted)) > 0:
+                now = time.monotonic()
+                self._seconds += 0.2 * ((now - left) / gone - self._seconds)
+                left = now
+
+    def _let_in(self) -> None:
+        """Let texts join while there are some, and room for them."""
+        while self._maker.room:
+            with self._change:
+                if not len(self._queue):
+                    return
+                ticket = self._queue.take()
+                self._joining = 1
+            self._maker.join(ticket)
+            self._joining = 0
             del ticket

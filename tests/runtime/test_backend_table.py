@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from backends import device_of
 from sparsepack.errors import UserError
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for
-from sparsepack.runtime.features import backend_asked, tuning_backend
+from sparsepack.runtime.features import backend_asked, check_features, tuning_backend
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.reference.backend import operations as reference_operations
 
@@ -62,8 +63,9 @@ def test_a_cache_type_that_a_backend_does_not_have_is_an_error(row: Backend) -> 
 
 def test_batches_and_tuning_are_refused_where_no_backend_does_them() -> None:
     assert backend_asked(EngineOptions("cuda", sequences=8)).name == "cuda"
-    with pytest.raises(UserError, match="device mps: several sequences run together on NVIDIA GPUs alone; use"):
-        backend_asked(EngineOptions("mps", sequences=2))
+    toy = replace(backend_for("mps"), name="toy", sequences=1)
+    with pytest.raises(UserError, match="a batch of 2 by the toy backend: it runs at most 1 together; use backend ref"):
+        check_features(toy, EngineOptions(sequences=2))
     with pytest.raises(UserError, match="a batch of 9 sequences: expected 1 to 8"):
         backend_asked(EngineOptions("cuda", sequences=9))
     assert tuning_backend(EngineOptions("cpu")).name == "cpu"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,7 +18,7 @@ from sparsepack.serve.app import Service, create_app
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.server import bound_socket, uvicorn_config
-from sparsepack.serve.texts import make_text
+from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
@@ -31,7 +30,7 @@ class Served:
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self.model, self.options = model, options
         self._clients: list[openai.OpenAI] = []
-        self.worker = TextWorker(partial(make_text, model), options.queue)
+        self.worker = TextWorker(Texts(model), options.queue)
         self._socket = bound_socket(options.host, 0, options.send_timeout)
         # What the system keeps for a client that does not read would be the whole of a tiny model's text.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

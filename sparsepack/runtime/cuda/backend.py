@@ -29,7 +29,7 @@ def decoder(
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
     cache = partial(new_cache, offload=options.offload)
-    return cuda_decoder.CudaDecoder(packed, device, context, options.sequences, cache_type, new_cache=cache)
+    return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
 
 
 def synchronise(device: torch.device) -> None:

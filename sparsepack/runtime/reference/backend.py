@@ -63,7 +63,7 @@ def decoder(
     if options.cached is not None:
         return HybridDecoder(packed, operations, _beside, device, context, cache_type, options)
     return OperationsDecoder(
-        packed, operations, device, context, options.threads, cache_type, sequences=options.sequences
+        packed, operations, device, context, options.threads, cache_type, sequences=options.sequences or 1
     )
 
 

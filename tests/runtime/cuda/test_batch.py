@@ -237,7 +237,7 @@ def test_a_benchmark_of_a_batch_counts_the_tokens_of_all_sequences(monkeypatch: 
     assert dense["realised_sparsity"] == 0 < sparse["realised_sparsity"] < 0.7
     with pytest.raises(UserError, match="text of 39 tokens: the tests take 42"):
         bench_decode(packed, BenchSettings(generate=14, engine=ON_GPU, batch=3), ids=ids)
-    for wrong in ({"batch": 9, "engine": ON_GPU}, {"batch": 2}, {"batch": 2, "engine": ON_GPU, "generate": 0}):
+    for wrong in ({"batch": 9, "engine": ON_GPU}, {"batch": 2, "engine": ON_GPU, "generate": 0}):
         with pytest.raises(UserError, match="batch"):
             BenchSettings(**wrong)
 
@@ -284,8 +284,6 @@ def test_mistakes_are_errors_that_say_what_to_do() -> None:
     for sequences in (0, 9):
         with pytest.raises(UserError, match=f"{sequences} sequences: expected 1 to 8"):
             batch_of(packed, sequences)
-    with pytest.raises(UserError, match="device cpu: several sequences run together on NVIDIA GPUs alone"):
-        Engine(packed, device="cpu", sequences=2)
     with pytest.raises(UserError, match="context 65: the model was made for 64 positions"):
         batch_of(packed, 2, context=65)
     with pytest.raises(UserError, match="cache type 'f8'"):
@@ -308,3 +306,30 @@ def test_mistakes_are_errors_that_say_what_to_do() -> None:
         engine.step_all([3, 3])
     assert engine.positions == (0, 4)
     assert engine.activity() == {}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_sequence_that_stands_still_keeps_its_text(dense: bool) -> None:
+    packed = model("llama")
+    engine, oracle = (batch_of(packed, 3, dense=dense) for _ in range(2))
+    for n, length in enumerate(LENGTHS):
+        for each in (engine, oracle):
+            each.prefill(TEXTS[n, :length].tolist(), n)
+    for id in TEXTS[1, 5:8].tolist():
+        engine.step_all([None, id, None])
+    assert engine.positions == (1, 8, 8)
+    chosen = engine.decode_all([None, 5, None], [None, Sampler(Sampling()), None])
+    assert chosen[0] is chosen[2] is None
+    assert engine.keep([*TEXTS[0, :1].tolist(), 9], 0) == 1
+    assert engine.keep([*TEXTS[2, :8].tolist(), 9], 2) == 8
+    engine.truncate(5, 1)
+    ids = TEXTS[:3, 9].tolist()
+    assert largest(engine.step_all(ids), oracle.step_all(ids)) < TOLERANCE["cuda"]
+
+
+def test_a_full_sequence_that_stands_still_does_not_keep_the_others_from_a_step() -> None:
+    engine = batch_of(model("llama"), 2, context=6)
+    engine.prefill(TEXTS[0, :6].tolist(), 0)
+    engine.step_all([None, 3])
+    assert engine.positions == (5, 1)
+    assert engine.keep(TEXTS[0, :6].tolist(), 0) == 0, "what it holds is not known any more"

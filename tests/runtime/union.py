@@ -39,9 +39,11 @@ class Union:
 
 
 @torch.no_grad()
-def union_logits(packed: PackedModel, sequences: int, length: int) -> tuple[Tensor, Tensor, Union]:
-    """Random texts [B, S] for which rounding decides about no column; their teacher-forced logits [B, S, V], all
-    positions sparse; and what was kept."""
+def union_logits(
+    packed: PackedModel, sequences: int, length: int, clear: float = CLEAR
+) -> tuple[Tensor, Tensor, Union]:
+    """Random texts [B, S] for which rounding by `clear`, relative, decides about no column; their teacher-forced logits
+    [B, S, V], all positions sparse; and what was kept."""
     model = stock_model(packed)
     for seed in range(200):
         bits = torch.Generator().manual_seed(seed)
@@ -49,6 +51,6 @@ def union_logits(packed: PackedModel, sequences: int, length: int) -> tuple[Tens
         watch = Union(packed)
         with site_hooks(list(enumerate(model.model.layers)), FAMILIES[packed.architecture.model_type], watch):
             logits = model(texts).logits
-        if watch.nearest > CLEAR:
+        if watch.nearest > clear:
             return texts, logits, watch
     raise AssertionError("no texts whose inputs are clear of the thresholds")
