@@ -52,10 +52,11 @@ def test_health_answers_while_a_long_prompt_is_tokenised(unbounded: Served, monk
         asking = threading.Thread(target=refused, args=(unbounded, {"prompt": " " * 3_500_000}))
         asking.start()
         assert begun.wait(30)
-        assert http.get("/health").status_code == 200
-        events.append("health")
+        while "tokenised" not in events:
+            assert http.get("/health").status_code == 200
+            events.append("health")
         asking.join()
-    assert events == ["health", "tokenised"]
+    assert events.index("tokenised") >= 5, "one or two answers could come before the tokenizer begins"
 
 
 @pytest.mark.parametrize("character", [" ", "a", "\u1234", "\U0001f600", "\x01"])
