@@ -12,7 +12,7 @@ from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.sampling import Sampler, Sampling, TokenLogprob
 from sparsepack.runtime.stopping import StopText
 
 
@@ -87,6 +87,10 @@ class Generation(Iterator[str]):
     def result(self) -> Generated:
         """The whole of the one text, once it has ended: runs what is left."""
         return self.results()[0]
+
+    def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the one text's tokens that were chosen since the last call, where the options ask for them."""
+        return self._samplers[0].taken_logprobs()
 
     def results(self) -> list[Generated]:
         """Each text, once all have ended: runs what is left."""
