@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.sampling import Sampler, Sampling, TokenLogprob
 from sparsepack.runtime.stopping import StopText
 
 
@@ -66,6 +66,11 @@ class Continuation:
         if piece:
             self._told.append(piece)
         return piece
+
+    def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the tokens that were made since the last call, where the options ask for them."""
+        taken = self.sampler.taken_logprobs()
+        return taken[:-1] if self.reason == "eos" else taken  # the end of the text is none of its tokens
 
     def _end_where_stopped(self) -> None:
         if self._stops.found is not None:

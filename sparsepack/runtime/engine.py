@@ -222,7 +222,7 @@ class Engine:
             raise ValueError(f"{len(samplers)} samplers for {len(self._ids)} sequences")
         if any(sampler is None for sampler, id in zip(samplers, ids, strict=True) if id is not None):
             raise ValueError("a text that does not stand still has no sampler")
-        if any(sampler.sampling.penalises for sampler in samplers if sampler is not None):
+        if any(sampler.sampling.on_host for sampler in samplers if sampler is not None):
             logits = self.step_all(ids)
             return [
                 None if id is None or sampler is None else sampler.choose(row)

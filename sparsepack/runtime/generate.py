@@ -195,7 +195,9 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[in
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompt: not text (character {error.start} is half a character); expected UTF-8") from error
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    # Of its methods this one lets other threads run meanwhile.
+    (encoding,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=False)
+    ids: list[int] = encoding.ids
     if bos is not None and ids[:1] != [bos]:
         ids = [bos, *ids]
     if not ids:

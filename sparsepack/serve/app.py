@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,13 +16,19 @@ from starlette.routing import Route
 
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
-from sparsepack.serve.delivery import Delivery
-from sparsepack.serve.guards import LOOPBACK, Guard, json_body, refused
+from sparsepack.serve.delivery import Delivery, queue_full
+from sparsepack.serve.guards import LOOPBACK, MOST_VALUES, Guard, check_values, json_body, refused
+from sparsepack.serve.memory import give_back_memory
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
 from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
+
+SMALL_BODY = 2**16
+"""A body of at most this many bytes is read in milliseconds."""
+
+R = TypeVar("R")
 
 
 class Service:
@@ -38,13 +44,13 @@ class Service:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
         self._created = int(time.time())
-        self._preparing = 0
-        self._one_at_a_time = asyncio.Lock()
+        self._reading = 0
+        self._one_large_body = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """Whether texts are made: 200, or 503 where the server ends."""
         usable = self.worker.usable
-        body = {"making": int(self.worker.busy), "waiting": self.worker.waiting, "model": self.name}
+        body = {"making": self.worker.making, "waiting": self.worker.waiting, "model": self.name}
         return JSONResponse({"status": "ok" if usable else "ending", **body}, 200 if usable else 503)
 
     async def models(self, request: Request) -> Response:
@@ -58,42 +64,60 @@ class Service:
 
     async def completions(self, request: Request) -> Any:
         """Continue a prompt."""
-        asked = read_request(CompletionRequest, await json_body(request))
-        return await self._delivery(COMPLETION, asked, asked.most_tokens, lambda: self.prompts.plain(asked.text_or_ids))
+        return await self._delivery(COMPLETION, request, self._completion)
 
     async def chat_completions(self, request: Request) -> Any:
         """Answer the last message of a chat."""
-        asked = read_request(ChatRequest, await json_body(request))
-        messages = [message.for_template() for message in asked.messages]
-        return await self._delivery(CHAT, asked, asked.most_tokens, lambda: self.prompts.chat(messages))
+        return await self._delivery(CHAT, request, self._chat)
+
+    def _completion(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
+        """A request and the tokens of its prompt. Runs in a thread, as `_chat` does."""
+        check_values(body, MOST_VALUES + self.prompts.context)
+        asked = read_request(CompletionRequest, body)
+        self._check_model(asked.model)
+        return asked, self.prompts.plain(asked.text_or_ids)
+
+    def _chat(self, body: bytes) -> tuple[ChatRequest, list[int]]:
+        check_values(body, MOST_VALUES)
+        asked = read_request(ChatRequest, body)
+        self._check_model(asked.model)
+        return asked, self.prompts.chat([message.for_template() for message in asked.messages])
 
     async def _delivery(
-        self, form: Form, asked: TextParameters, most_tokens: int | None, prompt: Callable[[], list[int]]
+        self, form: Form, request: Request, read: Callable[[bytes], tuple[TextParameters, list[int]]]
     ) -> Delivery:
-        self._check_model(asked.model)
-        ids = await self._prepared(prompt)
-        max_tokens = self.prompts.checked_tokens(len(ids), most_tokens)
-        ticket = self._submitted(TextRequest(tuple(ids), options_of(asked, max_tokens)))
+        asked, ids = await self._read(request, read)
+        max_tokens = self.prompts.checked_tokens(len(ids), asked.most_tokens)
+        client = request.client.host if request.client else ""
+        ticket = self._submitted(TextRequest(tuple(ids), options_of(asked, max_tokens)), client)
         with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         answer = Answer(form, self.name, self.fingerprint, len(ids), with_usage)
         return Delivery(ticket, answer, bool(asked.stream), self.options.send_timeout)
 
-    async def _prepared(self, prompt: Callable[[], list[int]]) -> list[int]:
-        """A prompt's tokens. A long one takes a second: in a thread, while others are served, one at a time."""
-        if self._preparing > self.options.queue:
-            raise _queue_full(QueueFull(1))
-        self._preparing += 1
+    async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
+        """What a function makes of a request's body, in a thread, while others are served. A large body may take a
+        second: only one is read at a time, and what it took is given back."""
+        body = await json_body(request, self.prompts.most_body)
+        if self._reading > self.options.queue:
+            raise queue_full(QueueFull(1))
+        self._reading += 1
         try:
-            async with self._one_at_a_time:
-                return await asyncio.to_thread(prompt)
+            if len(body) <= SMALL_BODY:
+                return await asyncio.to_thread(read, body)
+            async with self._one_large_body:
+                try:
+                    return await asyncio.to_thread(read, body)
+                finally:
+                    del body
+                    await asyncio.to_thread(give_back_memory)
         finally:
-            self._preparing -= 1
+            self._reading -= 1
 
-    def _submitted(self, request: TextRequest) -> Ticket:
+    def _submitted(self, request: TextRequest, client: str) -> Ticket:
         try:
-            return self.worker.submit(request)
+            return self.worker.submit(request, client)
         except QueueFull as error:
-            raise _queue_full(error) from error
+            raise queue_full(error) from error
         except Closing as error:
             raise Refusal(503, str(error), code="server_ending") from error
 
@@ -104,10 +128,6 @@ class Service:
     def _model(self) -> dict[str, Any]:
         common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
         return {**common, "max_model_len": self.prompts.context}
-
-
-def _queue_full(error: QueueFull) -> Refusal:
-    return Refusal(503, str(error), code="queue_full", retry_after=error.seconds)
 
 
 def options_of(asked: TextParameters, tokens: int) -> GenerateOptions:

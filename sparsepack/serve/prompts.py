@@ -4,12 +4,24 @@ from collections.abc import Mapping, Sequence
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
+from sparsepack.models.tokenizer.token_bytes import TokenBytes
 from sparsepack.runtime.generate import prompt_tokens
+from sparsepack.serve.guards import MOST_BYTES
 from sparsepack.serve.refusals import Refusal
+
+BYTES_IN_JSON = 6
+"""A byte of text takes at most so many in JSON, where `\\u0041` stands for one letter."""
+
+BYTES_BESIDE = 2**18
+"""So many bytes of a body are for what stands beside the text: names of parameters, roles of messages, tools."""
 
 
 class Prompts:
     """Makes prompts for one model; in any thread, several at once.
+
+    context    -- tokens of prompt and answer together
+    most_bytes -- of a text that can fit into the context, in UTF-8; None: the tokenizer does not tell
+    most_body  -- bytes of a request's body with such a text
 
     Raises `ArtifactError` for a tokenizer that cannot be read.
     """
@@ -19,10 +31,17 @@ class Prompts:
         self._tokenizer = model.tokenizer
         self._architecture = model.engine.architecture
         self.context = model.engine.context
+        self.bytes_of = TokenBytes(self._tokenizer)
+        longest = self.bytes_of.most()
+        self.most_bytes = None if longest is None else self.context * longest
+        needed = MOST_BYTES if self.most_bytes is None else BYTES_IN_JSON * self.most_bytes + BYTES_BESIDE
+        self.most_body = min(MOST_BYTES, needed)
 
     def plain(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt; those that are given as such stay as they are. Raises `Refusal`."""
         if not isinstance(prompt, str):
+            if len(prompt) > self.context:
+                raise self._too_long(f"{len(prompt):,} tokens of prompt", "prompt")
             if max(prompt) >= (vocabulary := self._architecture.vocabulary):
                 raise Refusal(400, f"prompt: token {max(prompt)}; the model has 0 to {vocabulary - 1}", "prompt")
             return list(prompt)
@@ -42,13 +61,23 @@ class Prompts:
         room = self.context - prompt
         wanted = 1 if asked is None else asked
         if wanted > room:
-            message = f"this model's maximum context length is {self.context} tokens here: shorten the prompt"
-            message = f"{prompt} tokens of prompt and {wanted} to make; {message}"
-            raise Refusal(400, message, "max_tokens", "context_length_exceeded")
+            remedy = "shorten the prompt" if room < 1 else f"give max_tokens of at most {room}"
+            raise self._too_long(f"{prompt} tokens of prompt and {wanted} to make", "max_tokens", remedy)
         return room if asked is None else asked
 
+    def _too_long(self, what: str, param: str, remedy: str = "shorten the prompt") -> Refusal:
+        message = f"{what}; this model's maximum context length is {self.context} tokens here: {remedy}"
+        return Refusal(400, message, param, "context_length_exceeded")
+
     def _tokens(self, prompt: str, param: str) -> list[int]:
+        size = len(prompt.encode(errors="surrogatepass"))
+        if self.most_bytes is not None and size > self.most_bytes:
+            # Nothing is made of what cannot fit: four million bytes take a core for seconds.
+            raise self._too_long(f"{size:,} bytes of prompt, of which {self.most_bytes:,} can fit", param)
         try:
-            return prompt_tokens(self._tokenizer, prompt, self._architecture.bos)
+            ids = prompt_tokens(self._tokenizer, prompt, self._architecture.bos)
         except UserError as error:
             raise Refusal(400, str(error), param) from error
+        if len(ids) > self.context:
+            raise self._too_long(f"{len(ids):,} tokens of prompt", param)
+        return ids

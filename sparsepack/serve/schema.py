@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from sparsepack.serve.refusals import Refusal
@@ -48,6 +48,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """These parameters are taken with these values, or null, alone."""
 
+MOST_PARAMETERS = 100
+
 MOST_STOPS = 4
 """A request has at most this many stop strings, as many as OpenAI takes."""
 
@@ -57,6 +59,7 @@ LONGEST_STOP = 1000
 R = TypeVar("R", bound="TextParameters")
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -92,6 +95,9 @@ class TextParameters(BaseModel):
     def _without_what_changes_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if len(body) > MOST_PARAMETERS:
+            message = f"{len(body):,} parameters; the protocol has fewer than {MOST_PARAMETERS}"
+            raise PydanticCustomError("unsupported", message, {"name": None})  # type: ignore[arg-type]
         for name, accepted in NEUTRAL.items():
             value = body.get(name)
             if value is not None and not any(value == other for other in accepted):
@@ -109,9 +115,22 @@ class TextParameters(BaseModel):
         return self
 
     @property
+    def most_tokens(self) -> int | None:
+        """How many tokens are asked for at most; None: as many as there is room for."""
+        return self.max_tokens
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _form_of_prompt(prompt: Any) -> str:
+    """Which of its forms a prompt must have: only that one is tried, since a try looks at every element."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 class CompletionRequest(TextParameters):
@@ -122,12 +141,13 @@ class CompletionRequest(TextParameters):
     max_tokens -- 16 unless given, as at OpenAI
     """
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1)]
-    ) = ""
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[str], Field(min_length=1, max_length=1), Tag("texts")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1), Tag("lists")],
+        Discriminator(_form_of_prompt),
+    ] = ""
 
     @property
     def text_or_ids(self) -> str | list[int]:
@@ -172,7 +192,7 @@ class ChatRequest(TextParameters):
     """The body of POST /v1/chat/completions; without a number of tokens the answer ends where the model ends it, or
     where the context is full."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
 
     @model_validator(mode="after")

@@ -186,7 +186,8 @@ class Texts:
             return
         text.chosen = id
         if piece:
-            text.wanted.tell(Piece(piece))
+            text.wanted.tell(Piece(piece, made.taken_logprobs()))
         if made.reason:
             self._leave(text)
-            text.wanted.tell(Ended(_REASONS[made.reason], len(made.tokens), text.cached))
+            ended = Ended(_REASONS[made.reason], len(made.tokens), text.cached, made.taken_logprobs())
+            text.wanted.tell(ended)
