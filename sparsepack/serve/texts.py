@@ -76,9 +76,14 @@ class Texts:
         self._reading: deque[_Text] = deque()  # those of whose prompts a part is to be read, by turns
 
     @property
-    def room(self) -> int:
-        """How many texts can join."""
-        return len(self._free)
+    def most(self) -> int:
+        """How many texts it makes together at most."""
+        return len(self._engine.positions)
+
+    @property
+    def room(self) -> bool:
+        """Whether a text can join."""
+        return bool(self._free)
 
     @property
     def wanted(self) -> list[Wanted]:

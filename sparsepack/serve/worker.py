@@ -5,6 +5,7 @@ most the pieces of one text, so that the engine never waits for a reader.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -70,8 +71,12 @@ class Maker(Protocol):
     """What makes texts, several at a time; `texts.Texts`. The worker's thread alone calls it."""
 
     @property
-    def room(self) -> int:
-        """How many texts can join; may be asked in any thread."""
+    def most(self) -> int:
+        """How many texts it makes together at most."""
+
+    @property
+    def room(self) -> bool:
+        """Whether a text can join."""
 
     @property
     def wanted(self) -> Sequence[Any]:
@@ -153,7 +158,7 @@ class TextWorker:
     def __init__(self, maker: Maker, waiting: int) -> None:
         self._maker, self._most = maker, waiting
         self._queue: FairQueue[Ticket] = FairQueue()
-        self._joining = 0  # taken out of the queue, not yet in the making
+        self._joining: Ticket | None = None  # on its way from the queue to the maker
         self._seconds = 1.0  # after which a text leaves, about
         self._closing = self._broken_off = False
         self._change = threading.Condition()
@@ -168,7 +173,8 @@ class TextWorker:
     @property
     def making(self) -> int:
         """How many texts are being made."""
-        return self._joining + len(self._maker.wanted)
+        joining, wanted = self._joining, self._maker.wanted
+        return len(wanted) + (joining is not None and joining not in wanted)
 
     @property
     def busy(self) -> bool:
@@ -191,7 +197,7 @@ class TextWorker:
                 raise Closing(ENDING)
             full = QueueFull(min(60, ceil(self._seconds)))
             # What has room in the maker does not wait, though the thread may not have taken it out yet.
-            most = self._most + max(0, self._maker.room - self._joining)
+            most = self._most + max(0, self._maker.most - self.making)
             try:
                 pushed_out = self._queue.put(client, ticket, most)
             except IndexError:
@@ -237,9 +243,9 @@ class TextWorker:
         try:
             self._make_texts()
         except Exception as error:  # the maker tells what goes wrong with a text: this is a mistake of ours
+            logging.getLogger(__name__).error("the engine's thread failed", exc_info=error)
             self._end_all(error)
             self.refuse_more()
-            raise
 
     def _make_texts(self) -> None:
         left = time.monotonic()
@@ -266,8 +272,6 @@ class TextWorker:
             with self._change:
                 if not len(self._queue):
                     return
-                ticket = self._queue.take()
-                self._joining = 1
-            self._maker.join(ticket)
-            self._joining = 0
-            del ticket
+                self._joining = self._queue.take()
+            self._maker.join(self._joining)
+            self._joining = None

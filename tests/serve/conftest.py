@@ -38,8 +38,14 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(artifact: Path) -> Model:
-    """The tiny model, loaded."""
+    """The tiny model, loaded, with room for several texts."""
     return tiny_model(artifact)
+
+
+@pytest.fixture(scope="session")
+def dense(artifact: Path) -> Model:
+    """The same, with nothing skipped: what a text is does not depend on the texts beside it, but for roundings."""
+    return tiny_model(artifact, dense=True)
 
 
 @pytest.fixture(scope="module")

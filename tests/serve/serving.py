@@ -99,9 +99,9 @@ def wait_until(true: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-def tiny_model(path: Path) -> Model:
-    """The packed tiny model with a template for chats, which it does not bring."""
-    return replace(load(path), chat_template=TEMPLATE)
+def tiny_model(path: Path, **options: object) -> Model:
+    """The packed tiny model with a template for chats, which it does not bring, as `sparsepack serve` loads it."""
+    return replace(load(path, sequences=None, **options), chat_template=TEMPLATE)
 
 
 @contextmanager

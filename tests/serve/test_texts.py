@@ -1,26 +1,62 @@
 """Texts out of an engine: what is kept between them, and that it changes nothing."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.texts import make_text
-from sparsepack.serve.worker import Ended, Piece, TextRequest
+from sparsepack.serve import texts as texts_module
+from sparsepack.serve.texts import Texts
+from sparsepack.serve.worker import Ended, Event, Failed, Piece, TextRequest
+
+
+@dataclass
+class Reader:
+    """Somebody who waits for a text, for some turns."""
+
+    request: TextRequest
+    turns: int = 10**9
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def cancelled(self) -> bool:
+        return self.turns <= 0
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+    @property
+    def end(self) -> Event | None:
+        return self.events[-1] if self.events and not isinstance(self.events[-1], Piece) else None
+
+
+def asked(ids: Sequence[int], tokens: int = 12, wanted: int = 10**9, **options: object) -> Reader:
+    return Reader(TextRequest(tuple(ids), GenerateOptions(tokens, **options)), wanted)  # type: ignore[arg-type]
+
+
+def run(texts: Texts, *readers: Reader) -> None:
+    """Make turns until nobody waits."""
+    for reader in readers:
+        texts.join(reader)
+    while texts.wanted:
+        texts.advance()
+        for reader in readers:
+            reader.turns -= 1
 
 
 def made(
-    model: Model, ids: Sequence[int], tokens: int = 12, wanted: int | None = None, **options: object
-) -> tuple[str, Ended | None]:
-    """The text after a prompt and its end; it is no longer wanted after so many looks."""
-    looks = iter(range(10**9))
-    asked = TextRequest(tuple(ids), GenerateOptions(tokens, **options))  # type: ignore[arg-type]
-    events = list(make_text(model, asked, lambda: wanted is not None and next(looks) >= wanted))
-    text = "".join(event.text for event in events if isinstance(event, Piece))
-    ends = [event for event in events if isinstance(event, Ended)]
-    assert len(ends) <= 1
-    return text, ends[0] if ends else None
+    model: Model, ids: Sequence[int], tokens: int = 12, wanted: int = 10**9, **options: object
+) -> tuple[str, Event | None]:
+    """The text after a prompt and its end; it is no longer wanted after so many turns."""
+    reader = asked(ids, tokens, wanted, **options)
+    run(Texts(model), reader)
+    return reader.text, reader.end
 
 
 def ids_of(model: Model, length: int) -> list[int]:
@@ -56,7 +92,7 @@ def test_a_text_that_nobody_wants_ends_during_the_prefill_and_after_any_token(mo
     ids = ids_of(model, 900)
     model.engine.reset()
     assert made(model, ids, wanted=1) == ("", None)
-    assert model.engine.position == 512
+    assert model.engine.positions[0] == 512
     whole, _ = made(model, ids)
     model.engine.reset()
     part, end = made(model, ids, wanted=5)
@@ -71,7 +107,7 @@ def test_a_text_ends_before_a_stop_string_and_counts_its_tokens(model: Model) ->
     stop = whole[10:14]
     text, end = made(model, ids, 40, stop=(stop,))
     assert text == whole[: whole.index(stop)]
-    assert end is not None
+    assert isinstance(end, Ended)
     assert end.reason == "stop"
     assert 0 < end.tokens < 40
 
@@ -85,7 +121,102 @@ def test_after_a_failure_the_engine_begins_anew(model: Model, monkeypatch: pytes
     expected = made(model, ids)[0]
     with monkeypatch.context() as patch:
         patch.setattr(model.engine, "decode_all", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            made(model, ids)
-    assert model.engine.position == 0
+        end = made(model, ids)[1]
+        assert isinstance(end, Failed)
+        assert isinstance(end.error, ZeroDivisionError)
+    assert set(model.engine.positions) == {0}
     assert made(model, ids)[0] == expected
+
+
+# several at a time
+
+
+@pytest.fixture
+def texts(dense: Model) -> Texts:
+    dense.engine.reset()
+    return Texts(dense)
+
+
+def test_texts_that_join_and_leave_between_tokens_are_those_of_an_engine_alone(dense: Model, texts: Texts) -> None:
+    readers = [asked(ids_of(dense, 20 + 9 * n), 5 + 3 * n, seed=n, temperature=0.3 * (n % 2)) for n in range(20)]
+    waiting = [*readers]
+    while waiting or texts.wanted:
+        if waiting and texts.room:
+            texts.join(waiting.pop(0))
+        texts.advance()
+    for reader in readers:
+        dense.engine.reset()
+        alone = asked(reader.request.ids, reader.request.options.tokens)
+        alone.request = reader.request
+        run(Texts(dense), alone)
+        assert (reader.text, reader.end.tokens) == (alone.text, alone.end.tokens)
+
+
+def test_a_long_prompt_does_not_stop_running_streams(dense: Model, texts: Texts) -> None:
+    stream, long = asked(ids_of(dense, 10), 200), asked(ids_of(dense, 900), 2)
+    texts.join(stream)
+    texts.advance()
+    texts.join(long)
+    turns = 0
+    while not long.events:
+        before = len(stream.events)
+        texts.advance()
+        turns += 1
+        assert len(stream.events) > before, "each turn gives the stream a token"
+    assert turns >= 900 // texts_module.PREFILLED_BETWEEN_TOKENS
+    run(texts)
+    assert stream.end == Ended("length", 200, 0)
+
+
+def test_a_long_prompt_does_not_keep_a_short_one_waiting(dense: Model, texts: Texts) -> None:
+    stream, long, short = asked(ids_of(dense, 10), 200), asked(ids_of(dense, 900), 2), asked(ids_of(dense, 20), 2)
+    for reader in (stream, long, short):
+        texts.join(reader)
+        texts.advance()
+    texts.advance()
+    assert short.events
+    assert not long.events
+
+
+def test_each_chat_goes_on_from_its_own_last_prompt(dense: Model, texts: Texts) -> None:
+    prompts = [[n, *ids_of(dense, 99)] for n in (5, 6, 7)]
+    run(texts, *(asked(ids) for ids in prompts))
+    later = [asked([*ids, *ids_of(dense, 30)]) for ids in reversed(prompts)]
+    run(texts, *later)
+    assert [reader.end for reader in later] == [Ended("length", 12, 96)] * 3
+
+
+def test_a_new_text_takes_the_sequence_that_was_left_longest_ago(dense: Model, texts: Texts) -> None:
+    sequences = len(dense.engine.positions)
+    prompts = [[n, *ids_of(dense, 99)] for n in range(sequences + 1)]
+    for ids in prompts:
+        run(texts, asked(ids, 1))
+    again = [asked(ids, 1) for ids in (prompts[-1], prompts[1])]
+    for reader in again:
+        run(texts, reader)
+    assert [reader.end.cached for reader in again] == [96, 96]
+    first = asked(prompts[0], 1)
+    run(texts, first)
+    assert first.end == Ended("length", 1, 0)
+
+
+def test_texts_are_left_between_tokens_and_between_pieces_of_a_prompt(dense: Model, texts: Texts) -> None:
+    stays = asked(ids_of(dense, 10), 60)
+    goes = [asked(ids_of(dense, 900), 5, wanted=3), asked(ids_of(dense, 12), 60, wanted=7)]
+    run(texts, stays, *goes)
+    assert [reader.end for reader in goes] == [None, None]
+    assert len(goes[1].events) == 7
+    assert stays.end == Ended("length", 60, 0)
+    assert len(texts._free) == texts.most
+
+
+def test_a_text_whose_choice_fails_leaves_those_whose_prompts_are_read_alone(
+    dense: Model, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = asked(ids_of(dense, 40)), asked(ids_of(dense, 50))
+    texts.join(bad)
+    texts.join(good)
+    monkeypatch.setattr(texts._texts[0].continuation.sampler, "choose", lambda logits: 1 / 0)
+    run(texts)
+    assert isinstance(bad.end, Failed)
+    assert good.end == Ended("length", 12, 0)

@@ -1,13 +1,13 @@
-"""The queue before the engine: order, bounds, cancelling, and what goes wrong."""
+"""The queue before the engine: order, bounds, fairness, cancelling, and what goes wrong."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, QueueFull, TextRequest, TextWorker
+from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, QueueFull, TextRequest, TextWorker, Ticket
 
 END = Ended("stop", 1, 0)
 
@@ -17,23 +17,30 @@ def request(number: int) -> TextRequest:
 
 
 class Maker:
-    """Makes texts when a test lets it."""
+    """Makes texts, one at a time unless told otherwise, each when a test lets it."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 1) -> None:
         self.let, self.began, self.order = threading.Semaphore(0), threading.Semaphore(0), []
         self.cancelled = threading.Event()
+        self.most, self.wanted = room, []
 
-    def __call__(self, asked: TextRequest, unwanted: Callable[[], bool]) -> Iterator[Event]:
-        self.order.append(asked.ids[0])
+    @property
+    def room(self) -> bool:
+        return len(self.wanted) < self.most
+
+    def join(self, ticket: Ticket) -> None:
+        self.order.append(ticket.request.ids[0])
+        self.wanted.append(ticket)
         self.began.release()
-        while not self.let.acquire(timeout=0.01):
-            if unwanted():
-                self.cancelled.set()
-                return
-        if asked.ids[0] == 13:
-            raise ValueError("thirteen")
-        yield Piece(str(asked.ids[0]))
-        yield END
+
+    def advance(self) -> None:
+        for ticket in [ticket for ticket in self.wanted if ticket.cancelled]:
+            self.cancelled.set()
+            self.wanted.remove(ticket)
+        if self.wanted and self.let.acquire(timeout=0.01):
+            ticket = self.wanted.pop(0)
+            ticket.tell(Piece(str(ticket.request.ids[0])))
+            ticket.tell(END)
 
 
 async def found(ticket: object) -> list[Event | None]:
@@ -83,13 +90,56 @@ async def test_a_cancelled_text_is_not_made_or_ends(worker: TextWorker, maker: M
     assert maker.order == [0, 2]
 
 
-async def test_a_text_that_fails_does_not_keep_the_next_from_being_made(worker: TextWorker, maker: Maker) -> None:
-    bad, good = worker.submit(request(13)), worker.submit(request(1))
-    maker.let.release(2)
-    (failed,) = await found(bad)
-    assert isinstance(failed, Failed)
-    assert str(failed.error) == "thirteen"
-    assert await found(good) == [Piece("1"), END]
+async def test_as_many_texts_are_made_together_as_the_maker_has_room_for(maker: Maker, worker: TextWorker) -> None:
+    maker.most = 3
+    tickets = [worker.submit(request(n)) for n in range(5)]
+    for _ in range(3):
+        maker.began.acquire()
+    assert (worker.making, worker.waiting) == (3, 2)
+    tickets[1].cancel()
+    maker.began.acquire()
+    assert maker.order == [0, 1, 2, 3]
+    maker.let.release(4)
+    await found(tickets[4])
+
+
+async def test_a_client_that_asks_for_much_does_not_keep_others_waiting(worker: TextWorker, maker: Maker) -> None:
+    greedy = [worker.submit(request(n), "greedy") for n in range(3)]
+    maker.began.acquire()
+    other = worker.submit(request(7), "other")
+    maker.let.release(4)
+    await found(greedy[2])
+    await found(other)
+    assert maker.order.index(7) == 2, "one of the greedy client was made, one was next"
+
+
+async def test_the_last_of_a_greedy_client_makes_room_in_a_full_queue(worker: TextWorker, maker: Maker) -> None:
+    greedy = [worker.submit(request(n), "greedy") for n in range(4)]
+    maker.began.acquire()
+    other = worker.submit(request(7), "other")
+    (told,) = await found(greedy[3])
+    assert isinstance(told, Failed)
+    assert isinstance(told.error, QueueFull)
+    with pytest.raises(QueueFull):
+        worker.submit(request(4), "greedy")
+    worker.submit(request(8), "third")
+    with pytest.raises(QueueFull):
+        worker.submit(request(9), "fourth")
+    maker.let.release(4)
+    assert await found(other) == [Piece("7"), END]
+
+
+async def test_a_mistake_of_the_maker_is_told_to_all_and_ends_the_worker(maker: Maker) -> None:
+    worker = TextWorker(maker, 3)
+    bad, waiting = worker.submit(request(1)), worker.submit(request(2))
+    maker.began.acquire()
+    maker.advance = lambda: 1 / 0  # type: ignore[method-assign]
+    for ticket, kind in ((bad, ZeroDivisionError), (waiting, Closing)):
+        (failed,) = await found(ticket)
+        assert isinstance(failed, Failed)
+        assert isinstance(failed.error, kind)
+    assert worker.close(10)
+    assert not worker.usable
 
 
 async def test_whoever_waits_is_told_that_the_server_ends(worker: TextWorker, maker: Maker) -> None:
