@@ -98,7 +98,7 @@ class Service:
         """What a function makes of a request's body, in a thread, while others are served. A large body may take a
         second: only one is read at a time, and what it took is given back."""
         body = await json_body(request, self.prompts.most_body)
-        if self._reading > self.options.queue:
+        if self._reading > self.options.queue + self.worker.together:
             raise queue_full(QueueFull(1))
         self._reading += 1
         try:

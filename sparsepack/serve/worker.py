@@ -177,6 +177,11 @@ class TextWorker:
         return len(wanted) + (joining is not None and joining not in wanted)
 
     @property
+    def together(self) -> int:
+        """How many texts are made together at most."""
+        return self._maker.most
+
+    @property
     def busy(self) -> bool:
         """Whether a text is being made."""
         return self.making > 0
@@ -197,7 +202,7 @@ class TextWorker:
                 raise Closing(ENDING)
             full = QueueFull(min(60, ceil(self._seconds)))
             # What has room in the maker does not wait, though the thread may not have taken it out yet.
-            most = self._most + max(0, self._maker.most - self.making)
+            most = self._most + max(0, self.together - self.making)
             try:
                 pushed_out = self._queue.put(client, ticket, most)
             except IndexError:
