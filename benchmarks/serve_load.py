@@ -1,0 +1,239 @@
+"""`sparsepack serve` under load: tokens a second, the time to the first token, how soon /health answers; beside
+llama.cpp with continuous batching (`llama_cpp_batch.py`) on the plain Q4_K file of the same model.
+
+    python benchmarks/serve_load.py [--model CHECKPOINT] [--sparsity 0.5] [--json FILE]
+
+Every client asks for some texts, one after the other, each of a prompt of its own. Every eighth text is given up after
+a quarter of its tokens. The peer has no HTTP: what HTTP costs, on the same cores, is in our figures alone.
+"""
+
+import asyncio
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import click
+import httpx
+from books import SHARED
+from figures import json_option, write_figures
+from llama_cpp_batch import Asked, LlamaCppBatch
+from llama_cpp_peer import LlamaCpp, check
+
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.files.text import read_text
+from sparsepack.loading import load
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.packing import PackRequest, pack
+from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.tables import Table, markdown
+
+TextOf = Callable[[Sequence[int], int], AsyncIterator[int]]
+"""The function makes a text of at most so many tokens after a prompt: yields how many tokens came, each time that some
+did."""
+
+
+@dataclass
+class Load:
+    """What was seen under one load.
+
+    first  -- seconds to the first token, of each text
+    health -- seconds that /health took, each time that it was asked
+    """
+
+    program: str
+    clients: int
+    tokens: int = 0
+    given_up: int = 0
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    health: list[float] = field(default_factory=list)
+
+    def row(self) -> list[str]:
+        """A row of the table."""
+        p95 = statistics.quantiles(self.first, n=20)[-1] if len(self.first) > 1 else self.first[0]
+        health = f"{1e3 * max(self.health):.0f}" if self.health else ""
+        return [
+            self.program,
+            str(self.clients),
+            f"{self.tokens / self.seconds:.0f}",
+            f"{1e3 * statistics.median(self.first):.0f}",
+            f"{1e3 * p95:.0f}",
+            health,
+        ]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each client asks for: how many texts, of how many tokens after how many."""
+
+    texts: int
+    prompt: int
+    tokens: int
+    ids: Sequence[int]
+
+    def prompt_of(self, number: int) -> list[int]:
+        """A prompt of its own for each text: a place of the book."""
+        first = random.Random(number).randrange(len(self.ids) - self.prompt)
+        return list(self.ids[first : first + self.prompt])
+
+
+async def under_load(load: Load, work: Work, text_of: TextOf) -> None:
+    """Let the clients ask, and note what they see."""
+
+    async def client(number: int) -> None:
+        for n in range(work.texts):
+            text = number * work.texts + n
+            began, count = time.perf_counter(), 0
+            async for came in text_of(work.prompt_of(text), work.tokens):
+                if not count:
+                    load.first.append(time.perf_counter() - began)
+                count += came
+                if text % 8 == 7 and count >= work.tokens // 4:
+                    load.given_up += 1
+                    break
+            load.tokens += count
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(client, range(load.clients)))
+    load.seconds = time.perf_counter() - began
+
+
+async def load_of_ours(url: str, load: Load, work: Work) -> None:
+    """The load on a server of ours."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+
+        async def text_of(ids: Sequence[int], tokens: int) -> AsyncIterator[int]:
+            body = {"model": "served", "prompt": ids, "max_tokens": tokens, "temperature": 0, "stream": True}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise RuntimeError(f"{response.status_code}: {await response.aread()!r}")
+                async for line in response.aiter_lines():
+                    if '"finish_reason":null' in line:
+                        yield 1
+
+        async def ask_health() -> None:
+            while True:
+                began = time.perf_counter()
+                (await http.get("/health")).raise_for_status()
+                load.health.append(time.perf_counter() - began)
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask_health())
+        await under_load(load, work, text_of)
+        asking.cancel()
+
+
+async def load_of_peer(peer: LlamaCppBatch, load: Load, work: Work) -> None:
+    """The load on llama.cpp."""
+    loop = asyncio.get_running_loop()
+
+    async def text_of(ids: Sequence[int], tokens: int) -> AsyncIterator[int]:
+        came: asyncio.Queue[int | None] = asyncio.Queue()
+        asked = Asked(ids, tokens, lambda id: loop.call_soon_threadsafe(came.put_nowait, id) and None)
+        peer.submit(asked)
+        try:
+            while await came.get() is not None:
+                yield 1
+        finally:
+            asked.cancelled.set()
+
+    await under_load(load, work, text_of)
+
+
+@contextmanager
+def served(path: Path, context: int, sequences: int, threads: int) -> Iterator[str]:
+    """A server in a process of its own; its address."""
+    options = ["--port", "0", "--model-name", "served", "--context", str(context), "--sequences", str(sequences)]
+    command = [sys.executable, "-m", "sparsepack", "serve", str(path), *options, "--threads", str(threads)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if found := re.search(r"at (http://\S+)/v1", line):
+                break
+            click.echo(line.rstrip(), err=True)
+        else:
+            raise RuntimeError("the server ended")
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would be full one day
+        yield found.group(1)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def same_model(zigzag: Path, plain: Path, ids: Sequence[int]) -> float:
+    """The relative error of llama.cpp's logits, against ours with nothing skipped; raises where that is too large."""
+    ours, peer = load(zigzag, context=256, dense=True), LlamaCpp(plain, 256)
+    expected = ours.engine.teacher_forced(ids[:64], 64)
+    error = check(peer, ids[:32], ids[32:64], expected[31:])
+    peer.close()
+    return error
+
+
+@click.command()
+@click.option("--model", default=str(SHARED / "models" / "books-26m-silu"), show_default=True)
+@click.option("--text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"), show_default=True)
+@click.option("--sparsity", default=0.5, show_default=True)
+@click.option("--clients", default="1,8,32,100", show_default=True)
+@click.option("--sequences", default=8, show_default=True)
+@click.option("--texts", default=2, show_default=True, help="Texts that each client asks for.")
+@click.option("--prompt", default=64, show_default=True, help="Tokens of a prompt.")
+@click.option("--tokens", default=32, show_default=True, help="Tokens of a text.")
+@click.option("--threads", default=os.cpu_count(), show_default=True)
+@json_option
+def main(
+    model: str,
+    text: str,
+    sparsity: float,
+    clients: str,
+    sequences: int,
+    texts: int,
+    prompt: int,
+    tokens: int,
+    threads: int,
+    json_path: Path | None,
+) -> None:
+    """Print the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / f"{name}.gguf" for name in ("plain", "dense", "sparse")}
+        checkpoint, calibration = open_checkpoint(model), Path(folder) / "calibration"
+        calibrate(checkpoint, read_text(text), calibration, CalibrateOptions(samples=8, context=256))
+        pack(PackRequest(model, files["plain"], format="q4_k"))
+        pack(PackRequest(model, files["dense"], format="zigzag-q4_k"))
+        skipping = AllocationOptions(sparsity=sparsity)
+        pack(PackRequest(model, files["sparse"], calibration=calibration, allocation=skipping))
+        ids = rolling_windows(checkpoint.tokenizer, read_text(text), 2048, 5)[0].flatten().tolist()
+        work = Work(texts, prompt, tokens, ids)
+        print(f"llama.cpp's logits differ by {same_model(files['dense'], files['plain'], ids):.4f}, relative")
+        print(f"load {os.getloadavg()[0]:.1f} before")
+        loads = []
+        for count in map(int, clients.split(",")):
+            for name in ("dense", "sparse"):
+                with served(files[name], prompt + tokens, sequences, threads) as url:
+                    loads.append(Load(f"sparsepack, {name}", count))
+                    asyncio.run(load_of_ours(url, loads[-1], work))
+            peer = LlamaCppBatch(files["plain"], prompt + tokens, sequences, threads)
+            loads.append(Load("llama.cpp", count))
+            asyncio.run(load_of_peer(peer, loads[-1], work))
+            peer.close()
+        heads = ["", "clients", "t/s", "first token, median ms", "95 % ms", "/health, longest ms"]
+        print(markdown(Table(heads, [load.row() for load in loads])))
+        print(f"load {os.getloadavg()[0]:.1f} after; {sum(load.given_up for load in loads)} texts given up")
+        write_figures(json_path, [asdict(load) for load in loads])
+
+
+if __name__ == "__main__":
+    main()
