@@ -22,6 +22,7 @@ from sparsepack.models.architecture import Architecture, architecture_of, token_
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
 from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
+from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
@@ -252,9 +253,11 @@ def _folder_config(path: Path, name: str) -> Any:
     if quantised:
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
     try:
-        return AutoConfig.from_pretrained(str(path))
+        config = AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
-        raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})") from error
+        raise refused_own_code(error, path / "config.json") or CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})") from error
+    tell_own_code(path / "config.json")
+    return config
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
