@@ -94,16 +94,16 @@ class Trace:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions, in order."""
+        """The sessions of the trace, in the order of its texts."""
         return tuple(Session(row["tokens"], row["prompt"]) for row in self.manifest["sessions"])
 
     @property
     def sha256(self) -> str:
-        """Hash of the manifest, which itself holds the hashes of all files."""
+        """The hash of the manifest, which itself holds the hashes of all files."""
         return fingerprint(self.manifest)
 
     def active(self, session: int, layer: int) -> np.ndarray:
-        """Who was active in a block: bool [tokens, neurons]. Raises `PlacementError` for a damaged file."""
+        """Which neurons were active in a block: bool [tokens, neurons]. Raises `PlacementError` for a damaged file."""
         width = -(-self.neurons // 8)
         tokens = self.sessions[session].tokens
         data = self._file(layer_file(session, layer), tokens * width)
@@ -111,7 +111,7 @@ class Trace:
         return np.unpackbits(bits, axis=1, count=self.neurons, bitorder="little").view(np.bool_)
 
     def session(self, session: int) -> np.ndarray:
-        """Who was active in all blocks: bool [tokens, layers * neurons], one block after the other."""
+        """Which neurons were active in all blocks: bool [tokens, layers * neurons], one block after the other."""
         return np.concatenate([self.active(session, layer) for layer in range(self.layers)], axis=1)
 
     def ids(self, session: int) -> np.ndarray:
