@@ -47,7 +47,7 @@ class _Section(Stored):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class _Rotary(_Section):
+class _SectionRotary(_Section):
     convention: Rotary
     dims: Count
 
@@ -64,7 +64,7 @@ class AttentionSection(_Section):
     head_dim: Annotated[Size, Field(lt=2**31)]
     kv_heads: Annotated[Size, Field(lt=2**31)]
     groups: Literal["mean"]
-    rotary: _Rotary
+    rotary: _SectionRotary
     calibration: Name
     channels: list[list[list[Count]] | None]
 

@@ -53,7 +53,7 @@ class _Rule(Stored):
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
-class _Manifest(Stored):
+class _TraceManifest(Stored):
     """What is read of a manifest."""
 
     kind: Literal["trace"]
@@ -194,11 +194,11 @@ def load(path: Path) -> Trace:
     atomic.restore_folder(path)
     if not is_trace(path):
         raise PlacementError(f"{path}: no {MANIFEST} in it; expected a folder made by `sparsepack trace`")
-    manifest = read_manifest(path / MANIFEST, _Manifest, SCHEMA, PlacementError, "trace again", _check)
+    manifest = read_manifest(path / MANIFEST, _TraceManifest, SCHEMA, PlacementError, "trace again", _check)
     return Trace(path, manifest)
 
 
-def _check(found: _Manifest) -> None:
+def _check(found: _TraceManifest) -> None:
     """Raise ValueError where parts of a manifest contradict each other or ask for too much memory."""
     if (found.rule.share is None) != (found.rule.active == "nonzero"):
         raise ValueError(f"rule: {found.rule.active}, of a share of {found.rule.share}")

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.offload import SLOTS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape
 
 
-class OffloadedKvCache(DoubleSparsityKvCache):
-    """See `DoubleSparsityKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its steps
-    that select. `offload.py` says how.
+class OffloadedKvCache(CudaDoubleSparsityKvCache):
+    """See `CudaDoubleSparsityKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its
+    steps that select. `offload.py` says how.
 
     Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position and key
     head, a label and 4 bytes, for each slot a key, a value and 8 bytes, and for each token that a step reads 12 bytes.
@@ -21,7 +21,7 @@ class OffloadedKvCache(DoubleSparsityKvCache):
 
     slots -- for each token that a step reads at most, at least 1
 
-    Raises `UserError` as `DoubleSparsityKvCache` does, and where the host has no room.
+    Raises `UserError` as `CudaDoubleSparsityKvCache` does, and where the host has no room.
     """
 
     def __init__(
