@@ -77,7 +77,7 @@ class HybridDecoder(OperationsDecoder):
         )
 
     @property
-    def served(self) -> HitCounts:
+    def hit_counts(self) -> HitCounts:
         return self._moves.counts
 
     def reset(self) -> None:

@@ -50,7 +50,7 @@ class CudaDecoder:
     """
 
     threads = 1
-    served = None
+    hit_counts = None
 
     def __init__(
         self,
