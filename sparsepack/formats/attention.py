@@ -32,7 +32,7 @@ from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, Spar
 ATTENTION = "attention"
 """The manifest has the section under this key."""
 
-_KIND = "double"
+_DOUBLE_SPARSITY = "double"
 _Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -99,7 +99,7 @@ def attention_section(sparse: SparseAttention, heads: Heads, calibration: str) -
     """
     numbers = described(sparse)
     return {
-        "kind": _KIND,
+        "kind": _DOUBLE_SPARSITY,
         **{name: numbers[name] for name in ("tokens", "sinks", "recent", "min_context")},
         "label_bits": LABEL_BITS,
         **{name: value for name, value in heads.to_json().items() if name != "heads"},

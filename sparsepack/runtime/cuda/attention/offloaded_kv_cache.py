@@ -62,11 +62,11 @@ class OffloadedKvCache(CudaDoubleSparsityKvCache):
         return self._kernels.prefill_attention(queries, keys, values, first, window)
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
-        double, slots = self._double_sparsity[layer], self._slots[layer]
-        if double is None or slots is None:
+        double_sparsity, slots = self._double_sparsity[layer], self._slots[layer]
+        if double_sparsity is None or slots is None:
             super().step(layer, qkv, sparse, out, flag_in_data)
         elif sparse:
-            self._kernels.attend_offloaded(double, slots, qkv, self.positions.there, out)
+            self._kernels.attend_offloaded(double_sparsity, slots, qkv, self.positions.there, out)
         else:
             super().step(layer, qkv, sparse, out, flag_in_data)
             slots.forget_next(self.positions.there)
