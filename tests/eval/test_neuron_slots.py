@@ -25,7 +25,7 @@ SOME = EngineOptions(cached=0.3)
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> EvalRequest:
     """Three windows by the tiny model by neurons, as if it had been trained with ReLU."""
-    path = tiny_by_neurons(tmp_path_factory.mktemp("places"))
+    path = tiny_by_neurons(tmp_path_factory.mktemp("slots"))
     texts = {"perplexity": ("shipped:heldout",), "context": 32, "windows": 3}
     return EvalRequest(str(path), runtime="reference", **texts)
 

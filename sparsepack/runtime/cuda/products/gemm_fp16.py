@@ -161,7 +161,7 @@ def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float
 
 def _row_kernel(name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0) -> Kernel:
     """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
-    places = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
-    vector = 1 if places % 16 else 4
+    addresses = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
+    vector = 1 if addresses % 16 else 4
     defines = (f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}", f"ACTIVATION={activation}")
     return kernel("prefill", name, defines, x.device.index or 0)
