@@ -32,7 +32,7 @@ from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as 
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import tile_config, zigzag
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CHUNK, CudaTileConfig
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
@@ -70,7 +70,7 @@ def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: 
         matrix.rows,
         matrix.columns,
         gate_bands=matrix.rows // 512 if gate else 0,
-        config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // CHUNK))),
+        config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // COLUMNS_AT_ONCE))),
     )
 
 

@@ -60,9 +60,9 @@ VARIANTS = {
     "quantise_slide": [
         (
             *(f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}"),
-            *(f"CHUNKS={chunks}", f"WARPS={warps}", f"BLOCKS={blocks}"),
+            *(f"THREAD_EIGHTS={eights}", f"WARPS={warps}", f"BLOCKS={blocks}"),
         )
-        for type, of, chunks, warps, blocks in ((0, 4, 1, 8, 1), (1, 6, 5, 16, 4), (2, 16, 16, 32, 1))
+        for type, of, eights, warps, blocks in ((0, 4, 1, 8, 1), (1, 6, 5, 16, 4), (2, 16, 16, 32, 1))
     ],
     "scale_outputs": [(f"SUMS={sums}", f"OUTPUT={output}") for sums in range(3) for output in range(3)],
     "slide_matmul": [

@@ -63,16 +63,16 @@ class Variant:
         return self.warps * (self.ring_bytes + scratch + 8 * self.gqa_ratio) + 4 * self.gqa_ratio * self._width
 
     @property
-    def _chunks(self) -> int:
+    def _row_vectors(self) -> int:
         return -(-self.head_dim // (16 // self.dtype.itemsize))
 
     @property
     def _lanes(self) -> int:
-        return min(32, 1 << (self._chunks - 1).bit_length())
+        return min(32, 1 << (self._row_vectors - 1).bit_length())
 
     @property
     def _width(self) -> int:
-        return self._lanes * -(-self._chunks // self._lanes) * (16 // self.dtype.itemsize)
+        return self._lanes * -(-self._row_vectors // self._lanes) * (16 // self.dtype.itemsize)
 
     @property
     def _batch(self) -> int:

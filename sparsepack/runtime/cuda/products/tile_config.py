@@ -24,7 +24,7 @@ BAND_ROWS = 256
 PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
 BLOCK_BYTES = 144
 K_TILE = 16  # columns that are multiplied together
-CHUNK = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
+COLUMNS_AT_ONCE = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
 STATIC_BYTES = 2048
 """Products declare at most this many bytes of a block's shared memory themselves."""
 PRODUCERS = 4
@@ -76,7 +76,7 @@ class CudaTileConfig:
 
     def chunks(self, columns: int) -> int:
         """The chunks of a matrix's columns that a block takes at most."""
-        return -(-columns // (CHUNK * self.splits))
+        return -(-columns // (COLUMNS_AT_ONCE * self.splits))
 
     @property
     def ring_bytes(self) -> int:
@@ -87,7 +87,7 @@ class CudaTileConfig:
 
 def shared_bytes(columns: int, config: CudaTileConfig) -> int:
     """The bytes of dynamic shared memory of a block of `zigzag_gemv`: ring, sums of the warps, list of columns."""
-    return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * CHUNK * config.chunks(columns)
+    return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * COLUMNS_AT_ONCE * config.chunks(columns)
 
 
 def fitted(config: CudaTileConfig, needed: Callable[[CudaTileConfig], int], device: torch.device) -> CudaTileConfig:
@@ -117,7 +117,7 @@ def default_tile_config(bands: int, columns: int, device: torch.device, gate: bo
         return fitted(CudaTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
 
     one = CudaTileConfig(1, warps=8, stages=0, splits=filling_splits(bands, columns, device, 1))
-    if not gate and CHUNK * one.chunks(columns) <= FEW_COLUMNS:
+    if not gate and COLUMNS_AT_ONCE * one.chunks(columns) <= FEW_COLUMNS:
         return one
     four = of(4)
     enough = -(-bands // 4) * _most_splits(columns, 4) >= 0.95 * multiprocessors(device)
@@ -134,7 +134,7 @@ def filling_splits(bands: int, columns: int, device: torch.device, tile_bands: i
 
 def _most_splits(columns: int, tile_bands: int) -> int:
     """The largest number of blocks that may share a tile's columns, of which each block needs some."""
-    return min(MOST_SPLITS[tile_bands], -(-columns // CHUNK))
+    return min(MOST_SPLITS[tile_bands], -(-columns // COLUMNS_AT_ONCE))
 
 
 def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> CudaTileConfig | None:

@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessor
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.cuda.products.tile_config import (
     BAND_ROWS,
-    CHUNK,
+    COLUMNS_AT_ONCE,
     PADDED_ROWS,
     PRODUCERS,
     STATIC_BYTES,
@@ -199,8 +199,8 @@ def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | N
 def _check_blocks(matrix: CudaZigzag, inputs: int) -> None:
     """Raises `ValueError` where a block would have no columns, or blocks would wait for each other in vain."""
     config, device = matrix.config, matrix.blocks.device
-    if config.splits > -(-matrix.columns // CHUNK):
-        raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
+    if config.splits > -(-matrix.columns // COLUMNS_AT_ONCE):
+        raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {COLUMNS_AT_ONCE}")
     if config.splits == 1:
         return
     if blocks(matrix) > multiprocessors(device):
@@ -280,7 +280,7 @@ def _batch_bytes(columns: int, config: CudaTileConfig, inputs: int) -> int:
     """The bytes of dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list
     of the block's columns."""
     first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
-    return first + 4 * (inputs + 1) * CHUNK * config.chunks(columns)
+    return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns)
 
 
 def _defines(matrix: CudaZigzag, input: Input, activation: int | None) -> tuple[str, ...]:
