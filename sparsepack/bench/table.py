@@ -80,11 +80,11 @@ def speed_table(result: Mapping[str, Any]) -> Table:
         for row in result["tests"]
     ]
     machines = {row["gpu_info"] or f"{row['cpu_info']}, {row['n_threads']} threads" for row in result["tests"]}
-    served = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
+    hits = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
     runs = len(result["tests"][0]["samples_ts"])
     notes = [
         f"tokens/s: mean ± standard deviation of {runs} runs; {'; '.join(sorted(machines))}; {result['runtime']}",
-        *dict.fromkeys(served),
+        *dict.fromkeys(hits),
     ]
     return Table(["what", "tokens/s", "median (range)", "skipped", "of bandwidth"], rows, notes=notes)
 
