@@ -1,9 +1,8 @@
 """The routes: what is asked, checked; what is answered."""
 
 import asyncio
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -14,19 +13,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
 from sparsepack.serve.delivery import Delivery, queue_full
-from sparsepack.serve.guards import LOOPBACK, MOST_VALUES, Guard, check_values, json_body, refused
+from sparsepack.serve.guards import LOOPBACK, Guard, json_body, refused
 from sparsepack.serve.memory import give_back_memory
+from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.preparing import Preparation, Prepared
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
 from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
 
 SMALL_BODY = 2**16
 """A body of at most this many bytes is read in milliseconds."""
+
+PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
 
 R = TypeVar("R")
 
@@ -43,6 +44,8 @@ class Service:
     ) -> None:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
+        self.metrics = Metrics(making=lambda: int(worker.busy), waiting=lambda: worker.waiting)
+        self._preparation = Preparation(prompts.model, prompts, name)
         self._created = int(time.time())
         self._reading = 0
         self._one_large_body = asyncio.Lock()
@@ -59,40 +62,37 @@ class Service:
 
     async def model(self, request: Request) -> Response:
         """The model, asked for by its name."""
-        self._check_model(request.path_params["name"])
+        self._preparation.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Any:
         """Continue a prompt."""
-        return await self._delivery(COMPLETION, request, self._completion)
+        return await self._delivery(COMPLETION, request, self._preparation.completion)
 
     async def chat_completions(self, request: Request) -> Any:
         """Answer the last message of a chat."""
-        return await self._delivery(CHAT, request, self._chat)
+        return await self._delivery(CHAT, request, self._preparation.chat)
 
-    def _completion(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
-        """A request and the tokens of its prompt. Runs in a thread, as `_chat` does."""
-        check_values(body, MOST_VALUES + self.prompts.context)
-        asked = read_request(CompletionRequest, body)
-        self._check_model(asked.model)
-        return asked, self.prompts.plain(asked.text_or_ids)
+    async def measured(self, request: Request) -> Response:
+        """What the server has done, for Prometheus."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def _chat(self, body: bytes) -> tuple[ChatRequest, list[int]]:
-        check_values(body, MOST_VALUES)
-        asked = read_request(ChatRequest, body)
-        self._check_model(asked.model)
-        return asked, self.prompts.chat([message.for_template() for message in asked.messages])
-
-    async def _delivery(
-        self, form: Form, request: Request, read: Callable[[bytes], tuple[TextParameters, list[int]]]
-    ) -> Delivery:
-        asked, ids = await self._read(request, read)
-        max_tokens = self.prompts.checked_tokens(len(ids), asked.most_tokens)
+    async def _delivery(self, form: Form, request: Request, prepare: Callable[[bytes], Prepared]) -> Delivery:
+        asked_at = time.monotonic()
+        prepared = await self._read(request, prepare)
+        asked = prepared.asked
+        answer = Answer(
+            form,
+            self.name,
+            self.fingerprint,
+            prompt_tokens=len(prepared.texts[0].ids),
+            with_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+            likelihoods=prepared.likelihoods,
+            reader=prepared.reader,
+        )
         client = request.client.host if request.client else ""
-        ticket = self._submitted(TextRequest(tuple(ids), options_of(asked, max_tokens)), client)
-        with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        answer = Answer(form, self.name, self.fingerprint, len(ids), with_usage)
-        return Delivery(ticket, answer, bool(asked.stream), self.options.send_timeout)
+        tickets = self._submitted(prepared.texts, client)
+        return Delivery(tickets, answer, bool(asked.stream), self.options.send_timeout, self.metrics, asked_at)
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
         """What a function makes of a request's body, in a thread, while others are served. A large body may take a
@@ -113,40 +113,33 @@ class Service:
         finally:
             self._reading -= 1
 
-    def _submitted(self, request: TextRequest, client: str) -> Ticket:
+    def _submitted(self, requests: Sequence[TextRequest], client: str) -> list[Ticket]:
+        """All of the texts of a client in the queue, or none."""
+        tickets: list[Ticket] = []
         try:
-            return self.worker.submit(request, client)
-        except QueueFull as error:
-            raise queue_full(error) from error
-        except Closing as error:
+            for request in requests:
+                tickets.append(self.worker.submit(request, client))
+        except (QueueFull, Closing) as error:
+            for ticket in tickets:
+                ticket.cancel()
+            if isinstance(error, QueueFull):
+                raise queue_full(error) from error
             raise Refusal(503, str(error), code="server_ending") from error
-
-    def _check_model(self, name: str) -> None:
-        if name != self.name:
-            raise Refusal(404, f"model {name!r}: this server has {self.name!r}", "model", "model_not_found")
+        return tickets
 
     def _model(self) -> dict[str, Any]:
         common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
         return {**common, "max_model_len": self.prompts.context}
 
 
-def options_of(asked: TextParameters, tokens: int) -> GenerateOptions:
-    """How tokens are chosen: as at OpenAI unless told otherwise, and by a new seed for each text."""
-    return GenerateOptions(
-        tokens=tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        stop=asked.stops,
-    )
-
-
 def create_app(service: Service) -> Starlette:
     """The application, for an ASGI server."""
     options = service.options
     local = options.api_key is None and options.host in LOOPBACK
-    middleware = [Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None)]
+    middleware = [
+        Middleware(Counting, metrics=service.metrics, paths=PATHS),
+        Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None),
+    ]
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         origins = list(options.cors_origins)
         cors = Middleware(
@@ -156,6 +149,7 @@ def create_app(service: Service) -> Starlette:
     return Starlette(
         routes=[
             Route("/health", service.health),
+            Route("/metrics", service.measured),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/completions", service.completions, methods=["POST"]),

@@ -1,6 +1,7 @@
 """Prompts, from what a request says to tokens that fit the model."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
@@ -8,6 +9,7 @@ from sparsepack.models.tokenizer.token_bytes import TokenBytes
 from sparsepack.runtime.generate import prompt_tokens
 from sparsepack.serve.guards import MOST_BYTES
 from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.tools import takes_tools
 
 BYTES_IN_JSON = 6
 """A byte of text takes at most so many in JSON, where `\\u0041` stands for one letter."""
@@ -27,7 +29,7 @@ class Prompts:
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self.model = model
         self._tokenizer = model.tokenizer
         self._architecture = model.engine.architecture
         self.context = model.engine.context
@@ -47,10 +49,14 @@ class Prompts:
             return list(prompt)
         return self._tokens(prompt, "prompt")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins. Raises `Refusal`."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The tokens of a conversation, up to where the model's answer begins. Raises `Refusal`, also where there are
+        tools and the model's template does not tell the model of them."""
+        if tools and not takes_tools(self.model.chat_template or ""):
+            message = "tools: this model's chat template takes none; leave them out, or serve with --chat-template"
+            raise Refusal(400, message, "tools", "unsupported_value")
         try:
-            prompt = self._model.chat_prompt(messages)
+            prompt = self.model.chat_prompt(messages, tools)
         except UserError as error:
             raise Refusal(400, str(error), "messages") from error
         return self._tokens(prompt, "messages")

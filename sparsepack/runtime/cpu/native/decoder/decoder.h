@@ -138,7 +138,7 @@ private:
 
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
-    void chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
+    void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
     void append_rows(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
@@ -163,7 +163,7 @@ private:
     std::vector<KvCache*> texts_;    // that a step of several appends to
     Buffer<uint8_t> active_in_any_;  // of these, by column
     std::vector<Scratch> scratch_;
-    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // prefill: [chunk][...]; steps of several: [texts][...]
+    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // [prefill_tokens][...], or [texts][...] in a step
 };
 
 }  // namespace sparsepack
