@@ -8,7 +8,6 @@ For each kind of request, so many clients, each a process, send it again and aga
 
 import argparse
 import http.client
-import json
 import multiprocessing
 import socket
 import subprocess
