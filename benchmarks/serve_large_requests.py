@@ -1,6 +1,6 @@
-"""How long `/health` of `sparsepack serve` takes while clients send requests of 4 MB; prints a table.
+"""How long `/health` of `sparsepack serve` takes while clients send large requests; prints a table.
 
-    python benchmarks/serve_large_requests.py MODEL.gguf --clients 8 --seconds 5
+    python benchmarks/serve_large_requests.py MODEL.gguf --clients 8 --seconds 5 --bytes 4000000
 
 For each kind of request, so many clients, each a process, send it again and again, while this process asks for
 `/health`. The last columns say what the requests were answered with and how much memory the server has afterwards.
@@ -19,17 +19,19 @@ from multiprocessing.synchronize import Event
 
 import psutil
 
-SIZE = 4_000_000
-KINDS = {
-    "spaces": b'{"model": "m", "prompt": "' + b" " * SIZE + b'"}',
-    "one word": b'{"model": "m", "prompt": "' + b"a" * SIZE + b'"}',
-    "emoji": b'{"model": "m", "prompt": "' + "\U0001f600".encode() * (SIZE // 4) + b'"}',
-    "escapes": b'{"model": "m", "prompt": "' + b"\\u0001" * (SIZE // 6) + b'"}',
-    "ids": b'{"model": "m", "prompt": [' + b"1," * (SIZE // 2) + b"1]}",
-    "deep": b'{"model": "m", "prompt": ' + b"[" * SIZE + b"}",
-    "lists": b'{"model": "m", "metadata": [' + b"[]," * (SIZE // 3) + b"[]]}",
-    "messages": b'{"model": "m", "messages": [' + b'{"role":"user","content":""},' * (SIZE // 29) + b"{}]}",
-}
+
+def requests(size: int) -> dict[str, bytes]:
+    """Bodies of about so many bytes, by kind."""
+    return {
+        "spaces": b'{"model": "m", "prompt": "' + b" " * size + b'"}',
+        "one word": b'{"model": "m", "prompt": "' + b"a" * size + b'"}',
+        "emoji": b'{"model": "m", "prompt": "' + "\U0001f600".encode() * (size // 4) + b'"}',
+        "escapes": b'{"model": "m", "prompt": "' + b"\\u0001" * (size // 6) + b'"}',
+        "ids": b'{"model": "m", "prompt": [' + b"1," * (size // 2) + b"1]}",
+        "deep": b'{"model": "m", "prompt": ' + b"[" * size + b"}",
+        "lists": b'{"model": "m", "metadata": [' + b"[]," * (size // 3) + b"[]]}",
+        "messages": b'{"model": "m", "messages": [' + b'{"role":"user","content":""},' * (size // 29) + b"{}]}",
+    }
 
 
 def send(port: int, body: bytes, stop: Event, statuses: "Queue[int]") -> None:
@@ -88,7 +90,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--bytes", type=int, default=4_000_000)
     asked = parser.parse_args()
+    kinds = requests(asked.bytes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -106,9 +110,9 @@ def main() -> None:
             print("| request | /health median, ms | 95 % | most | answers | server's memory, MiB |")
             print("|---|---|---|---|---|---|")
             print(row("none", [], port, 0, asked.seconds, process), flush=True)
-            for name, body in KINDS.items():
+            for name, body in kinds.items():
                 print(row(name, [body], port, asked.clients, asked.seconds, process), flush=True)
-            print(row("all of them", list(KINDS.values()), port, asked.clients, asked.seconds, process))
+            print(row("all of them", list(kinds.values()), port, asked.clients, asked.seconds, process))
         finally:
             server.terminate()
 

@@ -89,7 +89,7 @@ class Generation(Iterator[str]):
         return self.results()[0]
 
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the one text's tokens that were chosen since the last call, where the options ask for them."""
+        """The logprobs of the one text's tokens that were chosen since the last call, where the options ask for them."""
         return self._samplers[0].taken_logprobs()
 
     def results(self) -> list[Generated]:

@@ -135,7 +135,7 @@ class Sampler:
         return id
 
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the tokens that were chosen since the last call, in their order; none unless `sampling` asks for them."""
+        """Those of the tokens that were chosen since the last call, in order; none unless `sampling` asks for them."""
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
 
