@@ -12,8 +12,10 @@ import pytest
 import torch
 from serving import Served
 
+from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.grammar import GrammarConstraint
 from sparsepack.serve.options import ServeOptions
 
 PROMPT = "There was a king who had"
@@ -162,7 +164,7 @@ def test_a_text_is_a_json_object_or_of_a_grammar(served: Served) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}}, "no"),
         ({"extra_body": {"grammar": 'root ::= "yes'}}, "Unexpected end"),
         ({"extra_body": {"grammar": "start: missing"}}, "missing"),
-        ({"extra_body": {"grammar": "(" * 60_000}}, "cannot be kept to"),
+        ({"extra_body": {"grammar": "(" * 16_000}}, "cannot be kept to"),
     ],
     ids=["schema", "gbnf", "lark", "deep"],
 )
@@ -173,6 +175,19 @@ def test_what_is_no_schema_or_grammar_is_refused_in_one_line(served: Served, ask
     assert says in message
     assert "\n" not in message
     assert len(message) < 400
+
+
+def test_a_grammar_that_fails_while_a_text_is_made_is_the_request_s_error(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: GrammarConstraint) -> torch.Tensor:
+        raise UserError("the grammar cannot be followed (too complex); give a simpler one")
+
+    monkeypatch.setattr(GrammarConstraint, "allowed", fails)
+    with pytest.raises(openai.BadRequestError, match="give a simpler one"):
+        chat(served, response_format={"type": "json_object"})
+    with pytest.raises(openai.APIError, match="give a simpler one"):
+        list(chat(served, response_format={"type": "json_object"}, stream=True))
 
 
 # tools
