@@ -46,8 +46,9 @@ class Continuation:
         return "".join(self._told)
 
     def take(self, id: int) -> str:
-        """Add a token. Returns the text that is certain now; where the token was the last, `reason` is there and so is
-        the text that was held back."""
+        """Add the token that the sampler chose. Returns the text that is certain now; where the token was the last,
+        `reason` is there and so is the text that was held back. Raises `UserError` where the sampler's choice failed."""
+        self.sampler.check()
         piece = ""
         if id in self._eos and id not in self._stop_ids:
             self.reason = "eos"

@@ -49,7 +49,7 @@ def dense(artifact: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def hit_counts(model: Model) -> Iterator[Served]:
+def served(model: Model) -> Iterator[Served]:
     """A server with the usual options."""
     with Served(model, ServeOptions()) as running:
         yield running
