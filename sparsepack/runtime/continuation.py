@@ -47,7 +47,7 @@ class Continuation:
 
     def take(self, id: int) -> str:
         """Add the token that the sampler chose. Returns the text that is certain now; where the token was the last,
-        `reason` is there and so is the text that was held back. Raises `UserError` where the sampler's choice failed."""
+        `reason` is there and so is the text that was held back. Raises `UserError` where the choice failed."""
         self.sampler.check()
         piece = ""
         if id in self._eos and id not in self._stop_ids:

@@ -55,6 +55,13 @@ def served(model: Model) -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def served_dense(dense: Model) -> Iterator[Served]:
+    """A server of the model that skips nothing."""
+    with Served(dense, ServeOptions()) as running:
+        yield running
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Tests that are coroutines run in an event loop of their own."""

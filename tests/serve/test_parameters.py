@@ -43,7 +43,8 @@ def chat(served: Served, **asked: Any) -> Any:
     return served.client().chat.completions.create(**{**messages, **asked})
 
 
-def test_several_texts_are_those_of_following_seeds_and_each_comes_in_its_own_chunks(served: Served) -> None:
+def test_several_texts_are_those_of_following_seeds_and_each_comes_in_its_own_chunks(served_dense: Served) -> None:
+    served = served_dense  # what is skipped depends on the texts that are made together
     expected = [made(served.model, tokens=16, temperature=1.0, seed=seed) for seed in (3, 4, 5)]
     answer = completion(served, n=3, seed=3)
     assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
