@@ -44,7 +44,7 @@ class Service:
     ) -> None:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
-        self.metrics = Metrics(making=lambda: int(worker.busy), waiting=lambda: worker.waiting)
+        self.metrics = Metrics(making=lambda: worker.making, waiting=lambda: worker.waiting)
         self._preparation = Preparation(prompts.model, prompts, name)
         self._created = int(time.time())
         self._reading = 0

@@ -71,7 +71,8 @@ def test_several_texts_are_all_in_the_queue_or_none(model: Model) -> None:
 def logprobs_of(model: Model, text: str) -> torch.Tensor:
     ids = model.tokenizer.encode(text).ids
     with torch.no_grad():
-        return model.logits([0, *ids])[-1].double().log_softmax(0)
+        model.engine.reset()
+    return model.engine.prefill([0, *ids]).double().log_softmax(0)
 
 
 def test_logprobs_of_a_completion_are_the_model_s_and_its_tokens_are_the_text(served: Served) -> None:
