@@ -1,4 +1,4 @@
-"""One process at a time works on an output: a lock on a file beside it, which the system takes back when a process ends.
+"""One process at a time works on an output: a lock on a file beside it, which ends with the process that has it.
 
 The file `.NAME.lock` says who holds the lock, and since when. It is removed when the work is done. The one of a process
 that was killed is nobody's: the next process takes it over.

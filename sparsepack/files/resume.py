@@ -35,7 +35,8 @@ def unfinished_path(output: Path) -> Path:
 def state_beside(output: Path) -> Iterator[Path]:
     """Yield the folder for the state of the run that makes `output`; it is removed once the output is written.
 
-    A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
+    A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says
+    whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
     where another process is making the output.
     """
     path = unfinished_path(output)

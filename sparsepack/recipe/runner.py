@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.files.atomic import remove_leftovers
-from sparsepack.files.lock import remove_lock
 from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.lock import remove_lock
 from sparsepack.progress import going_on, say
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage

@@ -66,7 +66,8 @@ def measure_shapes(
 ) -> dict[str, Any]:
     """Measure every shape once, keep what was found beside what is `known`, and return it as JSON-able values.
 
-    What other processes have kept meanwhile stays, too. Raises `OutputError` where that is impossible, before anything is measured.
+    What other processes have kept meanwhile stays, too. Raises `OutputError` where nothing can be kept, before anything
+    is measured.
     """
     wanted = list(dict.fromkeys(shapes))
     rows: dict[Shape, dict[str, Any]] = {}

@@ -71,6 +71,6 @@ def test_a_left_lock_is_removed_but_not_a_held_one(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"out: cannot be written \(No such file or directory"):
-        with locked(tmp_path / "none" / "out"):
-            pass
+    said = r"out: cannot be written \(No such file or directory"
+    with pytest.raises(OutputError, match=said), locked(tmp_path / "none" / "out"):
+        pass
