@@ -136,12 +136,17 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.publish.card import model_card
+    from sparsepack.sparsity.find import thresholds_to_come
 
     request.check()
     format = format_of(request.format)
     check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
     format.check_model(checkpoint)
+    if request.allocation is not None:  # thresholds take long: whatever else does not fit is found before
+        plan_of(
+            checkpoint, request, found_to_come(checkpoint, request, thresholds_to_come(checkpoint, request.allocation))
+        )
     with state_beside(request.output) as state:
         found = find(checkpoint, request, state)
         plan = plan_of(checkpoint, request, found)
@@ -181,10 +186,30 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None
                 "need a folder made by `sparsepack calibrate`"
             )
         return Found(thresholds, neurons=neurons)
+    heavy = find_attention(checkpoint, source, attention) if attention else None
+    if allocation:  # last, since it takes longest
+        thresholds = find_thresholds(checkpoint, source, allocation, state)
+    return Found(thresholds, heavy, neurons)
+
+
+def found_to_come(
+    checkpoint: Checkpoint, request: PackRequest, thresholds: Thresholds | None, pruning: PruningRecord | None = None
+) -> Found:
+    """What is known of `find`'s answer before anything is run: as much, but with values that are not the final ones.
+
+    thresholds -- that are to come, too; pruning -- of a model that is still to be pruned
+
+    Raises `PackingError` for sparse attention that the model cannot have.
+    """
+    from sparsepack.sparsity.attention import attention_to_come
+    from sparsepack.tracing.counts import counts_to_come
+
+    attention = request.sparse_attention
     return Found(
-        thresholds=find_thresholds(checkpoint, source, allocation, state) if allocation else thresholds,
-        attention=find_attention(checkpoint, source, attention) if attention else None,
-        neurons=neurons,
+        thresholds=thresholds,
+        attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
+        neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
+        pruning=pruning,
     )
 
 

@@ -22,13 +22,14 @@ from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
+from sparsepack.formats.table import holders
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
-from sparsepack.progress import progress
+from sparsepack.progress import progress, say
 from sparsepack.version import __version__
 
 
@@ -43,7 +44,8 @@ def calibrate(
 
     model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
 
-    Raises `CheckpointError`, `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
+    Before anything is run a note says which formats can hold the model. Raises `CheckpointError`, `CalibrationError`,
+    `TextError` (too short, or tokens beyond the model) and `OutputError`.
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     text = text if isinstance(text, Text) else read_text(text)
@@ -54,6 +56,7 @@ def calibrate(
     folder.check_output(output, overwrite)
     windows = _chosen_windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, windows, options)
+    say(f"note: {holders(checkpoint)}")
     with state_beside(output) as state:
         with torch.inference_mode():
             layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest)))

@@ -92,7 +92,8 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_the_command_line_draws(matplotlib, traced, other_text, tmp_path):
-    given = ["simulate", str(traced.path), "--calibration", str(other_text.path), "--cached", "0.1", "--policy", "static"]
+    given = ["simulate", str(traced.path), "--calibration", str(other_text.path)]
+    given += ["--cached", "0.1", "--policy", "static"]
     done = CliRunner().invoke(main, [*given, "--plot", str(tmp_path / "p.svg")])
     assert done.exit_code == 0, done.output
     assert "| static |" in done.output
