@@ -26,7 +26,7 @@ from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.progress import progress
+from sparsepack.progress import Shorter, progress
 from sparsepack.pruning.block import prune_block
 from sparsepack.pruning.inputs import Sums
 from sparsepack.pruning.methods import METHODS
@@ -98,7 +98,8 @@ def _run(
         hidden = stream.embed(windows)
     batches = 0 if hidden is None else -(-len(hidden) // options.batch)
     each = 1 + 2 * batches
-    with progress("pruning", checkpoint.layers * each, resume.done * each) as advance:
+    shorter = None if hidden is None else Shorter("--windows", len(hidden))
+    with progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance:
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)
