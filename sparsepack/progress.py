@@ -118,6 +118,11 @@ def say(*lines: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def counted(number: int, thing: str) -> str:
+    """In words: 1 thread, 2 threads."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """In words: 42 s, 3 min 20 s, 2 h 5 min."""
     whole = round(seconds)

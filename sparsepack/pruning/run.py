@@ -77,7 +77,9 @@ def site_patterns(checkpoint: Checkpoint, options: PruneOptions) -> dict[SiteKey
     numbers = dict.fromkeys(chosen, (options.keep, options.of))
     for other in options.sites:
         numbers |= {
-            key: (other.keep, other.of) for key in chosen_sites(checkpoint, (other.site,), ()) if key in numbers
+            key: (other.keep, other.of)
+            for key in chosen_sites(checkpoint, (other.site,), (), called="site")
+            if key in numbers
         }
     return {key: Pattern(keep, of) for key, (keep, of) in numbers.items() if keep < of}
 

@@ -40,7 +40,7 @@ def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
 
 def _misfits(job: Job, asked: Calibrate) -> Iterator[str]:
     yield from job.too_long("calibrate.context", asked.context)
-    job.text(asked.text)
+    job.text(asked.text, f"{Calibrate.key}.text")
 
 
 def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
