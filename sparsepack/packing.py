@@ -14,7 +14,7 @@ from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.types import TYPES
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
-from sparsepack.option import option
+from sparsepack.option import check_type, check_types, option, with_paths
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -54,7 +54,8 @@ class PackRequest:
     recipe: Mapping[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise `PackingError` where the parts do not go together."""
+        """Raise `PackingError` for a value of another type or out of range, and where the parts do not go together."""
+        check_types(self, PackingError)
         format = format_of(self.format)
         if self.allocation is not None:
             self.allocation.check()
@@ -138,7 +139,9 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     from sparsepack.publish.card import model_card
     from sparsepack.sparsity.find import thresholds_to_come
 
+    check_type("request", request, PackRequest, PackingError)
     request.check()
+    request = with_paths(request)
     format = format_of(request.format)
     check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)

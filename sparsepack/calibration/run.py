@@ -30,6 +30,7 @@ from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
+from sparsepack.option import check_type
 from sparsepack.progress import Shorter, progress, say
 from sparsepack.version import __version__
 
@@ -48,6 +49,10 @@ def calibrate(
     Before anything is run a note says which formats can hold the model. Raises `CheckpointError`, `CalibrationError`,
     `TextError` (too short, or tokens beyond the model) and `OutputError`.
     """
+    check_type("model", model, Checkpoint | Path, CalibrationError)
+    check_type("text", text, Text | str | tuple[str, ...], CalibrationError)
+    check_type("output", output, Path, CalibrationError)
+    check_type("options", options, CalibrateOptions | None, CalibrationError)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     text = text if isinstance(text, Text) else read_text(text)
     output = Path(output)

@@ -13,8 +13,8 @@ from sparsepack.cli.options import PATH, emit, json_output
 @click.argument("path", type=PATH)
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:
-    """Show what an artifact, a checkpoint, a thresholds table, a calibration folder or a trace holds, and which programs
-    can load an artifact."""
+    """Show what an artifact, a checkpoint, a thresholds table, a calibration folder or a trace holds, and which
+    programs can load an artifact."""
     from sparsepack.cli import tables
     from sparsepack.cli.channels import channels_table
     from sparsepack.cli.checkpoint import checkpoint_table

@@ -121,14 +121,15 @@ def format_of(name: str) -> Format:
 
 def holders(checkpoint: "Checkpoint") -> str:
     """Which formats can hold a model, as a sentence for people; or that none can, and why the default one cannot."""
-    able, reasons = [], {}
+    able: list[str] = []
+    reasons: dict[str, str] = {}
     for name, format in FORMATS.items():
         try:
             format.check_model(checkpoint)
         except (CheckpointError, PackingError) as error:
             reasons[name] = str(error)
         else:
-            able.append(f"{name} (pruned)" if format.weight_sparsity else name)
+            able.append(f"{name} once pruned" if format.weight_sparsity else name)
     reason = reasons.get(DEFAULT_FORMAT)
     if not able:
         return f"no format can hold {checkpoint.name}: {reason}"

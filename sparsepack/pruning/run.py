@@ -26,6 +26,7 @@ from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
+from sparsepack.option import check_type
 from sparsepack.progress import Shorter, progress
 from sparsepack.pruning.block import prune_block
 from sparsepack.pruning.inputs import Sums
@@ -49,6 +50,10 @@ def prune(
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
     """
+    check_type("model", model, Checkpoint | Path, PruningError)
+    check_type("output", output, Path, PruningError)
+    check_type("options", options, PruneOptions, PruningError)
+    check_type("calibration", calibration, Path | None, PruningError)
     options.check()
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)

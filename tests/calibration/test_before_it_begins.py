@@ -32,7 +32,7 @@ def test_calibrate_says_which_formats_can_hold_the_model_or_that_none_can(
     assert "zigzag-q4_k" in llama
     assert "cannot" not in llama
     dynamic = said(make_model(tmp_path / "dynamic", rope_parameters=DYNAMIC), tmp_path / "b", capsys)
-    assert ": slide-int8 (pruned), slide-fp8 (pruned), slide-bf16 (pruned); zigzag-q4_k cannot: " in dynamic
+    assert ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned; zigzag-q4_k cannot: " in dynamic
     assert "rotary embedding of type 'dynamic' changes with the text's length" in dynamic
     opt = said(make_opt(tmp_path / "opt"), tmp_path / "c", capsys)
     assert opt.startswith("note: no format can hold ")
