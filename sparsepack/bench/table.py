@@ -76,8 +76,8 @@ def speed_table(result: Mapping[str, Any]) -> Table:
     machines = {
         row["gpu_info"] or f"{row['cpu_info']}, {counted(row['n_threads'], 'thread')}" for row in result["tests"]
     }
-    served = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
-    notes = [f"{'; '.join(sorted(machines))}; {result['runtime']}", *dict.fromkeys(served)]
+    hits = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
+    notes = [f"{'; '.join(sorted(machines))}; {result['runtime']}", *dict.fromkeys(hits)]
     return Table(["what", "tokens/s", "skipped", "of bandwidth"], rows, notes=notes)
 
 

@@ -59,7 +59,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the file has no problems."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _run(job: Job, stage: Stage) -> float:
 
 
 def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
-    """Those before it, of the stages that run, from whose outputs it is made."""
+    """The names of the stages that run before a stage and from whose outputs its own is made."""
     before = stages[: stages.index(stage)]
     return [other.name for other in before if other.name in stage.needs or other.makes]
 

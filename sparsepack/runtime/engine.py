@@ -101,9 +101,9 @@ class Engine:
         self._module.synchronise(self.device)
 
     @property
-    def served(self) -> HitCounts | None:
+    def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
-        return self._decoder.served
+        return self._decoder.hit_counts
 
     def reset(self) -> None:
         """Forget the texts and the activity counted so far."""

@@ -60,7 +60,7 @@ class OperationsDecoder:
         return counted(self.threads, "thread") if self._device.type == "cpu" else str(self._device)
 
     @property
-    def served(self) -> HitCounts | None:
+    def hit_counts(self) -> HitCounts | None:
         return None
 
     def active(self) -> dict[tuple[int, str], int]:
