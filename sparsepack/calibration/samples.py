@@ -7,7 +7,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import SITES
 
 WORK = 1.5e13
-"""Weights times tokens: two cores take about five minutes for so much. A model with 900 million weights in its blocks
+"""Weights times tokens: two cores take about six minutes for so much. A model with 900 million weights in its blocks
 gets `FEWEST_SAMPLES` windows of 2048 tokens by this, one with 57 million gets `MOST_SAMPLES`."""
 
 
