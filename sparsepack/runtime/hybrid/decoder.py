@@ -29,10 +29,10 @@ class HybridDecoder(OperationsDecoder):
 
     operations -- of a backend on the CPU
     beside     -- given a number of threads, its `neuron_ffn` on threads of its own
-    options    -- share, policy and links; `threads` are for both workers together, a half each
+    options    -- share, policy and links; `threads` are for both workers together, a half each and at least one
     measured   -- the links as they were measured on this machine for this model's records and these threads
 
-    Raises `UserError` for a device other than the CPU, and for a single thread.
+    Raises `UserError` for a device other than the CPU.
     """
 
     def __init__(
@@ -49,10 +49,7 @@ class HybridDecoder(OperationsDecoder):
         mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
         if device.type != "cpu":
             raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
-        threads = options.threads or torch.get_num_threads()
-        if threads < 2:
-            raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
-        first, second = divided(threads)
+        first, second = divided(options.threads or torch.get_num_threads())
         self._order = torch.stack([mlp.order for mlp in mlps]).numpy()
         self._frequency = self._by_model(torch.stack([mlp.frequency for mlp in mlps]).double().numpy())
         self._cached = options.cached or 0.0
