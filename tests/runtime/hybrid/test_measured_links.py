@@ -14,7 +14,7 @@ from models_for_tests import make_model
 from native_build import instruction_set_params
 
 from sparsepack.cli import main
-from sparsepack.errors import OutputError
+from sparsepack.errors import OutputError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
