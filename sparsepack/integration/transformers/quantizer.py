@@ -111,4 +111,3 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Values of 8 bits have no gradient."""
         return False
-

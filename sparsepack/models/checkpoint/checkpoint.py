@@ -258,7 +258,9 @@ def _folder_config(path: Path, name: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
-        raise refused_own_code(error, path / "config.json") or CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})") from error
+        raise refused_own_code(error, path / "config.json") or CheckpointError(
+            f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
+        ) from error
     tell_own_code(path / "config.json")
     return config
 
