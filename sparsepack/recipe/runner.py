@@ -16,7 +16,7 @@ from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.state import WorkFolder
 from sparsepack.version import __version__
 
-_LIBRARIES = ("torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _shared(job: Job) -> dict[str, Any]:
     """What the outputs of every stage depend on."""
     recipe, checkpoint = job.recipe, job.checkpoint
     return {
-        "versions": {"sparsepack": __version__, **{name: importlib.metadata.version(name) for name in _LIBRARIES}},
+        "versions": {"sparsepack": __version__, **{name: importlib.metadata.version(name) for name in LIBRARIES}},
         "model": {
             "name": recipe.model,
             "sha256": checkpoint.sha256,
