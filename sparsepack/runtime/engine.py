@@ -197,7 +197,7 @@ class Engine:
         samplers do."""
         if len(samplers) != len(self._ids):
             raise ValueError(f"{len(samplers)} samplers for {len(self._ids)} sequences")
-        if any(sampler.sampling.penalises for sampler in samplers):
+        if any(sampler.sampling.on_host for sampler in samplers):
             return [sampler.choose(row) for sampler, row in zip(samplers, self.step_all(ids), strict=True)]
         self._check_step(ids)
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)

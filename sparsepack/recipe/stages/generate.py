@@ -30,8 +30,11 @@ class Generate(Section):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
     repeat_penalty: float
     repeat_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
     stop: Names
     seed: int
     cached: float | None
