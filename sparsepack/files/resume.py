@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from sparsepack.errors import OutputError
+from sparsepack.errors import OutputError, UserError
 from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
 from sparsepack.files.hashing import sha256_file
+from sparsepack.files.lock import locked
 from sparsepack.files.tensors import save_tensors
 from sparsepack.progress import say
 
@@ -34,16 +35,27 @@ def unfinished_path(output: Path) -> Path:
 def state_beside(output: Path) -> Iterator[Path]:
     """Yield the folder for the state of the run that makes `output`; it is removed once the output is written.
 
-    An interrupt says whether there is a state to go on from.
+    A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says
+    whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
+    where another process is making the output.
     """
     path = unfinished_path(output)
-    try:
-        yield path
-    except KeyboardInterrupt as interrupt:
-        if not path.is_dir():
+    with locked(output):
+        before = _written(path)
+        try:
+            yield path
+        except KeyboardInterrupt as interrupt:
+            if not path.is_dir():
+                raise
+            kept = f"{path} keeps what was done, and the same command goes on from there"
+            raise KeyboardInterrupt(kept) from interrupt
+        except OutputError:
+            raise  # with room on the disk, the same command goes on
+        except UserError:
+            if before is None or _written(path) != before:  # else it is another command's
+                _discard(path)
             raise
-        raise KeyboardInterrupt(f"{path} keeps what was done, and the same command goes on from there") from interrupt
-    _discard(path)
+        _discard(path)
 
 
 class ResumeState:
@@ -171,6 +183,14 @@ def _intact(path: Path, file: Mapping[str, str]) -> bool:
         return sha256_file(path) == file["sha256"]
     except OSError:
         return False
+
+
+def _written(path: Path) -> int | None:
+    """When the state was committed last; None where there is none."""
+    try:
+        return (path / _STATE).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _discard(path: Path) -> None:

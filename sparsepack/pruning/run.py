@@ -26,7 +26,8 @@ from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.progress import progress
+from sparsepack.option import check_type
+from sparsepack.progress import Shorter, progress
 from sparsepack.pruning.block import prune_block
 from sparsepack.pruning.inputs import Sums
 from sparsepack.pruning.methods import METHODS
@@ -49,6 +50,10 @@ def prune(
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
     """
+    check_type("model", model, Checkpoint | Path, PruningError)
+    check_type("output", output, Path, PruningError)
+    check_type("options", options, PruneOptions, PruningError)
+    check_type("calibration", calibration, Path | None, PruningError)
     options.check()
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)
@@ -77,7 +82,9 @@ def site_patterns(checkpoint: Checkpoint, options: PruneOptions) -> dict[SiteKey
     numbers = dict.fromkeys(chosen, (options.keep, options.of))
     for other in options.sites:
         numbers |= {
-            key: (other.keep, other.of) for key in chosen_sites(checkpoint, (other.site,), ()) if key in numbers
+            key: (other.keep, other.of)
+            for key in chosen_sites(checkpoint, (other.site,), (), called="site")
+            if key in numbers
         }
     return {key: Pattern(keep, of) for key, (keep, of) in numbers.items() if keep < of}
 
@@ -98,7 +105,8 @@ def _run(
         hidden = stream.embed(windows)
     batches = 0 if hidden is None else -(-len(hidden) // options.batch)
     each = 1 + 2 * batches
-    with progress("pruning", checkpoint.layers * each, resume.done * each) as advance:
+    shorter = None if hidden is None else Shorter("--windows", len(hidden))
+    with progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance:
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)

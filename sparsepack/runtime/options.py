@@ -70,6 +70,8 @@ class EngineOptions:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         if self.cached is None and self.policy is not None:
             raise UserError(f"policy {self.policy}: nothing has slots; give cached too, 0.3 for one")
+        if self.cached is not None and self.threads == 1:
+            raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
+from sparsepack.files.lock import locked
 from sparsepack.progress import progress
 
 Shape = tuple[int, int]
@@ -65,16 +66,21 @@ def measure_shapes(
 ) -> dict[str, Any]:
     """Measure every shape once, keep what was found beside what is `known`, and return it as JSON-able values.
 
-    Raises `OutputError` where that is impossible, before anything is measured.
+    What other processes have kept meanwhile stays, too. Raises `OutputError` where nothing can be kept, before anything
+    is measured.
     """
     wanted = list(dict.fromkeys(shapes))
-    rows = dict(known)
+    rows: dict[Shape, dict[str, Any]] = {}
     check_room(path, len(known) + len(wanted))
+    before = read_rows(path, head["schema"], bool)
     with progress("tune", len(wanted)) as advance:
         for shape in wanted:
             rows[shape] = best(shape)
             advance()
-    write_json(path, {**head, "shapes": list(rows.values())})
+    with locked(path, wait=True):
+        there = read_rows(path, head["schema"], bool)
+        meanwhile = {shape: row for shape, row in there.items() if repr(row) != repr(before.get(shape))}
+        write_json(path, {**head, "shapes": list({**known, **meanwhile, **rows}.values())})
     return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
 
 

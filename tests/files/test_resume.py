@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsepack.errors import OutputError
+from sparsepack.errors import CalibrationError, OutputError, PlacementError
 from sparsepack.files.resume import ResumeState, state_beside
 
 
@@ -116,3 +116,18 @@ def test_what_is_not_needed_any_more_stays_until_the_next_commit(tmp_path: Path)
     state.save_block(1, {})
     assert not (tmp_path / "s" / "hidden-00001.safetensors").exists()
     assert (tmp_path / "s" / "hidden-00002.safetensors").exists()
+
+
+def test_a_refused_run_leaves_no_state_but_one_without_room_and_that_of_another_command_stay(tmp_path: Path) -> None:
+    def ends(error: Exception, commits: bool) -> list[str]:
+        with pytest.raises(type(error)), state_beside(tmp_path / "out") as path:
+            if commits:
+                ResumeState(path, "fingerprint").keep("blocks", "x", {"x": torch.zeros(1)})
+                ResumeState(path, "fingerprint").commit("blocks", done=1)
+            raise error
+        return [entry.name for entry in tmp_path.iterdir()]
+
+    assert ends(PlacementError("nothing to leave out"), True) == []
+    assert ends(OutputError("the disk is full"), True) == [".out.unfinished"]
+    assert ends(CalibrationError("no such folder"), False) == [".out.unfinished"]
+    assert ends(PlacementError("nothing to leave out"), True) == []
