@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparsepack.terminal import printable
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -121,4 +123,4 @@ def _text(*values: Any) -> "Text":
     from rich.text import Text
 
     styles = {"good": "green", "bad": "red", "soft": "dim", "heading": "bold"}
-    return Text.assemble(*((str(v), styles[v.style]) if isinstance(v, Styled) else str(v) for v in values))
+    return Text.assemble(*((printable(str(v)), styles[v.style] if isinstance(v, Styled) else "") for v in values))

@@ -12,6 +12,7 @@ import click
 
 from sparsepack.cli import streams
 from sparsepack.errors import UserError
+from sparsepack.terminal import printable, tell
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
@@ -106,5 +107,5 @@ def _say(what: object) -> None:
 
 def _print(what: object) -> None:
     with suppress(OSError):  # of a standard error that is closed
-        line = streams.printable(" ".join(str(what).split()))
-        click.echo(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", err=True)
+        line = printable(" ".join(str(what).split()))
+        tell(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", sys.stderr)
