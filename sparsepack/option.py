@@ -11,6 +11,8 @@ from typing import Any
 
 _KEY = "option"
 LARGEST_SEED = 2**32 - 1
+LARGEST_COUNT = 2**31 - 1
+"""Kernels count in 32 bits."""
 
 
 @dataclass(frozen=True)
