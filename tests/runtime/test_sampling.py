@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from commands_for_tests import fails
+from commands_for_tests import sparsepack
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.sampling import Sampler, Sampling, penalised
@@ -52,7 +52,9 @@ def test_top_p_is_a_share_of_what_top_k_kept() -> None:
 def test_a_count_that_kernels_cannot_hold_is_refused(field: str) -> None:
     with pytest.raises(UserError, match="2147483647"):
         Sampling(**{field: 2**63})
-    assert "2147483647" in fails("generate", "m.gguf", "--prompt", "x", f"--{field.replace('_', '-')}", 2**63)
+    asked = sparsepack("generate", "m.gguf", "--prompt", "x", f"--{field.replace('_', '-')}", 2**63)
+    assert asked.exit_code == 2
+    assert "2147483647" in asked.stderr
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
