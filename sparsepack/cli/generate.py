@@ -37,7 +37,17 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 @click.option("--chat-template", type=PATH, help="A file with the template for --chat, in place of the model's own.")
 @from_options(GenerateOptions, "-n", "--tokens")
 @options_from(
-    GenerateOptions, "--stop", "--temperature", "--top-k", "--top-p", "--repeat-penalty", "--repeat-last-n", "--seed"
+    GenerateOptions,
+    "--stop",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--min-p",
+    "--repeat-penalty",
+    "--repeat-last-n",
+    "--frequency-penalty",
+    "--presence-penalty",
+    "--seed",
 )
 @for_texts
 @slots

@@ -8,7 +8,7 @@ from sparsepack.errors import PackingError
 from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
 from sparsepack.option import check_options, option
 
-NONE, DOUBLE = "none", "double"
+NONE, DOUBLE_SPARSITY = "none", "double"
 AUTO = "auto"
 _LARGEST = 2**31 - 1
 
@@ -21,7 +21,7 @@ class AttentionOptions:
         "Which tokens a decoded one attends to: all, or with Double Sparsity those that a few channels of their keys "
         "rank best.",
         default=NONE,
-        choices=(NONE, DOUBLE),
+        choices=(NONE, DOUBLE_SPARSITY),
     )
     channels: int | None = option(
         "With --attention double: channels of each KV head that rank tokens (default: a quarter of them).",
@@ -76,7 +76,8 @@ class AttentionOptions:
                 if getattr(self, field.name) != field.default:
                     value = getattr(self, field.name)
                     raise PackingError(
-                        f"{field.name} {value!r}: it is for attention {DOUBLE}, not {NONE}; give both, or neither"
+                        f"{field.name} {value!r}: it is for attention {DOUBLE_SPARSITY}, not {NONE}; "
+                        "give both, or neither"
                     )
         always = self.sinks + self.recent
         if self.min_context < always:

@@ -21,7 +21,7 @@ from sparsepack.formats.codecs import q4_k
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.containers.gguf.values import MANIFEST as KEY
 from sparsepack.formats.containers.gguf.values import string, u32
-from sparsepack.formats.open import read_packed
+from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.formats.verify import verify
