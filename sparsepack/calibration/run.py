@@ -56,7 +56,7 @@ def calibrate(
     manifest = _manifest(checkpoint, text, windows, options)
     with state_beside(output) as state:
         with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest)))
+            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest), checkpoint.layers))
         return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
 
 

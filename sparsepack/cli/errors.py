@@ -70,8 +70,10 @@ def _refused_by_the_system(error: OSError) -> int:
         _say("standard output: the disk is full; free some space and run again")
     elif error.errno == errno.ENOMEM:
         _say(_memory_missing(MemoryError()))
-    elif error.errno is None:
-        raise error
+    elif error.errno is None:  # of the loader of libraries, which says no number
+        if not (missing := _memory_missing(error)):
+            raise error
+        _say(missing)
     else:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         _say(f"{where}{error.strerror}")
