@@ -19,7 +19,7 @@ LEAST_LOGPROB = -9999.0
 
 
 class Constraint(Protocol):
-    """What a text may be, told token by token; made anew for each text."""
+    """What a text may be, told token by token; made anew for each text. Its methods may raise `UserError`."""
 
     def allowed(self) -> Tensor:
         """Which tokens may come next: bool [vocabulary] on the host, of which at least one is true."""
@@ -124,19 +124,30 @@ class Sampler:
         self._made = Counter[int]()
         self._constraint = None if sampling.constraint is None else sampling.constraint()
         self._logprobs: list[TokenLogprob] = []
+        self._failure: UserError | None = None
 
     def choose(self, logits: Tensor) -> int:
         """A token id from the logits, [vocabulary] of any device. Raises `ArtifactError` where they are not numbers."""
         logits = logits.detach().to("cpu", torch.float64)
         if not (best := logits.max()).isfinite():
             raise not_finite(float(best))
-        id = self._chosen(self._changed(logits))
-        if self.sampling.on_host:
-            self._took(id, logits)
+        try:
+            id = self._chosen(self._changed(logits))
+            if self.sampling.on_host:
+                self._took(id, logits)
+        except UserError as error:
+            self._failure = error
+            return 0
         return id
 
+    def check(self) -> None:
+        """Raise the `UserError` of the constraint where it has failed. What `choose` returned is no token then. The
+        error waits here, so that of several texts that are decoded together only one fails."""
+        if self._failure is not None:
+            raise self._failure
+
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the tokens that were chosen since the last call, in their order; none unless `sampling` asks for them."""
+        """Those of the tokens that were chosen since the last call, in order; none unless `sampling` asks for them."""
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
 

@@ -45,7 +45,7 @@ MOST_PARAMETERS = 100
 MOST_CHOICES = 16
 """A request asks for at most this many texts after one prompt."""
 
-LONGEST_GRAMMAR = 2**16
+LONGEST_GRAMMAR = 2**14
 """A grammar has at most this many characters."""
 
 MOST_STOPS = 4

@@ -218,6 +218,19 @@ def test_only_tokens_that_a_constraint_allows_are_chosen_and_each_text_has_its_o
     assert [sampler.choose(logits) for _ in range(2)] == [4, 1], "an impossible token where nothing else is allowed"
 
 
+class Failing(Alternating):
+    def take(self, id: int) -> None:
+        raise UserError("the grammar cannot be followed")
+
+
+def test_a_constraint_that_fails_tells_so_when_asked_and_not_where_other_texts_would_fail_too() -> None:
+    sampler = Sampler(Sampling(constraint=Failing))
+    sampler.check()
+    assert sampler.choose(LOGITS) == 0
+    with pytest.raises(UserError, match="cannot be followed"):
+        sampler.check()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -157,13 +157,14 @@ def test_what_cannot_be_is_one_line(artifact: Path, tmp_path: Path) -> None:
     assert "nothing.gguf" in fails(tmp_path / "nothing.gguf", "--port", 0)
 
 
+@pytest.mark.parametrize("library", ["llguidance", "prometheus_client", "uvicorn"])
 def test_without_its_libraries_one_line_says_how_to_install_them(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("sparsepack.serve.", "uvicorn", "starlette"))]:
         if name != "sparsepack.serve.options":
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, library, None)
     assert fails(artifact) == (
-        "sparsepack: serve needs uvicorn, which is not installed: pip install 'sparsepack[serve]'"
+        f"sparsepack: serve needs {library}, which is not installed: pip install 'sparsepack[serve]'"
     )
