@@ -14,6 +14,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 Asked = TypeVar("Asked", bound=Any)
 _KEY = "option"
 LARGEST_SEED = 2**32 - 1
+LARGEST_COUNT = 2**31 - 1
+"""Kernels count in 32 bits."""
 
 
 @dataclass(frozen=True)

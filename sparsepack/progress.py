@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from sparsepack.terminal import printable, tell
+
 EVERY = 30.0
 """Two lines are at least this many seconds apart where stderr is no terminal."""
 LONG = 300.0
@@ -115,7 +117,7 @@ def going_on(label: str) -> Iterator[None]:
 def say(*lines: str) -> None:
     """Notes: lines on stderr, unless it is to be quiet; nothing where there are none."""
     for line in () if _quiet else lines:
-        print(line, file=sys.stderr, flush=True)
+        tell(printable(line), sys.stderr)
 
 
 def counted(number: int, thing: str) -> str:
@@ -175,7 +177,7 @@ def _bar(work: _Work) -> Iterator[Advance]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -183,7 +185,7 @@ def _bar(work: _Work) -> Iterator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(work.label, total=work.total, completed=work.done)
+        task = bars.add_task(printable(work.label), total=work.total, completed=work.done)
 
         def advance(steps: int = 1) -> None:
             work.advance(steps)

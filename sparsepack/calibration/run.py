@@ -67,7 +67,7 @@ def calibrate(
     say(f"note: {holders(checkpoint)}")
     with state_beside(output) as state:
         with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest)))
+            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest), checkpoint.layers))
         return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
 
 

@@ -4,11 +4,13 @@ After each block its new tensors and the hidden states that enter the next one a
 `.NAME.unfinished`, from which a run that was killed goes on.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
@@ -68,7 +70,7 @@ def prune(
         windows, digest = spread_windows(read.windows, options.windows), read.sha256
     asked = {"model": checkpoint.sha256, "calibration": digest, "options": asdict(options)}
     with state_beside(output) as state:
-        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}))
+        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}), checkpoint.layers)
         with torch.inference_mode():
             matrices = _run(checkpoint, windows, patterns, options, resume)
         made = Pruned(checkpoint.name, checkpoint.sha256, digest, asdict(options), tuple(matrices))
@@ -99,7 +101,7 @@ def _run(
     """Prune the blocks that are not finished; the matrices of all. windows: int64 [N, S], or None where no input
     matters."""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
-    matrices = [PrunedMatrix(**row) for row in resume.value("matrices", [])]
+    matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
     hidden = None if windows is None else resume.hidden()
     if hidden is None and windows is not None:
         hidden = stream.embed(windows)

@@ -39,9 +39,17 @@ _BYTES_PER_ROW = 1024
 
 def tuned_path(kind: str, *machine: Any) -> Path:
     """The file that keeps what was measured on a kind of machine: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
-    return base / "sparsepack" / f"{kind}-{key}.json"
+    return _cache_folder() / "sparsepack" / f"{kind}-{key}.json"
+
+
+def _cache_folder() -> Path:
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry of the user: nothing was kept, and `check_room` says how to
+        return Path(os.devnull)
 
 
 def read_rows(path: Path, schema: int, config: Callable[[Mapping[str, Any]], object]) -> dict[Shape, dict[str, Any]]:
@@ -53,7 +61,7 @@ def read_rows(path: Path, schema: int, config: Callable[[Mapping[str, Any]], obj
         content = json.loads(path.read_text())
         rows = content["shapes"] if content["schema"] == schema else []
         return {(int(row["rows"]), int(row["columns"])): row for row in rows if config(row)}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}
 
 

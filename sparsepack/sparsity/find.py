@@ -64,7 +64,7 @@ def find_thresholds(
     calibration.check_model(checkpoint)
     sites = chosen_sites(checkpoint, options.include, options.ignore)
     weights = weights_of(checkpoint, sites)
-    resume = ResumeState(state, _fingerprint(checkpoint, calibration, options))
+    resume = ResumeState(state, _fingerprint(checkpoint, calibration, options), checkpoint.layers)
     rules: Rules
     if options.sparsity == 0:
         rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}

@@ -148,6 +148,8 @@ class _Training:
     def _resume(self) -> None:
         kept = self.resume.parts["learning"]
         self.step, self.price = kept["step"], kept["price"]
+        if type(self.step) is not int or not 0 < self.step <= self.options.steps:
+            raise ValueError(f"step {str(self.step)[:60]} of {self.options.steps}")
         tensors = self.resume.load(_kept_at(self.step))
         self.generator.set_state(tensors.pop("generator"))
         for n, parameter in enumerate(self._trained()):

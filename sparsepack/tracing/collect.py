@@ -61,7 +61,7 @@ def trace(
     windows, documents = _windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, options, rule, windows, documents)
     with state_beside(output) as folder:
-        state = ResumeState(folder, fingerprint([manifest, windows.tolist()]))
+        state = ResumeState(folder, fingerprint([manifest, windows.tolist()]), checkpoint.layers)
         with torch.inference_mode():
             _run(checkpoint, windows, options, rule, state)
         return traces.save(manifest, _files(windows, state), output, overwrite)

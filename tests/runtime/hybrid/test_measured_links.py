@@ -94,6 +94,7 @@ KEPT = {"schema": SCHEMA, **OF, "together": asdict(FAST)}
     [
         "",
         "\0\0",
+        "[" * 100_000,
         '{"schema": 1, "together": {"resident": 1',
         [],
         {**KEPT, "schema": SCHEMA + 1},
@@ -106,7 +107,7 @@ KEPT = {"schema": SCHEMA, **OF, "together": asdict(FAST)}
             for value in (0, -1, None, "fast", math.inf, math.nan)
         ),
     ],
-    ids=str,
+    ids=lambda content: str(content)[:60],
 )
 def test_what_is_damaged_or_of_another_machine_is_ignored_and_replaced(content: Any) -> None:
     path = links_path(OF)
