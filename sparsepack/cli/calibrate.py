@@ -8,6 +8,7 @@ import click
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import compute, options_from, overwrite_flag
+from sparsepack.terminal import tell
 
 
 @click.command()
@@ -33,4 +34,4 @@ def calibrate(
         from sparsepack.calibration.run import calibrate as run_calibration
 
         made = run_calibration(model, texts, output, CalibrateOptions(**asked), overwrite)
-    click.echo(calibration_table(made.manifest))
+    tell(calibration_table(made.manifest))

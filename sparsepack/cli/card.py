@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH, overwrite_flag
+from sparsepack.terminal import tell
 
 measured = click.option(
     "--results",
@@ -29,6 +30,6 @@ def card(artifact: Path, results: tuple[Path, ...], name: str | None, output: Pa
         check_output(output, overwrite)
     made = model_card(artifact, results, name)
     if output is None:
-        click.echo(made, nl=False)
+        tell(made, end="")
     else:
         write_bytes(output, made.encode())

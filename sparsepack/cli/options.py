@@ -14,12 +14,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.streams import json_text, printable
+from sparsepack.cli.streams import json_text
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.terminal import printable, tell
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -89,11 +90,16 @@ def _usable_device(context: click.Context, parameter: click.Parameter, name: str
     return name
 
 
+_THREADS = "sparsepack.threads"
+"""Under this name click's context has the threads that were asked for, which the engine is told, too."""
+
+
 def _use_threads(context: click.Context, parameter: click.Parameter, threads: int | None) -> None:
     if threads:
         import torch
 
         torch.set_num_threads(threads)
+        context.meta[_THREADS] = threads
 
 
 def _writable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
@@ -143,7 +149,11 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
     Refuses --offload together with --dense.
     """
     others = () if beside is None else [field.name for field in fields(beside)]
-    options = EngineOptions(**_taken(asked, EngineOptions, others))
+    taken = _taken(asked, EngineOptions, others)
+    context = click.get_current_context(silent=True)
+    if context is not None and _THREADS in context.meta:
+        taken.setdefault("threads", context.meta[_THREADS])
+    options = EngineOptions(**taken)
     if options.offload and options.dense:
         raise click.UsageError(
             "--dense reads every token at each step, which takes too long from the host's memory: give --dense or "
@@ -199,7 +209,7 @@ def attention_options(asked: dict[str, Any]) -> AttentionOptions:
 
 def print_json(value: Any) -> None:
     """JSON on standard output."""
-    click.echo(json_text(value, indent=2))
+    tell(json_text(value, indent=2))
 
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
@@ -209,7 +219,7 @@ def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> Non
     if json_path == "-":
         print_json(result)
         return
-    click.echo(printable(table(result)))
+    tell(printable(table(result)))
     if json_path:
         write_json(Path(json_path), result)
 

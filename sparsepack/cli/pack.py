@@ -17,6 +17,7 @@ from sparsepack.cli.options import (
     overwrite_flag,
 )
 from sparsepack.packing import PackRequest
+from sparsepack.terminal import tell
 
 
 @click.command()
@@ -47,4 +48,4 @@ def pack(output: Path, **asked: Any) -> None:
     del asked["dtype"]  # that thresholds are searched with
     made = make(PackRequest(output=output, allocation=options, sparse_attention=attention, **asked))
     say(*(f"note: {note}" for note in made.notes))
-    click.echo(artifact_line(describe(output)))
+    tell(artifact_line(describe(output)))

@@ -7,6 +7,7 @@ import click
 
 from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
 from sparsepack.pruning.options import PruneOptions, SitePattern
+from sparsepack.terminal import tell
 
 
 @click.command()
@@ -41,4 +42,4 @@ def prune(
     from sparsepack.pruning.run import prune as run
 
     options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
-    click.echo(pruned_table(run(model, output, options, calibration, overwrite)))
+    tell(pruned_table(run(model, output, options, calibration, overwrite)))

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH
+from sparsepack.terminal import tell
 
 
 @click.command()
@@ -19,4 +20,4 @@ def report(work: Path, output: Path | None) -> None:
     made = report_page(work)
     check_output(output, overwrite=True)
     write_bytes(output, made.encode())
-    click.echo(output)
+    tell(str(output))

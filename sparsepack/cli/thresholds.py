@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.terminal import tell
 
 
 @click.command()
@@ -28,4 +29,4 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
     if options is None:
         raise click.UsageError("give --sparsity, for example 0.5")
     table = make_thresholds(open_checkpoint(model), calibration, options, output, overwrite)
-    click.echo(thresholds_table(table.summary()))
+    tell(thresholds_table(table.summary()))

@@ -7,6 +7,7 @@ import click
 
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.terminal import tell
 from sparsepack.tracing.options import TraceOptions
 
 
@@ -43,4 +44,4 @@ def trace(
         from sparsepack.tracing.collect import trace as run_trace
 
         made = run_trace(model, texts, output, TraceOptions(**asked), calibration, overwrite)
-    click.echo(trace_table(made.manifest))
+    tell(trace_table(made.manifest))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, option
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -73,6 +73,8 @@ class EngineOptions:
             raise UserError(f"policy {self.policy}: nothing has slots; give cached too, 0.3 for one")
         if self.cached is not None and (self.sequences or 1) > 1:
             raise UserError(f"cached with {self.sequences} sequences: slots follow one text; leave one of them out")
+        if self.cached is not None and self.threads == 1:
+            raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class GenerateOptions:
         f"Tokens to generate at most; in a conversation {CHAT_TOKENS} unless given.", default=64, least=0
     )
     temperature: float = option("How freely tokens are drawn; 0 takes the likeliest each time.", default=0.0, least=0)
-    top_k: int | None = option("Draw among so many likeliest tokens (default: all).", default=None, least=1)
+    top_k: int | None = option(
+        "Draw among so many likeliest tokens (default: all).", default=None, least=1, most=LARGEST_COUNT
+    )
     top_p: float | None = option(
         "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1
     )
@@ -101,7 +105,9 @@ class GenerateOptions:
     repeat_penalty: float = option(
         "Makes tokens less likely that were there before, as in llama.cpp; 1 does nothing.", default=1.0, above=0
     )
-    repeat_last_n: int = option("How many of the last tokens count as there before; -1 for all.", default=64, least=-1)
+    repeat_last_n: int = option(
+        "How many of the last tokens count as there before; -1 for all.", default=64, least=-1, most=LARGEST_COUNT
+    )
     frequency_penalty: float = option(
         "Makes a token less likely each time that it is generated, as at OpenAI; 0 does nothing.",
         default=0.0,

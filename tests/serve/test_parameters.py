@@ -43,8 +43,10 @@ def chat(served: Served, **asked: Any) -> Any:
     return served.client().chat.completions.create(**{**messages, **asked})
 
 
-def test_several_texts_are_those_of_following_seeds_and_each_comes_in_its_own_chunks(served_dense: Served) -> None:
-    served = served_dense  # what is skipped depends on the texts that are made together
+def test_several_texts_are_those_of_following_seeds_and_each_comes_in_its_own_chunks(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.model.engine, "dense", True)  # what is skipped may depend on the texts beside one
     expected = [made(served.model, tokens=16, temperature=1.0, seed=seed) for seed in (3, 4, 5)]
     answer = completion(served, n=3, seed=3)
     assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
@@ -70,8 +72,7 @@ def test_several_texts_are_all_in_the_queue_or_none(model: Model) -> None:
 
 def logprobs_of(model: Model, text: str) -> torch.Tensor:
     ids = model.tokenizer.encode(text).ids
-    with torch.no_grad():
-        model.engine.reset()
+    model.engine.reset()
     return model.engine.prefill([0, *ids]).double().log_softmax(0)
 
 
