@@ -35,7 +35,7 @@ def decoder(
         measured = measured_links(options.threads or torch.get_num_threads(), packed.architecture.hidden)
         beside = operations.neuron_ffn_beside
         return HybridDecoder(packed, operations, beside, device, context, cache_type, options, measured)
-    return NativeDecoder(packed, device, context, options.threads, options.sequences or 1)
+    return NativeDecoder(packed, device, context, options.threads, sequences=options.sequences or 1)
 
 
 def synchronise(device: torch.device) -> None:

@@ -38,9 +38,9 @@ class NativeDecoder:
     of them; its sums have another order than those of one sequence. A sequence that is stepped alone has the bits of a
     decoder of one sequence.
 
-    sequences -- texts, each with a cache of its own
     threads   -- None: as many as torch has, one for each core unless told otherwise
     new_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
+    sequences -- texts, each with a cache of its own
 
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
@@ -53,8 +53,8 @@ class NativeDecoder:
         device: torch.device,
         context: int,
         threads: int | None,
-        sequences: int = 1,
         new_cache: Callable[[AttentionShape], NativeKvCache] = NativeKvCache,
+        sequences: int = 1,
     ) -> None:
         backend_named("cpu").check_device(device)
         self.threads = threads or torch.get_num_threads()
