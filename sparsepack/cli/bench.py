@@ -18,10 +18,11 @@ from sparsepack.cli.options import (
     options_from,
     slots,
 )
+from sparsepack.cli.verb import verb
 from sparsepack.runtime.options import EngineOptions
 
 
-@click.command()
+@verb()
 @click.argument("path", type=PATH)
 @from_options(BenchSettings, "-p", "--prompt")
 @from_options(BenchSettings, "-n", "--generate")

@@ -8,9 +8,10 @@ import click
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import compute, options_from, overwrite_flag
+from sparsepack.cli.verb import verb
 
 
-@click.command()
+@verb()
 @over_texts("The calibration folder to make.")
 @options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
 @compute

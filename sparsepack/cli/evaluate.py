@@ -16,19 +16,27 @@ from sparsepack.cli.options import (
     slots,
     torch_threads,
 )
+from sparsepack.cli.verb import Ruled, verb
 from sparsepack.eval.options import EvalRequest
+from sparsepack.option import only_with
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-@click.command(name="eval")
+@verb(name="eval")
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")
 @options_from(EvalRequest, "--protocol", "--context", "--windows")
-@click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
+@click.option(
+    "--against",
+    cls=Ruled,
+    metavar="MODEL",
+    help="The source model: adds KL divergence and top-token agreement.",
+    counts=(only_with("perplexity"),),
+)
 @from_options(
     EvalRequest,
     "--tasks",

@@ -19,11 +19,15 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
+from sparsepack.cli.verb import Ruled, verb
+from sparsepack.option import only_with
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 
+_CHAT = (only_with("chat"),)
 
-@click.command()
+
+@verb()
 @click.argument("path", type=PATH)
 @click.option(
     "--prompt",
@@ -33,8 +37,14 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 )
 @click.option("--prompt-file", "files", multiple=True, type=PATH, help="A file with such a text; - is standard input.")
 @click.option("--chat", is_flag=True, help="Converse: on a terminal, or answer each line of standard input.")
-@click.option("--system", help="What --chat tells the model before the conversation.")
-@click.option("--chat-template", type=PATH, help="A file with the template for --chat, in place of the model's own.")
+@click.option("--system", cls=Ruled, counts=_CHAT, help="What --chat tells the model before the conversation.")
+@click.option(
+    "--chat-template",
+    cls=Ruled,
+    type=PATH,
+    counts=_CHAT,
+    help="A file with the template for --chat, in place of the model's own.",
+)
 @from_options(GenerateOptions, "-n", "--tokens")
 @options_from(
     GenerateOptions, "--stop", "--temperature", "--top-k", "--top-p", "--repeat-penalty", "--repeat-last-n", "--seed"
@@ -64,8 +74,6 @@ def generate(
     Text goes to standard output, what ran and how fast to stderr. With --json each text is a line of JSON: the text,
     its tokens, why it ended, tokens per second, the share of the weights that was skipped.
     """
-    if not chat and (system is not None or chat_template is not None):
-        raise click.UsageError("--system and --chat-template are for conversations: give --chat too")
     if not chat and not prompts and not files:
         raise click.UsageError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --chat")
     if len(files) != len(set(files)):

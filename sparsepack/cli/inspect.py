@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, emit, json_output
+from sparsepack.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("path", type=PATH)
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:

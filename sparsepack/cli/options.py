@@ -3,35 +3,30 @@
 Defaults are those of the option dataclasses; nothing heavy is imported at the top.
 """
 
-import functools
 import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.streams import json_text, printable
+from sparsepack.cli.verb import F, Ruled, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
-F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 
 
-def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Several decorators as one, the first outermost."""
-    return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
-
-
-class Declared(click.Option):
-    """An option of a verb that stands in an option dataclass: default, help and limits are those of its field."""
+class Declared(Ruled):
+    """An option of a verb that stands in an option dataclass: default, help, limits and what it counts with are those
+    of its field."""
 
     def __init__(self, *args: Any, options: type, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -44,7 +39,7 @@ def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F
     name = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
     found = {"default": default_of(options, name), "show_default": True}
     if (declared := options_of(options).get(name)) is not None:
-        found |= {"help": declared.help, **_kind(get_type_hints(options)[name], declared)}
+        found |= {"help": declared.help, "counts": declared.counts, **_kind(get_type_hints(options)[name], declared)}
         if found.get("multiple") and "multiple" not in settings:
             found["help"] = f"{declared.help} Repeats."
     return click.option(*flags, cls=Declared, options=options, **{**found, **settings})

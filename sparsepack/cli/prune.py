@@ -6,16 +6,22 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.verb import Ruled, verb
+from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 
 
-@click.command()
+@verb()
 @click.argument("model")
 @from_options(PruneOptions, "--keep", required=True)
 @from_options(PruneOptions, "--of", required=True)
 @from_options(PruneOptions, "--method")
 @click.option(
-    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, whose text is run; magnitude needs none."
+    "--calibration",
+    cls=Ruled,
+    type=PATH,
+    help="A folder made by `sparsepack calibrate`, whose text is run; magnitude takes none.",
+    counts=options_of(PruneOptions)["windows"].counts,
 )
 @options_from(PruneOptions, "--permute", "--include", "--ignore")
 @from_options(PruneOptions, "--site", "sites", nargs=3, type=(str, int, int), multiple=True, metavar="SITE KEEP OF")
@@ -37,8 +43,9 @@ def prune(
     decoder block is in memory at a time. A run that was killed goes on where it stopped when the same command is given
     again.
     """
+    options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
+    options.check()
     from sparsepack.cli.tables import pruned_table
     from sparsepack.pruning.run import prune as run
 
-    options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
     click.echo(pruned_table(run(model, output, options, calibration, overwrite)))

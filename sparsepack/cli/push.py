@@ -6,9 +6,10 @@ import click
 
 from sparsepack.cli.card import measured
 from sparsepack.cli.options import PATH
+from sparsepack.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("artifact", type=PATH)
 @click.argument("repository", metavar="OWNER/NAME")
 @measured

@@ -5,9 +5,10 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH
+from sparsepack.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("work", type=PATH)
 @click.option("-o", "--output", type=PATH, help="The page (default WORK/report.html); one that exists is replaced.")
 def report(work: Path, output: Path | None) -> None:

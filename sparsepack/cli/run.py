@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH, json_output, print_json
+from sparsepack.cli.verb import verb
 
 
 def _print_list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -29,7 +30,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
     context.exit()
 
 
-@click.command()
+@verb()
 @click.argument("recipe", type=PATH)
 @click.option(
     "--list",

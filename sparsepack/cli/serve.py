@@ -18,6 +18,7 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
+from sparsepack.cli.verb import verb
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions
 
@@ -39,7 +40,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
         raise UserError(f"--chat-template {error}") from error
 
 
-@click.command()
+@verb()
 @click.argument("path", type=PATH)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, emit, json_output, options_from
+from sparsepack.cli.verb import verb
 from sparsepack.simulation.options import SimulateOptions
 
 
@@ -18,7 +19,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     return path
 
 
-@click.command()
+@verb()
 @click.argument("trace", type=PATH)
 @click.option(
     "--calibration",

@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("model")
 @click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
 @allocation

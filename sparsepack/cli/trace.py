@@ -7,10 +7,11 @@ import click
 
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.verb import verb
 from sparsepack.tracing.options import TraceOptions
 
 
-@click.command()
+@verb()
 @over_texts("The folder to make.")
 @options_from(TraceOptions, "--sessions", "--tokens", "--prompt", "--share")
 @click.option(

@@ -6,9 +6,10 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH, emit, json_output
+from sparsepack.cli.verb import verb
 
 
-@click.command()
+@verb()
 @click.argument("path", type=PATH)
 @click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
 @json_output

@@ -44,7 +44,7 @@ def prune(
 ) -> Pruned:
     """Prune a model's matrices and write it as an ordinary checkpoint, a Hugging Face folder.
 
-    calibration -- a folder made by `calibrate`, whose windows are run; magnitude needs none
+    calibration -- a folder made by `calibrate`, whose windows are run; magnitude takes none
 
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
@@ -55,7 +55,10 @@ def prune(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
-    if METHODS[options.method].needs != "nothing":
+    if METHODS[options.method].needs == "nothing":
+        if calibration is not None:
+            raise PruningError(f"calibration {calibration}: method {options.method} reads no text; leave it out")
+    else:
         if calibration is None:
             raise PruningError(f"method {options.method}: it needs the inputs of the matrices; give --calibration")
         read = load_calibration(calibration)

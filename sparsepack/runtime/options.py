@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.option import LARGEST_SEED, check_options, only_with, option
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -62,14 +62,13 @@ class EngineOptions:
         f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
         default=None,
         choices=ONLINE,
+        counts=(only_with("cached"),),
     )
     begin: Callable[..., Any] | None = None
     links: Links | None = None
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
-        if self.cached is None and self.policy is not None:
-            raise UserError(f"policy {self.policy}: nothing has slots; give cached too, 0.3 for one")
 
 
 @dataclass(frozen=True)
