@@ -3,6 +3,7 @@
 # make test-kill   the verbs killed at each of their file operations, state of theirs damaged; `make test-all` tries some
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
+# make docs   the pages as a site, in build/docs; a link that leads nowhere is an error
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +22,7 @@ REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 # Tests of one file share its models, so a worker takes whole files. One process: PYTEST_ARGS="-n 0".
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon lint format test-gpu test-gpu-sanitize clean
+.PHONY: demo build test test-all fuzz test-kill test-sanitize test-neon lint format docs test-gpu test-gpu-sanitize clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -81,6 +82,11 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CLANG_FORMATTED)
 
+# Anew each time: a page that did not change may link to a heading that did.
+docs: $(VENV)/.installed-test
+	$(BIN)/sphinx-build -q -E -W --keep-going -c docs . build/docs
+	cp build/docs/README.html build/docs/index.html
+
 # On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend" tests --include="test_*.py") $(PYTEST_ARGS)
@@ -110,6 +116,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch cmake nanobind ninja scikit-build-core
 	$(REQUIRE_KERNELS) $(PIP_INSTALL) $(EDITABLE) .
+	$(BIN)/sparsepack --version
 	touch $@ $(VENV)/.built
 
 $(VENV)/.built: $(VENV)/.installed $(NATIVE)

@@ -26,6 +26,7 @@ from sparsepack.cli.thresholds import thresholds
 from sparsepack.cli.trace import trace
 from sparsepack.cli.tune import tune
 from sparsepack.cli.verify import verify
+from sparsepack.errors import UserError
 from sparsepack.version import __version__
 
 # Waiting OpenMP workers that spin make two threads slower than one when another process takes a core; torch reads this
@@ -33,10 +34,31 @@ from sparsepack.version import __version__
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def _version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    """Say which version this is and which of its CPU kernels run here, and end."""
+    if not asked or context.resilient_parsing:
+        return
+    from sparsepack.runtime.cpu.dispatch import instruction_set
+
+    try:
+        kernels = instruction_set()
+    except UserError as error:
+        kernels = f"none; {error}"
+    click.echo(f"sparsepack, version {__version__}\nkernels: {kernels}")
+    context.exit()
+
+
 @click.group(
     cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 )
-@click.version_option(__version__, prog_name="sparsepack")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version, and the instruction set of the CPU kernels or why there are none, and exit.",
+)
 @quiet_option
 def main() -> None:
     """Find where a language model is sparse, pack it so that hardware profits, prove it is still the same model.

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 
 import click
 import pytest
+from click.testing import CliRunner
 
+import sparsepack
 from sparsepack.cli import main
+from sparsepack.errors import UserError
+from sparsepack.runtime.cpu.dispatch import instruction_set
 
 
 def commands(command: click.Command, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -69,3 +73,28 @@ def test_the_package_can_be_run_as_a_module_and_its_help_lists_exit_statuses() -
     assert text.startswith("Usage: sparsepack [OPTIONS]")
     for status in ("0 done", "1 the run or a check failed", "2 a mistake", "3 a gate failed", "130 interrupted"):
         assert status in text
+
+
+def test_the_version_names_the_instruction_set_of_the_kernels_and_imports_no_torch() -> None:
+    code = "import sys; from sparsepack.cli import main\n"
+    code += "try: main(['--version'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    try:
+        runs = instruction_set()
+    except UserError as error:
+        runs = f"none; {error}"
+    assert done.stdout == f"sparsepack, version {sparsepack.__version__}\nkernels: {runs}\n"
+
+
+def test_the_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sparsepack.runtime.cpu._native", None)  # as if there were no such file
+    done = CliRunner().invoke(main, ["--version"])
+    assert done.exit_code == 0
+    assert f"sparsepack, version {sparsepack.__version__}\nkernels: none; the CPU kernels were not built" in done.stdout
+    assert "pip install --force-reinstall --no-deps --no-cache-dir" in done.stdout
+
+
+def test_the_version_says_why_a_forced_instruction_set_does_not_run() -> None:
+    done = run("--version", SPARSEPACK_ISA="altivec")
+    assert done.returncode == 0
+    assert "kernels: none; " in done.stdout

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,13 @@ def test_an_answer_can_be_interrupted_on_a_terminal(folder: Path, monkeypatch: p
     from sparsepack.runtime.generate import Generation
 
     step = Generation._step
-    calls: list[int] = []
+    calls: list[Sequence[int]] = []
 
-    def interrupted(self: Generation, id: int) -> int:
-        calls.append(id)
+    def interrupted(self: Generation, chosen: Sequence[int], going: Sequence[int]) -> list[int]:
+        calls.append(chosen)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return step(self, id)
+        return step(self, chosen, going)
 
     monkeypatch.setattr(Generation, "_step", interrupted)
     type_on_a_terminal(monkeypatch, ["Hello", "Go on"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
@@ -114,7 +115,7 @@ OF_OPERATIONS = [
     *(
         pytest.param((row.name, device_of(row)), id=row.name, marks=marks_of(row))
         for row in BACKENDS.values()
-        if row.name not in ("reference", "cpu") and hasattr(row.open(), "operations")
+        if row.name not in ("reference", "cpu") and hasattr(backend_module.opened(row), "operations")
     ),
 ]
 every_backend = pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def opened(name: str, variant: str) -> Iterator[Backend]:
         # Weights and inputs are rounded to float16: 3e-4 of many terms, up to 2^-10 of a single one.
         yield Backend(name, CudaProducts(), variant, exact, Bounds(1e-3, 1e-3))
         return
-    operations = backend_named(name).open().operations
+    operations = backend_module.opened(backend_named(name)).operations
     if name != "cpu":
         yield Backend(name, ChainedProducts(operations, variant), variant, exact, exact)
         return

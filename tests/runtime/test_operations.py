@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from operations_for_tests import Backend, assert_close_to_product, every_backend, normal, packed
 from torch import Tensor
 
-from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matrix
+from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.models.records.rule import SiteRule, active_channels
 from sparsepack.runtime.operations_decoder import torch_threads
 
@@ -154,7 +155,7 @@ def test_products_of_random_matrices(
 ) -> None:
     bits = torch.Generator().manual_seed(seed)
     bands = zigzag.bands(rows)
-    blocks = torch.randint(0, 256, (bands, columns, q4_k.BLOCK_BYTES), dtype=torch.uint8, generator=bits)
+    blocks = torch.randint(0, 256, (bands, columns, BLOCKS["Q4_K"][1]), dtype=torch.uint8, generator=bits)
     scales = torch.rand(bands, columns, 2, generator=bits).add_(0.5).mul_(0.01)
     scales *= 10 ** (-decades * torch.rand(columns, 1, generator=bits))
     blocks[..., :4] = scales.half().view(torch.uint8)

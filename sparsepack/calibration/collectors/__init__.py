@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsepack.calibration.collectors.attention import ATTENTION
+from sparsepack.calibration.collectors.collector import Collector
 from sparsepack.calibration.collectors.missed import MISSED
 from sparsepack.calibration.collectors.moments import MOMENTS
 from sparsepack.calibration.collectors.neurons import NEURONS
@@ -20,8 +21,11 @@ Statistics = dict[str, Tensor]
 
 _OF_ATTENTION = ("attention",)
 _PLACES = {"site": SITES, "attention": _OF_ATTENTION, "window": _OF_ATTENTION, "neurons": ("neurons",)}
-_COLLECTOR_OF = {f"{place}.{name}": row for row in COLLECTORS for place in _PLACES[row.at] for name in row.names}
-"""The row of each PLACE.NAME."""
+
+
+def _rows() -> dict[str, Collector]:
+    """The row of each PLACE.NAME."""
+    return {f"{place}.{name}": row for row in COLLECTORS for place in _PLACES[row.at] for name in row.names}
 
 
 def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
@@ -35,7 +39,7 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
 
 def added(one: Statistics, other: Statistics) -> Statistics:
     """The statistics of two runs as those of one run over both texts."""
-    return {name: row.add(one[name], other[name]) for name, row in _COLLECTOR_OF.items()}
+    return {name: row.add(one[name], other[name]) for name, row in _rows().items()}
 
 
 def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
@@ -45,12 +49,12 @@ def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
 
 def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
     """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing."""
-    return {name: tensors[f"layers.{layer}.{name}"] for name in _COLLECTOR_OF}
+    return {name: tensors[f"layers.{layer}.{name}"] for name in _rows()}
 
 
 def check(name: str, value: Tensor) -> None:
     """Raise ValueError unless a tensor from a file is what is collected by that PLACE.NAME."""
-    row = _COLLECTOR_OF[name]
+    row = _rows()[name]
     rank = len(row.shape)
     fits = value.dtype == row.dtype and value.ndim == rank
     fits = fits and all(size == wanted for size, wanted in zip(value.shape, row.shape, strict=True) if wanted)

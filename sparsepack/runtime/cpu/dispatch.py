@@ -5,12 +5,16 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from sparsepack.errors import UserError
 
 FORCED = "SPARSEPACK_ISA"
 """This environment variable names the instruction set to run, for tests and comparisons."""
+
+_REMEDY = (
+    "run `pip install --force-reinstall --no-deps --no-cache-dir sparsepack`, in its source folder with `.` in place "
+    "of `sparsepack`, or use the reference backend"
+)
+"""Without --no-cache-dir pip installs again what it built without a compiler."""
 
 
 def native() -> Any:
@@ -20,13 +24,10 @@ def native() -> Any:
     except ModuleNotFoundError as error:
         raise UserError(
             "the CPU kernels were not built: no working C++17 compiler when sparsepack was installed; install g++ or "
-            "clang++ and run `pip install --force-reinstall --no-deps .` in its folder, or use the reference backend"
+            f"clang++ and {_REMEDY}"
         ) from error
     except ImportError as error:
-        raise UserError(
-            f"the CPU kernels cannot be loaded ({error}); run `pip install --force-reinstall --no-deps .` in "
-            "sparsepack's folder, or use the reference backend"
-        ) from error
+        raise UserError(f"the CPU kernels cannot be loaded ({error}); {_REMEDY}") from error
 
 
 def instruction_sets() -> list[str]:
@@ -47,6 +48,8 @@ def instruction_set() -> str:
 
 def operations() -> Any:
     """The native operations of that instruction set, on as many threads as torch has now."""
+    import torch  # here, so that `sparsepack --version` takes no seconds
+
     return _operations(instruction_set(), torch.get_num_threads())
 
 

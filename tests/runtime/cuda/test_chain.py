@@ -86,7 +86,7 @@ def test_prefill_computes_what_the_reference_computes(
     engine = decoder(packed, context=len(IDS))
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
     assert largest(engine.teacher_forced(IDS, 6, True), expected) < ROUNDED
-    assert (engine.positions[0], engine.stepped) == (13, 7)
+    assert (engine.cache.lengths[0], engine.stepped) == (13, 7)
     engine.reset()
     assert largest(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
     assert engine.stepped == 0
@@ -98,7 +98,7 @@ def test_prefill_computes_what_the_reference_computes(
 def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision, too: a prefill in chunks, where windows hide positions, and in one."""
     engine = decoder(model(variant), cache_type)
-    assert engine.cache_type == cache_type
+    assert engine.cache.type == cache_type
     whole = engine.prefill(0, IDS)
     stepped = decoder(model(variant), cache_type)
     bound = 0.5 if cache_type == "bf16" else 0.1
@@ -126,9 +126,9 @@ def test_steps_before_after_and_between_prefills() -> None:
         *steps(engine, IDS[12:], sparse=False),
     ]
     assert largest(torch.stack(found), expected[[0, 1, 2, 6, 7, 8, 11, 12]]) < ROUNDED
-    assert (engine.positions[0], engine.stepped) == (13, 6)
+    assert (engine.cache.lengths[0], engine.stepped) == (13, 6)
     engine.reset()
-    assert (engine.positions[0], engine.stepped, set(engine.active().values())) == (0, 0, {0})
+    assert (engine.cache.lengths[0], engine.stepped, set(engine.active().values())) == (0, 0, {0})
     assert largest(steps(engine, IDS, sparse=False), expected) < 1e-3
 
 
@@ -179,7 +179,7 @@ def test_the_last_position_of_the_context_can_be_chosen_from() -> None:
     engine, sampler = decoder(model("llama"), context=5), Sampler(Sampling())
     engine.prefill(0, IDS[:3])
     id = decode_next(engine, decode_next(engine, 3, sampler), sampler)
-    assert (engine.positions[0], engine.stepped) == (5, 2)
+    assert (engine.cache.lengths[0], engine.stepped) == (5, 2)
     other = decoder(model("llama"), context=6)
     other.prefill(0, IDS[:3])
     assert decode_next(other, decode_next(other, 3, sampler), sampler) == id

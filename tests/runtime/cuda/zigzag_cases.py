@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
 from sparsepack.runtime.cuda.products.tile_config import TileConfig
 from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, blocks, load_zigzag
@@ -33,7 +34,7 @@ warp adds up: 1e-6 for 32 columns, 1.6e-5 for 4096 on an H100."""
 def random_matrix(rows: int, columns: int, seed: int = 0) -> PackedMatrix:
     """Any nibbles and scales; d and dmin spread over a decade."""
     bits = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (zigzag.bands(rows), columns, q4_k.BLOCK_BYTES), dtype=torch.uint8, generator=bits)
+    blocks = torch.randint(0, 256, (zigzag.bands(rows), columns, BLOCKS["Q4_K"][1]), dtype=torch.uint8, generator=bits)
     ends = 10 ** -torch.rand(*blocks.shape[:2], 2, generator=bits) * 0.01
     blocks[..., :4] = ends.half().view(torch.uint8)
     return PackedMatrix(blocks, ZIGZAG, rows, columns)
