@@ -22,7 +22,7 @@ from sparsepack.cli.verb import verb
 from sparsepack.runtime.options import EngineOptions
 
 
-@verb()
+@verb(short_help="Measure tokens per second, dense and sparse.")
 @click.argument("path", type=PATH)
 @from_options(BenchSettings, "-p", "--prompt")
 @from_options(BenchSettings, "-n", "--generate")

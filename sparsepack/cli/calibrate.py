@@ -11,7 +11,7 @@ from sparsepack.cli.options import compute, options_from, overwrite_flag
 from sparsepack.cli.verb import verb
 
 
-@verb()
+@verb(short_help="Collect the statistics of a model over text.")
 @over_texts("The calibration folder to make.")
 @options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
 @compute

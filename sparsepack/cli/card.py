@@ -16,7 +16,7 @@ measured = click.option(
 )
 
 
-@verb()
+@verb(short_help="Write the model card of an artifact.")
 @click.argument("artifact", type=PATH)
 @measured
 @click.option("--name", help="Its heading (default: the source model's name).")

@@ -25,7 +25,7 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-@verb(name="eval")
+@verb(name="eval", short_help="Measure accuracy: perplexity, KL divergence, lm-eval tasks.")
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")

@@ -27,7 +27,7 @@ from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 _CHAT = (only_with("chat"),)
 
 
-@verb()
+@verb(short_help="Continue a text, or converse, with a packed model.")
 @click.argument("path", type=PATH)
 @click.option(
     "--prompt",

@@ -10,7 +10,7 @@ from sparsepack.cli.options import PATH, emit, json_output
 from sparsepack.cli.verb import verb
 
 
-@verb()
+@verb(short_help="Show what an artifact, calibration, table or trace holds.")
 @click.argument("path", type=PATH)
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:

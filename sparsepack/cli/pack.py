@@ -22,7 +22,7 @@ from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 
 
-@verb()
+@verb(short_help="Pack a model into one artifact: a GGUF file or a folder.")
 @click.argument("model")
 @from_options(PackRequest, "--format")
 @click.option(

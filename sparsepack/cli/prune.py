@@ -11,7 +11,7 @@ from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 
 
-@verb()
+@verb(short_help="Set a fixed share of the weights of every group to zero.")
 @click.argument("model")
 @from_options(PruneOptions, "--keep", required=True)
 @from_options(PruneOptions, "--of", required=True)

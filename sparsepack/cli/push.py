@@ -9,7 +9,7 @@ from sparsepack.cli.options import PATH
 from sparsepack.cli.verb import verb
 
 
-@verb()
+@verb(short_help="Upload an artifact with its card to the Hugging Face hub.")
 @click.argument("artifact", type=PATH)
 @click.argument("repository", metavar="OWNER/NAME")
 @measured

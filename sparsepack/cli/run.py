@@ -30,7 +30,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
     context.exit()
 
 
-@verb()
+@verb(short_help="Do several of these steps from one YAML file, a recipe.")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--list",

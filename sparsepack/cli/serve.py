@@ -40,7 +40,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
         raise UserError(f"--chat-template {error}") from error
 
 
-@verb()
+@verb(short_help="Serve a packed model over HTTP, by OpenAI's protocol.")
 @click.argument("path", type=PATH)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(

@@ -19,7 +19,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     return path
 
 
-@verb()
+@verb(short_help="Play a trace under policies that place neurons.")
 @click.argument("trace", type=PATH)
 @click.option(
     "--calibration",

@@ -9,7 +9,7 @@ from sparsepack.cli.options import PATH, allocation, allocation_options, compute
 from sparsepack.cli.verb import verb
 
 
-@verb()
+@verb(short_help="Find from which size on a channel counts, for a sparsity.")
 @click.argument("model")
 @click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
 @allocation

@@ -11,7 +11,7 @@ from sparsepack.cli.verb import verb
 from sparsepack.tracing.options import TraceOptions
 
 
-@verb()
+@verb(short_help="Record which neurons are active for each token.")
 @over_texts("The folder to make.")
 @options_from(TraceOptions, "--sessions", "--tokens", "--prompt", "--share")
 @click.option(

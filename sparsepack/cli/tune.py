@@ -10,7 +10,7 @@ from sparsepack.option import only_with
 from sparsepack.runtime.options import EngineOptions
 
 
-@verb()
+@verb(short_help="Find the fastest layout of the kernels on this machine.")
 @click.argument("paths", type=PATH, nargs=-1)
 @device_option
 @from_options(EngineOptions, "--threads", counts=(only_with("device", "cpu"),))

@@ -9,7 +9,7 @@ from sparsepack.cli.options import PATH, emit, json_output
 from sparsepack.cli.verb import verb
 
 
-@verb()
+@verb(short_help="Check that an artifact is whole, and of which model.")
 @click.argument("path", type=PATH)
 @click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
 @json_output
