@@ -8,6 +8,7 @@ import click
 from sparsepack.bench.options import BenchSettings
 from sparsepack.cli.options import (
     PATH,
+    RUNS,
     backend_option,
     device_option,
     emit,
@@ -18,7 +19,7 @@ from sparsepack.cli.options import (
     options_from,
     slots,
 )
-from sparsepack.cli.verb import verb
+from sparsepack.cli.verb import group, verb
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -33,7 +34,7 @@ from sparsepack.runtime.options import EngineOptions
 @engine_flags
 @device_option
 @backend_option
-@from_options(EngineOptions, "--threads")
+@group(RUNS, from_options(EngineOptions, "--threads"))
 @json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs.

@@ -4,9 +4,11 @@ from typing import Any
 
 import click
 
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options import (
     PATH,
-    compute,
+    RUNS,
+    device_option,
     emit,
     engine_flags,
     engine_options,
@@ -16,7 +18,7 @@ from sparsepack.cli.options import (
     slots,
     torch_threads,
 )
-from sparsepack.cli.verb import Ruled, verb
+from sparsepack.cli.verb import Ruled, group, verb
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with
 
@@ -37,22 +39,26 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
     help="The source model: adds KL divergence and top-token agreement.",
     counts=(only_with("perplexity"),),
 )
-@from_options(
-    EvalRequest,
-    "--tasks",
-    multiple=False,
-    default="",
-    show_default=False,
-    callback=_names,
-    help="lm-eval tasks, comma-separated.",
+@group(
+    "Tasks of lm-eval",
+    from_options(
+        EvalRequest,
+        "--tasks",
+        multiple=False,
+        default="",
+        show_default=False,
+        callback=_names,
+        help="lm-eval tasks, comma-separated.",
+    ),
+    options_from(
+        EvalRequest, "--task-path", "--trust-tasks", "--limit", "--num-fewshot", "--apply-chat-template", "--batch"
+    ),
 )
-@options_from(
-    EvalRequest, "--task-path", "--trust-tasks", "--limit", "--num-fewshot", "--apply-chat-template", "--batch"
-)
-@from_options(EvalRequest, "--backend", "runtime")
+@group(RUNS, from_options(EvalRequest, "--backend", "runtime"))
 @slots
 @engine_flags
-@compute
+@device_option
+@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("runtime", "transformers"),)))
 @torch_threads
 @json_output
 def evaluate(json_path: str | None, **asked: Any) -> None:

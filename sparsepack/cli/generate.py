@@ -19,7 +19,7 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
-from sparsepack.cli.verb import Ruled, verb
+from sparsepack.cli.verb import Ruled, group, verb
 from sparsepack.option import only_with
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
@@ -29,25 +29,41 @@ _CHAT = (only_with("chat"),)
 
 @verb(short_help="Continue a text, or converse, with a packed model.")
 @click.argument("path", type=PATH)
-@click.option(
-    "--prompt",
-    "prompts",
-    multiple=True,
-    help=f"Text to continue. Repeats, up to {most_sequences()} times with --device cuda: all are continued together.",
+@group(
+    "Text",
+    click.option(
+        "--prompt",
+        "prompts",
+        multiple=True,
+        help=f"Text to continue. Repeats, up to {most_sequences()} times with --device cuda: all are continued "
+        "together.",
+    ),
+    click.option(
+        "--prompt-file", "files", multiple=True, type=PATH, help="A file with such a text; - is standard input."
+    ),
+    click.option("--chat", is_flag=True, help="Converse: on a terminal, or answer each line of standard input."),
+    click.option("--system", cls=Ruled, counts=_CHAT, help="What --chat tells the model before the conversation."),
+    click.option(
+        "--chat-template",
+        cls=Ruled,
+        type=PATH,
+        counts=_CHAT,
+        help="A file with the template for --chat, in place of the model's own.",
+    ),
 )
-@click.option("--prompt-file", "files", multiple=True, type=PATH, help="A file with such a text; - is standard input.")
-@click.option("--chat", is_flag=True, help="Converse: on a terminal, or answer each line of standard input.")
-@click.option("--system", cls=Ruled, counts=_CHAT, help="What --chat tells the model before the conversation.")
-@click.option(
-    "--chat-template",
-    cls=Ruled,
-    type=PATH,
-    counts=_CHAT,
-    help="A file with the template for --chat, in place of the model's own.",
-)
-@from_options(GenerateOptions, "-n", "--tokens")
-@options_from(
-    GenerateOptions, "--stop", "--temperature", "--top-k", "--top-p", "--repeat-penalty", "--repeat-last-n", "--seed"
+@group(
+    "How tokens are chosen",
+    from_options(GenerateOptions, "-n", "--tokens"),
+    options_from(
+        GenerateOptions,
+        "--stop",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--repeat-penalty",
+        "--repeat-last-n",
+        "--seed",
+    ),
 )
 @for_texts
 @slots

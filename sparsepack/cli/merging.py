@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH
-from sparsepack.cli.verb import F, together, was_given
+from sparsepack.cli.options import OUTPUT, PATH
+from sparsepack.cli.verb import F, group, together, was_given
 
 _MERGES = ("model", "folders", "output", "overwrite", "quiet")
 """What a merge takes."""
@@ -18,7 +18,7 @@ def over_texts(output: str) -> Callable[[F], F]:
         click.argument("model"),
         click.argument("folders", nargs=-1, type=PATH),
         click.option("--text", "texts", multiple=True, help="What to run; repeats."),
-        click.option("-o", "--output", type=PATH, required=True, help=output),
+        group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help=output)),
     )
 
 

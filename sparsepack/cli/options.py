@@ -14,7 +14,7 @@ import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.streams import json_text, printable
-from sparsepack.cli.verb import F, Ruled, together
+from sparsepack.cli.verb import F, Ruled, group, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions
@@ -100,25 +100,33 @@ def _writable(context: click.Context, parameter: click.Parameter, path: str | No
     return path
 
 
-device_option = from_options(CalibrateOptions, "--device", callback=_usable_device)
-backend_option = from_options(
-    EngineOptions,
-    "--backend",
-    type=click.Choice(("auto", *options_of(EngineOptions)["backend"].choices)),
-    default="auto",
-    callback=lambda context, parameter, name: None if name == "auto" else name,
+SKIPPED, RUNS, OUTPUT = "What is skipped", "How it runs", "Output"
+"""Headings that the help of several verbs has."""
+
+device_option = group(RUNS, from_options(CalibrateOptions, "--device", callback=_usable_device))
+backend_option = group(
+    RUNS,
+    from_options(
+        EngineOptions,
+        "--backend",
+        type=click.Choice(("auto", *options_of(EngineOptions)["backend"].choices)),
+        default="auto",
+        callback=lambda context, parameter, name: None if name == "auto" else name,
+    ),
 )
-engine_flags = together(
+engine_flags = group(
+    RUNS,
     *(
         from_options(EngineOptions, f"--{name.replace('_', '-')}")
         for name, declared in options_of(EngineOptions).items()
         if declared.everywhere
-    )
+    ),
 )
 """What every verb asks that has an engine."""
 
-slots = options_from(EngineOptions, "--cached", "--policy")
-for_texts = together(
+slots = group(RUNS, options_from(EngineOptions, "--cached", "--policy"))
+for_texts = group(
+    RUNS,
     from_options(EngineOptions, "--dense"),
     click.option("--context", type=click.IntRange(2), help=options_of(EngineOptions)["context"].help),
     from_options(EngineOptions, "--offload"),
@@ -147,16 +155,24 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
     return options
 
 
-compute = together(device_option, from_options(CalibrateOptions, "--dtype"))
-overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
-json_output = click.option(
-    "--json", "json_path", metavar="FILE", callback=_writable, help="Write the result as JSON; - for standard output."
+compute = together(device_option, group(RUNS, from_options(CalibrateOptions, "--dtype")))
+overwrite_flag = group(OUTPUT, click.option("--overwrite", is_flag=True, help="Replace an output that exists."))
+json_output = group(
+    OUTPUT,
+    click.option(
+        "--json",
+        "json_path",
+        metavar="FILE",
+        callback=_writable,
+        help="Write the result as JSON; - for standard output.",
+    ),
 )
-torch_threads = from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False)
+torch_threads = group(RUNS, from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False))
 """Verbs without threads of their own set the number of torch's threads in the whole process."""
 
 
-allocation = together(
+allocation = group(
+    SKIPPED,
     from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the verbs tell in a line of their own
     options_from(AllocationOptions, "--allocation", "--criterion", "--include", "--ignore"),
     from_options(
@@ -181,7 +197,8 @@ def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
     return None if values["sparsity"] is None else AllocationOptions(**values, **shared)
 
 
-attention = together(
+attention = group(
+    "Attention",
     options_from(AttentionOptions, "--attention", "--channels", "--tokens", "--sinks", "--recent"),
     options_from(AttentionOptions, "--min-context", "--dense-layers"),
 )

@@ -7,7 +7,10 @@ import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options import (
+    OUTPUT,
     PATH,
+    RUNS,
+    SKIPPED,
     allocation,
     allocation_options,
     attention,
@@ -17,7 +20,7 @@ from sparsepack.cli.options import (
     options_from,
     overwrite_flag,
 )
-from sparsepack.cli.verb import verb
+from sparsepack.cli.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 
@@ -31,13 +34,17 @@ from sparsepack.packing import PackRequest
     help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k, "
     "for which a trace does, too.",
 )
-@click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
+@group(
+    SKIPPED,
+    click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity."),
+)
 @allocation
 @attention
-@options_from(PackRequest, "--output-type", "--embedding-type", "--keep", "--of")
-@click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
+@group("Types", options_from(PackRequest, "--output-type", "--embedding-type"))
+@group("Pruned models", options_from(PackRequest, "--keep", "--of"))
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
 @device_option
-@from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity"),))
+@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity"),)))
 @overwrite_flag
 def pack(output: Path, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, and its heavy

@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
-from sparsepack.cli.verb import Ruled, verb
+from sparsepack.cli.options import OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.verb import Ruled, group, verb
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 
@@ -26,7 +26,7 @@ from sparsepack.pruning.options import PruneOptions, SitePattern
 @options_from(PruneOptions, "--permute", "--include", "--ignore")
 @from_options(PruneOptions, "--site", "sites", nargs=3, type=(str, int, int), multiple=True, metavar="SITE KEEP OF")
 @options_from(PruneOptions, "--windows", "--damping", "--batch")
-@click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder.")
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @compute
 @overwrite_flag
 def prune(

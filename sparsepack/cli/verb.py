@@ -47,10 +47,12 @@ class Verb(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options of each group under its heading; the ones that every verb has come last."""
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        others: list[tuple[str, str]] = []
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
-                groups.setdefault(_GROUPS.get(parameter, "Options"), []).append(record)
-        for title, records in groups.items():
+                everywhere = parameter.name in ("quiet", "help")
+                (others if everywhere else groups.setdefault(_GROUPS.get(parameter, "Options"), [])).append(record)
+        for title, records in (*groups.items(), ("Others", others)):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)

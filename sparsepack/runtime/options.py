@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_SEED, check_options, only_with, option
+from sparsepack.option import LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -57,6 +57,7 @@ class EngineOptions:
         default=None,
         least=0,
         most=1,
+        counts=(not_with("runtime", "transformers"),),
     )
     policy: str | None = option(
         f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",

@@ -35,7 +35,7 @@ LEARNT = "--windows 1 --steps 1 --batch 1 --length 16"
 MODES = {
     "calibrate": ("shipped:tiny --text {text} --context 32 --samples 2 -o {new}",),
     "prune": tuple(
-        f"shipped:tiny --keep 2 --of 4 --method {method} -o {{new}}{more}"
+        f"{{relu}} --keep 2 --of 4 --method {method} -o {{new}}{more}"
         for method, more in (
             ("magnitude", ""),
             ("wanda", " --calibration {cal} --windows 1"),
@@ -43,14 +43,14 @@ MODES = {
         )
     ),
     "thresholds": tuple(
-        f"shipped:tiny --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
+        f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
         for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")
     ),
     "pack": (
         "shipped:tiny -o {new}",
-        "shipped:tiny -o {new} --calibration {cal} --sparsity 0.5 --windows 1",
-        f"shipped:tiny -o {{new}} --calibration {{cal}} --sparsity 0.5 --allocation global {LEARNT}",
-        "shipped:tiny -o {new} --calibration {cal} --attention double",
+        "{relu} -o {new} --calibration {cal} --sparsity 0.5 --windows 1",
+        f"{{relu}} -o {{new}} --calibration {{cal}} --sparsity 0.5 --allocation global {LEARNT}",
+        "{relu} -o {new} --calibration {cal} --attention double --dense-layers none",
     ),
     "eval": (
         "shipped:tiny --perplexity {text} --context 32 --windows 1",
@@ -81,8 +81,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found["text"].write_text("The sun rose over the hills, and the river ran on to the sea. " * 60)
     other = folder / "others.txt"
     other.write_text("A wind came from the north and took the leaves of all the trees with it. " * 60)
-    succeeds("calibrate", "shipped:tiny", "--text", found["text"], "-o", found["cal"], "--context", 32, "--samples", 2)
     make_model(found["relu"], hidden_act="relu")
+    common = ("--context", 32, "--samples", 2)
+    succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["cal"], *common)
     for text, made in ((found["text"], found["trace"]), (other, found["other"])):
         succeeds("trace", found["relu"], "--text", text, "-o", made, *TRACE.split())
     found["file"] = found.pop("m.gguf")
@@ -99,7 +100,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     def watched(self: Any, name: str) -> Any:
         code = sys._getframe(1).f_code
-        checks = code.co_name in ("check", "__post_init__", "__eq__", "__repr__", "__hash__", "__init__")
+        checks = code.co_name in ("check", "__post_init__", "__eq__", "__repr__", "__hash__")
         if not checks and not code.co_filename.endswith(("dataclasses.py", "option.py", "copy.py")):
             names.add(name)
         return object.__getattribute__(self, name)
@@ -136,6 +137,7 @@ def test_an_option_that_counts_is_read(
     arguments = words(mode, files, tmp_path)
     asked = values(verb, arguments)
     options = [each for each in declared(verb) if each.expose_value and counts(each, asked)]
+    options = [each for each in options if each.name != "sparsity" or asked["sparsity"] is not None]
     read.clear()
     succeeds(verb, *arguments)
     assert {str(each.name) for each in options} - read == set()
