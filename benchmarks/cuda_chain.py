@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, gemv
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, gemv
 
 
 class Buffers:
@@ -54,7 +54,7 @@ class Chain:
     active   -- share of the columns that they read, once thresholds are found; until then everything
     """
 
-    def __init__(self, matrices: Sequence[ZigzagMatrix], length: int, generator: torch.Generator) -> None:
+    def __init__(self, matrices: Sequence[CudaZigzag], length: int, generator: torch.Generator) -> None:
         self._matrices, self._length = matrices, length
         device = matrices[0].blocks.device
         self._buffers = Buffers(

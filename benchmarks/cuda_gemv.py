@@ -27,7 +27,7 @@ from turns import interleaved
 
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.formats.codecs import zigzag
-from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, load_zigzag
 from sparsepack.tables import Table, markdown
 
 ANCHORS = {  # rows, columns -> microseconds of llama.cpp's dense product
@@ -88,7 +88,7 @@ def _error(found: Tensor, stored: Any, x: Tensor) -> float:
     return relative_error(found.double(), expected)
 
 
-def _config(matrix: ZigzagMatrix) -> str:
+def _config(matrix: CudaZigzag) -> str:
     c = matrix.config
     return f"{c.tile_bands} x {c.warps}, {c.stages}, {c.splits}"
 

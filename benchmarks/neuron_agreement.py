@@ -136,7 +136,7 @@ def main(
     watched = {backend: Watched(policy) for backend in backends}
     engines = engines_of(packed, watched, tokens, cached)
     compared: dict[tuple[str, str, str], Compared] = {}
-    served, wrong = [], []
+    rows, wrong = [], []
     with progress("comparing", len(windows) * len(engines)) as advance:
         for number, ids in enumerate(windows.tolist()):
             logits = {}
@@ -151,13 +151,13 @@ def main(
             for backend, policy_of in watched.items():
                 engine, expected = engines[backend, PLACED], simulated(packed, policy_of, prompt, cached)
                 counted = sum(n for (_, name), n in engine.counts().active.items() if name == MLP_RECORDS)
-                served.append([backend, number, *cells(engine.served), *cells(expected)])
-                if engine.served != expected or counted != expected.needed:
-                    wrong.append(f"session {number}, {backend}: {engine.served}, the simulator says {expected}")
+                rows.append([backend, number, *cells(engine.hit_counts), *cells(expected)])
+                if engine.hit_counts != expected or counted != expected.needed:
+                    wrong.append(f"session {number}, {backend}: {engine.hit_counts}, the simulator says {expected}")
     head = ["backend", "engine", "against the dense", "positions", "same likeliest token", "largest KL", "mean KL"]
     click.echo(markdown(Table(head, [[*key, *each.cells] for key, each in compared.items()])))
     both = [f"{name}{of}" for of in ("", ", simulated") for name in ("needed", "with slots", "moves")]
-    click.echo(f"\n{100 * cached:g} % with slots, {policy}\n\n{markdown(Table(['backend', 'session', *both], served))}")
+    click.echo(f"\n{100 * cached:g} % with slots, {policy}\n\n{markdown(Table(['backend', 'session', *both], rows))}")
     for (backend, name, against), each in compared.items():
         if each.same_top < LEAST_AGREEMENT * each.positions:
             wrong.append(f"{backend}, {name}: the likeliest token is not that of the dense {against} too often")
@@ -165,10 +165,10 @@ def main(
         raise click.ClickException("; ".join(wrong))
 
 
-def cells(served: HitCounts | None) -> list[str]:
+def cells(hits: HitCounts | None) -> list[str]:
     """The cells of a row of the table."""
-    assert served is not None
-    return [f"{served.needed:,}", f"{served.hits:,}", f"{served.moves:,}"]
+    assert hits is not None
+    return [f"{hits.needed:,}", f"{hits.hits:,}", f"{hits.moves:,}"]
 
 
 if __name__ == "__main__":

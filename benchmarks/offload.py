@@ -34,7 +34,7 @@ from turns import interleaved
 from sparsepack.bench.graph_timing import graph_seconds
 from sparsepack.models.records.sparse_attention import SparseAttention, TokenPolicy
 from sparsepack.runtime.cuda.attention import attention as dense_attention
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.kv_cache import CACHE_TYPES
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
@@ -99,7 +99,7 @@ def shape_of(heads: int, kv_heads: int, tokens: int, layers: int) -> AttentionSh
     return AttentionShape(heads, kv_heads, HEAD_DIM, 0.0, cos, torch.zeros_like(cos), (layer,) * layers, 1, POLICY)
 
 
-def fill(cache: DoubleSparsityKvCache, tokens: int) -> None:
+def fill(cache: CudaDoubleSparsityKvCache, tokens: int) -> None:
     """Random keys and values of all tokens but the last, and their labels."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     for of, double in zip(cache._layers, cache._double_sparsity, strict=True):
@@ -137,7 +137,7 @@ def bus_bandwidth() -> float:
     return here.nbytes / min(samples)
 
 
-def stepped(cache: DoubleSparsityKvCache, layer: int, qkv: Tensor, sparse: bool) -> Tensor:
+def stepped(cache: CudaDoubleSparsityKvCache, layer: int, qkv: Tensor, sparse: bool) -> Tensor:
     """What a step leaves, in memory of its own: float32 [1, heads * head_dim]."""
     cache.positions.write(cache.lengths)
     of = cache._layers[layer].shape
@@ -151,12 +151,12 @@ def measure(heads: int, kv_heads: int, tokens: int, rounds: int) -> list[dict[st
     with nothing in common, the same cache on the card, and a layer's whole cache moved."""
     shape, device = shape_of(heads, kv_heads, tokens, 1), torch.device("cuda")
     out = torch.empty(1, heads * HEAD_DIM, device="cuda")
-    card = DoubleSparsityKvCache(shape, "bf16", device)
+    card = CudaDoubleSparsityKvCache(shape, "bf16", device)
     fill(card, tokens)
     results, caches, runs, fetched = [], [], {}, {}
     read = kv_heads * POLICY.budget(tokens)
 
-    def steps(cache: DoubleSparsityKvCache, rows: list[Tensor]) -> Callable[[int], object]:
+    def steps(cache: CudaDoubleSparsityKvCache, rows: list[Tensor]) -> Callable[[int], object]:
         return lambda n: cache.step(0, rows[n % STEPS], True, out)
 
     drifting, anew = queries(heads, kv_heads, KEPT), queries(heads, kv_heads, 0.0)

@@ -19,7 +19,7 @@ _SHOWN = ("static-same-share", "static", "momentum", "slow", "belady")
 def main(results: Path, output: Path) -> None:
     """Plot RESULTS, the JSON that placement.py writes."""
     found = json.loads(results.read_text())["text"]
-    plot({**found, "policies": {name: found["policies"][name] for name in _SHOWN}}, output)
+    plot(found, output, _SHOWN)
 
 
 if __name__ == "__main__":

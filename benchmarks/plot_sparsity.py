@@ -1,6 +1,6 @@
 """Draw what benchmarks/sparsity_accuracy.py measured: perplexity lost against realised sparsity, one panel a text.
 
-python benchmarks/plot_sparsity.py benchmarks/results/books-26m-silu.sparsity.json -o benchmarks/sparsity.png
+python benchmarks/plot_sparsity.py benchmarks/results/books-26m-silu.sparsity*.json -o benchmarks/sparsity.png
 """
 
 import json
@@ -8,22 +8,23 @@ from pathlib import Path
 
 import click
 
-_COLOURS = {"uniform": "#888888", "teal": "#d08020", "global": "#2060b0"}
+_COLOURS = {"uniform": "#888888", "teal": "#d08020", "global": "#2060b0", "global --offsets": "#208040"}
 
 
 @click.command()
-@click.argument("results", type=click.Path(path_type=Path, exists=True))
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
 @click.option("--protocol", default="decode", show_default=True)
 @click.option("--criterion", default="magnitude", show_default=True)
-def main(results: Path, output: Path, protocol: str, criterion: str) -> None:
-    """Plot RESULTS, the JSON that sparsity_accuracy.py writes."""
+def main(results: tuple[Path, ...], output: Path, protocol: str, criterion: str) -> None:
+    """Plot RESULTS, JSON files that sparsity_accuracy.py writes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [r for r in json.loads(results.read_text()) if r["protocol"] == protocol and r["criterion"] == criterion]
+    every = [row for path in results for row in json.loads(path.read_text())]
+    rows = [row for row in every if row["protocol"] == protocol and row["criterion"] == criterion]
     texts = list(dict.fromkeys(row["text"] for row in rows))
     figure, panels = pyplot.subplots(1, len(texts), figsize=(4.6 * len(texts), 3.4), sharey=True, squeeze=False)
     for text, panel in zip(texts, panels[0], strict=True):

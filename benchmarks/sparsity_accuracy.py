@@ -86,16 +86,17 @@ def main(
             asked = AllocationOptions(sparsity, allocation, criterion, device=device, dtype="float32", **options)
             rules = find_thresholds(checkpoint, calibration, asked).rules
         spent = time.time() - began
+        name = f"{allocation} --offsets" if sparsity and options.get("offsets") else allocation
         cells = []
         for text, protocol in itertools.product(texts, protocols):
             row = _measured(weights, reference, rules, *data[text], protocol)
-            rows.append({"allocation": allocation, "criterion": criterion, "sparsity": sparsity, "text": text, **row})
+            rows.append({"allocation": name, "criterion": criterion, "sparsity": sparsity, "text": text, **row})
             loss = 100 * (row["perplexity_ratio"]["value"] - 1)
             cells.append(
                 f"{row['perplexity']['value']:.2f} ({loss:+.2f}%, KL {row['kl_divergence']['value']:.4f}, "
                 f"r {row['realised_sparsity']['overall']:.3f})"
             )
-        print(f"| {allocation} | {criterion} | {sparsity:.2f} | " + " | ".join(cells) + f" | {spent:.0f} |", flush=True)
+        print(f"| {name} | {criterion} | {sparsity:.2f} | " + " | ".join(cells) + f" | {spent:.0f} |", flush=True)
     write_figures(json_path, rows)
 
 

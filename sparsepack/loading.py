@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -71,14 +71,17 @@ class Model:
         options = _with(options or GenerateOptions(CHAT_TOKENS), changes)
         return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
 
-    def chat_prompt(self, messages: Sequence[Message]) -> str:
-        """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`."""
+    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`.
+
+        tools -- that the model may call, as OpenAI's protocol has them; the template tells the model of them
+        """
         numbers = self.packed.architecture
         bos, eos = (
             None if id is None else self.tokenizer.id_to_token(id)
             for id in (numbers.bos, numbers.eos[0] if numbers.eos else None)
         )
-        return render_chat(self.chat_template, messages, bos_token=bos, eos_token=eos)
+        return render_chat(self.chat_template, messages, bos_token=bos, eos_token=eos, tools=tools)
 
     def logits(self, text: str | Sequence[int], sparse_from: int | None = None) -> Tensor:
         """The logits after every token of a text: float32 [tokens, vocabulary], on the engine's device.

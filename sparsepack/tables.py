@@ -76,18 +76,23 @@ def in_a_line(text: str) -> str:
 
 
 def html(table: Table) -> str:
-    """A table in HTML; every cell is escaped. Right columns have the class `n`, styled cells that of their style."""
+    """A table in HTML; every cell is escaped. Right columns have the class `n`, styled cells that of their style.
+
+    Each cell has the name of its column as `data-column`: a narrow page shows a row as a list of these.
+    """
     right = table.right
 
     def cell(tag: str, number: int, value: Any) -> str:
         classes = ["n"] * right[number] + ([value.style] if isinstance(value, Styled) else [])
-        return f'<{tag} class="{" ".join(classes)}">{_escaped(value)}' if classes else f"<{tag}>{_escaped(value)}"
+        named = f' class="{" ".join(classes)}"' if classes else ""
+        column = f' data-column="{_escaped(table.columns[number])}"' if tag == "td" else ""
+        return f"<{tag}{named}{column}>{_escaped(value)}"
 
     heads = "".join(cell("th", number, column) for number, column in enumerate(table.columns))
     rows = ("<tr>" + "".join(cell("td", number, value) for number, value in enumerate(row)) for row in table.rows)
     title = f"<h3>{_escaped(table.title)}</h3>\n" if table.title else ""
     notes = "".join(f'\n<p class="soft">{_escaped(note)}</p>' for note in table.notes)
-    return f'{title}<div class="scroll"><table>\n<tr>{heads}\n{chr(10).join(rows)}\n</table></div>{notes}'
+    return f'{title}<div class="scroll"><table>\n<thead><tr>{heads}\n<tbody>{chr(10).join(rows)}\n</table></div>{notes}'
 
 
 def _escaped(value: Any) -> str:

@@ -24,7 +24,7 @@ def test_markdown_pads_columns_and_sets_numbers_right() -> None:
 
 def test_html_escapes_cells_and_marks_numbers_and_styles() -> None:
     page = html(TABLE)
-    assert '<tr><td>&lt;i&gt;<td class="n bad">10 %' in page
+    assert '<tr><td data-column="name">&lt;i&gt;<td class="n bad" data-column="share">10 %' in page
     assert "<h3>title</h3>" in page
     assert '<p class="soft">a note</p>' in page
 

@@ -76,11 +76,11 @@ def bench_decode(
         say(f"runtime: {engine.description}", *engine.notes)
         expected = expected or _expected(engine, modes, texts[0])
         check = {mode: _difference(engine, mode, texts[0], expected[mode]) for mode in modes}
-        samples, activities, served = _measured(engine, tests, texts, settings.repetitions)
+        samples, activities, hit_counts = _measured(engine, tests, texts, settings.repetitions)
         bandwidth = read_bandwidth(engine.device)
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
     for test, row in zip(tests, rows, strict=True):
-        if (of_test := served.get(test)) is not None:
+        if (of_test := hit_counts.get(test)) is not None:
             row["served"] = of_test.to_json()
             notes.append(f"{test.name}, {test.mode}: {of_test.in_words}")
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
@@ -163,10 +163,10 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
 def _measured(
     engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
 ) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, HitCounts]]:
-    """Nanoseconds of every repetition, the activity (the same in all of them), and who was served from slots."""
+    """Nanoseconds of every repetition, the activity (the same in all of them), and the hits of slots."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, traffic.Activity] = {}
-    served: dict[_Test, HitCounts] = {}
+    hit_counts: dict[_Test, HitCounts] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
             _timed(engine, test, texts)
@@ -175,10 +175,10 @@ def _measured(
             for test in tests:
                 samples[test].append(_timed(engine, test, texts))
                 activities[test] = engine.activity()
-                if test.n_gen and engine.served is not None:
-                    served[test] = engine.served
+                if test.n_gen and engine.hit_counts is not None:
+                    hit_counts[test] = engine.hit_counts
                 advance()
-    return samples, activities, served
+    return samples, activities, hit_counts
 
 
 def _timed(engine: Engine, test: _Test, texts: Sequence[Sequence[int]]) -> int:

@@ -249,7 +249,7 @@ def _fp8(weight: Tensor) -> tuple[list[Run], int]:
 
 
 def _fp8_of_matrix(weight: Tensor) -> tuple[list[Run], int]:
-    """With one scale for all weights, and one for all inputs that was known before."""
+    """A product in FP8 with one scale for all weights, and one for all inputs that was known before."""
     largest = weight.abs().amax().float()
     q, one, w_scale = (weight.float() * (448 / largest)).to(_FP8), torch.ones((), device="cuda"), largest / 448
 

@@ -48,10 +48,16 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['model_n_params'] / 1e6:.2f} M",
         str(row["n_threads"]),
         f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
-        f"{row['median_ts']:.2f} ({row['min_ts']:.2f} to {row['max_ts']:.2f})",
+        _spread(row, 2),
         "-" if needed is None else f"{needed / 2**20:.2f} MiB",
         *_shares(row),
     ]
+
+
+def _spread(row: Mapping[str, Any], digits: int) -> str:
+    """Tokens a second: the median of the runs, the slowest and the fastest."""
+    median, slowest, fastest = (f"{row[name]:.{digits}f}" for name in ("median_ts", "min_ts", "max_ts"))
+    return f"{median} ({slowest} to {fastest})"
 
 
 def _shares(row: Mapping[str, Any]) -> list[str]:
@@ -68,14 +74,19 @@ def speed_table(result: Mapping[str, Any]) -> Table:
         [
             f"{'prefill' if row['n_prompt'] else 'decode'} of {row['n_prompt'] or row['n_gen']} tokens, {row['mode']}",
             f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
+            _spread(row, 1),
             *_shares(row),
         ]
         for row in result["tests"]
     ]
     machines = {row["gpu_info"] or f"{row['cpu_info']}, {row['n_threads']} threads" for row in result["tests"]}
-    served = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
-    notes = [f"{'; '.join(sorted(machines))}; {result['runtime']}", *dict.fromkeys(served)]
-    return Table(["what", "tokens/s", "skipped", "of bandwidth"], rows, notes=notes)
+    hits = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
+    runs = len(result["tests"][0]["samples_ts"])
+    notes = [
+        f"tokens/s: mean ± standard deviation of {runs} runs; {'; '.join(sorted(machines))}; {result['runtime']}",
+        *dict.fromkeys(hits),
+    ]
+    return Table(["what", "tokens/s", "median (range)", "skipped", "of bandwidth"], rows, notes=notes)
 
 
 def linears_table(result: Mapping[str, Any]) -> str:

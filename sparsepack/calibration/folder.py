@@ -38,7 +38,7 @@ class _Tokens(Stored):
     padding_left_out: Count
 
 
-class _Manifest(Stored):
+class _CalibrationManifest(Stored):
     """What is read of a manifest, by whomever."""
 
     kind: Literal["calibration"]
@@ -115,7 +115,7 @@ def load(path: Path) -> Calibration:
     atomic.restore_folder(path)
     if not (path / _MANIFEST).is_file():
         raise CalibrationError(f"{path}: no {_MANIFEST} in it; expected a folder made by `sparsepack calibrate`")
-    manifest = read_manifest(path / _MANIFEST, _Manifest, SCHEMA, CalibrationError, "calibrate again")
+    manifest = read_manifest(path / _MANIFEST, _CalibrationManifest, SCHEMA, CalibrationError, "calibrate again")
     layers, digest = manifest["model"]["layers"], manifest["statistics_sha256"]
     if not (path / _TENSORS).is_file() or sha256_file(path / _TENSORS) != digest:
         raise CalibrationError(f"{path / _TENSORS}: missing or changed since it was written; calibrate again")

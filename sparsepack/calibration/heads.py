@@ -18,7 +18,7 @@ from sparsepack.models.families import Rotary
 from sparsepack.models.heads import heads_of_config
 
 
-class _Rotary(Stored):
+class _CalibrationRotary(Stored):
     convention: Rotary
     dims: Count
 
@@ -30,7 +30,7 @@ class CalibratedHeads(Stored):
     kv_heads: Size
     head_dim: Size
     groups: Literal["mean"]
-    rotary: _Rotary
+    rotary: _CalibrationRotary
 
 
 def heads_of(checkpoint: Checkpoint) -> dict[str, Any]:

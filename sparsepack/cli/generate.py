@@ -60,8 +60,11 @@ _CHAT = (only_with("chat"),)
         "--temperature",
         "--top-k",
         "--top-p",
+        "--min-p",
         "--repeat-penalty",
         "--repeat-last-n",
+        "--frequency-penalty",
+        "--presence-penalty",
         "--seed",
     ),
 )

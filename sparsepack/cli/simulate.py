@@ -35,7 +35,7 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     type=PATH,
     metavar="FILE",
     callback=_plottable,
-    help="Draw hit rates and host reads into a file, .png or .svg.",
+    help="Draw hit rates and host reads into a file, .png or .svg: of the policies of --policy, else of four.",
 )
 @json_output
 def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: str | None, **asked: Any) -> None:
@@ -51,6 +51,6 @@ def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: 
     result = run_simulation(trace, calibration, SimulateOptions(**asked))
     emit(result, json_path, simulation_table)
     if plot_path is not None:
-        from sparsepack.simulation.plot import plot
+        from sparsepack.simulation.plot import drawn, plot
 
-        plot(result, plot_path)
+        plot(result, plot_path, drawn(result["policies"]) if asked["policy"] is None else None)

@@ -43,9 +43,9 @@ class Answers:
 
     def add(self, prompt: str, made: Generated) -> None:
         """A text that has ended."""
-        served = self._engine.served
-        say(summary(made) + (f"; {served.in_words}" if served else ""))
-        record = self._record(prompt, made) | {"served": served.to_json() if served else None}
+        hits = self._engine.hit_counts
+        say(summary(made) + (f"; {hits.in_words}" if hits else ""))
+        record = self._record(prompt, made) | {"served": hits.to_json() if hits else None}
         if self._path == "-":
             _write(f"{json_text(record)}\n")
         elif self._path is not None:

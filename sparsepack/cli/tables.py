@@ -192,7 +192,8 @@ def verification(report: Mapping[str, Any]) -> str:
         parts.append(Table(["tensor", "type", "relative error", "bound", ""], rows))
     parts += [f"problem: {problem}" for problem in report["problems"]]
     verdict = "passed" if report["passed"] else "FAILED"
-    parts.append(f"{report['path']}: {verdict} ({', '.join(report['checked'])})")
+    made = f" ({', '.join(report['checked'])})" if report["checked"] else ""
+    parts.append(f"{report['path']}: {verdict}{made}")
     return markdown(*parts)
 
 

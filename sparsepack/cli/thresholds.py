@@ -21,12 +21,12 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
 
     A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
     """
-    from sparsepack.cli.tables import thresholds_table
-    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-    from sparsepack.sparsity.find import make_thresholds
-
     options = allocation_options(asked)
     if options is None:
         raise click.UsageError("give --sparsity, for example 0.5")
-    table = make_thresholds(open_checkpoint(model), calibration, options, output, overwrite)
+    options.check()
+    from sparsepack.cli.tables import thresholds_table
+    from sparsepack.sparsity.find import make_thresholds
+
+    table = make_thresholds(model, calibration, options, output, overwrite)
     click.echo(thresholds_table(table.summary()))

@@ -32,7 +32,7 @@ class EngineScorer(CountingScorer):
         self.device = torch.device(options.device)
         self._packed, self._options = packed, options
         self._engine: Engine | None = None
-        self._served: HitCounts | None = None
+        self._hit_counts: HitCounts | None = None
         self.tokens_read = TokensRead(packed.attention, packed.architecture.sliding_windows)
         self.reset()
 
@@ -63,8 +63,8 @@ class EngineScorer(CountingScorer):
         logits = engine.teacher_forced(ids, sparse_from)
         decoded = len(ids) - sparse_from
         self._decoded += decoded
-        if engine.served is not None:
-            self._served = (self._served or HitCounts()) + engine.served
+        if engine.hit_counts is not None:
+            self._hit_counts = (self._hit_counts or HitCounts()) + engine.hit_counts
         for key, share in engine.activity().items():
             self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
         return logits
@@ -84,12 +84,12 @@ class EngineScorer(CountingScorer):
     def reset(self) -> None:
         self.tokens_read.reset()
         self._decoded = 0
-        self._served = None
+        self._hit_counts = None
         self._inactive: dict[SiteKey, float] = {}
 
     @property
-    def served(self) -> HitCounts | None:
-        return self._served
+    def hit_counts(self) -> HitCounts | None:
+        return self._hit_counts
 
     def realised(self) -> dict[SiteKey, float]:
         """The share of inactive neurons is there, too, where MLPs are stored by neurons."""

@@ -95,8 +95,8 @@ class CountingScorer(WindowScorer, Protocol):
     tokens_read: TokensRead
 
     @property
-    def served(self) -> HitCounts | None:
-        """What slots served of all sparse positions so far; None where nobody has slots."""
+    def hit_counts(self) -> HitCounts | None:
+        """What all sparse positions so far needed, and how much of it had slots; None: there are no slots."""
         return None
 
     @abstractmethod

@@ -134,11 +134,11 @@ def _tasks(request: EvalRequest, subject: Subject, protocol: str) -> dict[str, A
 
 
 def _counted(scorer: CountingScorer, subject: Subject) -> dict[str, Any]:
-    """What the sparse positions so far skipped and read, and what slots served; None where nobody has slots."""
+    """What the sparse positions so far skipped and read, and the hits of slots; None where there are no slots."""
     return {
         "realised_sparsity": realised_sparsity(scorer, subject),
         "tokens_read": scorer.tokens_read.result(),
-        "served": None if scorer.served is None else scorer.served.to_json(),
+        "served": None if scorer.hit_counts is None else scorer.hit_counts.to_json(),
     }
 
 

@@ -40,7 +40,7 @@ class StreamedScorer(StockScorer):
         self._output: torch.Tensor | None = None
 
     def rows_at_once(self, width: int, batch: int) -> int:
-        """As many rows as may wait together, a batch at least."""
+        """How many rows of `width` tokens may wait together in `HIDDEN_BYTES`: one batch at least."""
         row = width * int(self.source.config.hidden_size) * self._stream.dtype.itemsize
         return max(batch, HIDDEN_BYTES // row)
 

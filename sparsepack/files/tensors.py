@@ -60,6 +60,16 @@ def write_tensors(
             advance()
 
 
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, of any shape and type; one pass, which holds no copy of the values."""
+    if values.dtype == torch.float8_e4m3fn:  # has no infinity; torch finds no extremes of it
+        return not bool(values.isnan().any())
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    low, high = values.aminmax()  # a NaN is both
+    return math.isfinite(low) and math.isfinite(high)
+
+
 def header(entries: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
     """What stands before the tensors, each given by name, type, shape and bytes: the length of its JSON, which spaces
     bring to a multiple of 8."""

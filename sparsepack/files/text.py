@@ -82,7 +82,7 @@ def _pieces(document: Document) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class _Documents:
-    """Those of the sources that are not blank."""
+    """The documents of the sources without the blank ones."""
 
     sources: Sequence[Iterable[Document]]
 

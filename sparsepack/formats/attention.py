@@ -32,7 +32,7 @@ from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, Spar
 ATTENTION = "attention"
 """The manifest has the section under this key."""
 
-_KIND = "double"
+_DOUBLE_SPARSITY = "double"
 _Tokens = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -47,7 +47,7 @@ class _Section(Stored):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class _Rotary(_Section):
+class _SectionRotary(_Section):
     convention: Rotary
     dims: Count
 
@@ -64,7 +64,7 @@ class AttentionSection(_Section):
     head_dim: Annotated[Size, Field(lt=2**31)]
     kv_heads: Annotated[Size, Field(lt=2**31)]
     groups: Literal["mean"]
-    rotary: _Rotary
+    rotary: _SectionRotary
     calibration: Name
     channels: list[list[list[Count]] | None]
 
@@ -99,7 +99,7 @@ def attention_section(sparse: SparseAttention, heads: Heads, calibration: str) -
     """
     numbers = described(sparse)
     return {
-        "kind": _KIND,
+        "kind": _DOUBLE_SPARSITY,
         **{name: numbers[name] for name in ("tokens", "sinks", "recent", "min_context")},
         "label_bits": LABEL_BITS,
         **{name: value for name, value in heads.to_json().items() if name != "heads"},

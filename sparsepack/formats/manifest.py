@@ -70,7 +70,7 @@ class _Pruning(Stored):
     model_sha256: Name
 
 
-class _Manifest(Stored):
+class _ArtifactManifest(Stored):
     """What is read of a manifest, by whomever."""
 
     sparsepack: Name
@@ -147,7 +147,7 @@ def read_manifest(stored: Any, where: str) -> dict[str, Any]:
             )
         if not isinstance(kind, str) or kind not in FORMATS:
             raise ArtifactError(f"{where}: unknown kind {str(kind)[:60]!r}; expected one of {', '.join(FORMATS)}")
-        checked(_Manifest, manifest)
+        checked(_ArtifactManifest, manifest)
         if manifest.get(ATTENTION) is not None and not FORMATS[kind].attention:
             raise ValueError(f"{kind} has no place for {ATTENTION}")
         if manifest.get(NEURONS) is not None and not FORMATS[kind].mlp.by_count:

@@ -13,7 +13,7 @@ class MlpKind:
     """How an MLP is stored, and what of it a decoded token leaves out.
 
     name     -- for messages: a model "by neurons"
-    counted  -- the names of its matrices, under which what a token reads is counted, in the order of native/decoder.h
+    counted  -- the names of its matrices, under which what a token reads is counted, in the order of `decoder.h`
     exact    -- those of `counted` whose inactive units are left out exactly, whatever the rules of the sites
     by_count -- the units are stored in the order of how often a calibration or a trace saw each active
     """

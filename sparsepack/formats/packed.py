@@ -118,12 +118,12 @@ class PackedLayer:
 
     @property
     def sites(self) -> dict[str, PackedSite]:
-        """All of the block."""
+        """All sites of the block."""
         return {**self.attention, **self.mlp.sites}
 
     @property
     def matrices(self) -> dict[str, PackedMatrix]:
-        """All of the block, each under the name by which what of it was read is counted."""
+        """All matrices of the block, each by the name under which its columns or records that were read are counted."""
         return {**{name: site.matrix for name, site in self.attention.items()}, **self.mlp.matrices}
 
     @property

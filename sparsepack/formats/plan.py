@@ -122,7 +122,7 @@ class Plan(ABC):
 
     @property
     def tensors(self) -> tuple[PlannedTensor, ...]:
-        """Those of all groups."""
+        """The tensors of all groups."""
         return tensors_of(self.groups)
 
     @property

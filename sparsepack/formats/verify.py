@@ -48,7 +48,8 @@ class TensorError:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings. `problems` are sentences; without any the file passed."""
+    """The findings. `problems` are sentences; without any the file passed. `checked` are the checks that were made to
+    their end, in their order: none after the one that failed."""
 
     path: str
     kind: str | None
@@ -58,7 +59,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the file has no problems."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
@@ -80,19 +81,23 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
     if not path.exists():
         raise ArtifactError(f"{path}: no such file or folder; expected what `sparsepack pack` made")
     kind = None
-    checked: tuple[str, ...] = ("header", "SHA-256 of every tensor", "shapes", "padding")
+    checked: list[str] = []
     try:
         artifact = open_artifact(path)
         kind = artifact.manifest["kind"]
+        checked.append("header")
         artifact.check_bytes()
+        checked.append("SHA-256 of every tensor")
         artifact.check_shapes()
+        checked.append("shapes")
         if artifact.attention() is not None:
-            checked += ("sparse attention",)
+            checked.append("sparse attention")
         problems = tuple(artifact.padding_problems())
+        checked.append("padding")
     except ArtifactError as error:
         problems = (str(error),)
     if checkpoint is None or problems:
-        return Report(str(path), kind, problems, checked)
+        return Report(str(path), kind, problems, tuple(checked))
     problems, tensors = _against(artifact, checkpoint)
     return Report(str(path), kind, problems, (*checked, f"weights of {checkpoint.name}"), tensors)
 

@@ -8,6 +8,7 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.own_code import STOCK_ALONE
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -115,7 +116,7 @@ def _rotary(config: Any) -> tuple[torch.Tensor, float]:
     from transformers import AutoModel
 
     with torch.device("meta"):
-        rotary_class = type(AutoModel.from_config(config).rotary_emb)
+        rotary_class = type(AutoModel.from_config(config, **STOCK_ALONE).rotary_emb)
     rotary = rotary_class(config)
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 

@@ -44,6 +44,8 @@ class Family:
                       has gate and up at `mlp_in`, one without has one matrix there
     norms          -- our name -> module
     gguf_permuted  -- llama.cpp stores q and k rows with rotary pairs adjacent; Hugging Face keeps the halves apart
+    gguf_biases    -- llama.cpp knows biases in such models
+    gguf_head      -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
     rotary         -- which channels of a head the stock model turns together
     qk_norm        -- q and k are RMS-normalised per head before the rotary embedding
     slides         -- a window in config.json holds for all layers where it does not say for which
@@ -69,6 +71,8 @@ class Family:
     after: tuple[str, ...] = ("norm",)
     fields: Mapping[str, str] = field(default_factory=dict)
     unpackable: str = ""
+    gguf_biases: bool = True
+    gguf_head: int | None = None
 
     @property
     def decoder(self) -> str:
@@ -135,7 +139,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("llama", "llama", _PROJECTIONS, _NORMS, True, "half-split"),
             Family("mistral", "llama", _PROJECTIONS, _NORMS, True, "half-split", slides=True),
             Family("qwen2", "qwen2", _PROJECTIONS, _NORMS, False, "half-split"),
-            Family("qwen3", "qwen3", _PROJECTIONS, _QK_NORMS, False, "half-split", qk_norm=True),
+            Family(
+                "qwen3",
+                "qwen3",
+                _PROJECTIONS,
+                _QK_NORMS,
+                False,
+                "half-split",
+                qk_norm=True,
+                gguf_biases=False,
+                gguf_head=128,
+            ),
             _OPT,
         )
     }

@@ -1,14 +1,14 @@
 """Which neurons stay and which come, from a score: what every policy does in the end. Ties are broken by the index, so
-that a choice is a function of the scores and of who was there, and moves nothing without need."""
+that a choice is a function of the scores and of what was resident, and moves nothing without need."""
 
 import numpy as np
 
 
 def best(score: np.ndarray, resident: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Those with the highest scores, so many of each group: bool [groups, units].
+    """Choose the units with the highest scores, `slots` of each group: bool [groups, units].
 
     score    -- float32 [groups, units]
-    resident -- bool [groups, units]: of two with the same score, the one that is there stays; then the first one
+    resident -- bool [groups, units]: of two with the same score the resident one stays, else the first one
     slots   -- int [groups]
     """
     units = score.shape[1]
@@ -27,13 +27,13 @@ def best(score: np.ndarray, resident: np.ndarray, slots: np.ndarray) -> np.ndarr
 
 
 def swapped(score: np.ndarray, resident: np.ndarray, margin: float) -> np.ndarray:
-    """Who is there after pairs changed places: the best of those outside for the worst of those inside, the second
-    best for the second worst, as long as the one outside is better by more than `margin`: bool [units].
+    """Swap the best unit outside for the worst resident one, the second best for the second worst, and so on, as long
+    as the one outside is better by more than `margin`; return which units are resident then: bool [units].
 
     score -- float32 [units]; resident -- bool [units]. Of two with the same score the first one counts as better.
     """
     least = np.float32(margin)
-    # Few can change places at all: those outside that better the worst inside, and those inside that the best outside
+    # Few can be swapped at all: those outside that better the worst inside, and those inside that the best outside
     # betters. Only these are sorted, of millions.
     worst = np.where(resident, score, np.inf).min()
     best_outside = np.where(resident, -np.inf, score).max()

@@ -11,7 +11,7 @@ class Links:
     resident -- of the device, for neurons in its slots
     bus      -- of the device, for records that lie in the host's memory
     worker   -- of the processor beside the device, for records in the host's memory
-    handover -- seconds from the device to that processor and back
+    handover -- seconds that handing inputs over to that processor and its results back takes
     """
 
     resident: float

@@ -28,7 +28,7 @@ class Machine:
     """Bandwidths in GB/s of the GPU's memory, of the host's, and of the bus between them; what handing over takes.
 
     cpu -- what the processor's kernels reach on scattered records; None: as much as memory allows
-    handover_us -- microseconds for each block, from the GPU to the processor and back
+    handover_us -- microseconds that handing inputs over to the processor and its results back takes, for each block
     """
 
     hbm: float

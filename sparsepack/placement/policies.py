@@ -149,7 +149,7 @@ def momentum(decay: float, threshold: bool = False, drops: bool = False) -> Poli
 
 
 def slow(settings: Slow | None = None) -> Policy:
-    """The same scores with a long memory, of all blocks together, and few moves."""
+    """A policy by scores with a long memory, of all blocks together, that makes few moves."""
     chosen = settings or Slow()
 
     def begin(start: Start) -> tuple[Placement, Mover]:

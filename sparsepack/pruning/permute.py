@@ -47,10 +47,10 @@ def lost(values: Tensor, pattern: Pattern) -> float:
 def _dealt(sums: Tensor, pattern: Pattern) -> Tensor:
     """Columns by their sums, dealt out to the groups one after the other: int64 [columns]."""
     columns = len(sums)
-    places = torch.arange(columns, device=sums.device)
-    by_place_in_group = (places % pattern.of * pattern.groups(columns) + places // pattern.of).argsort()
-    order = torch.empty_like(places)
-    order[by_place_in_group] = sums.argsort(descending=True)
+    positions = torch.arange(columns, device=sums.device)
+    by_position_in_group = (positions % pattern.of * pattern.groups(columns) + positions // pattern.of).argsort()
+    order = torch.empty_like(positions)
+    order[by_position_in_group] = sums.argsort(descending=True)
     return order
 
 

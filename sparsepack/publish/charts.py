@@ -1,4 +1,8 @@
-"""Bars as SVG that stands inside a page: no script, colours from the page's style, a value under the pointer."""
+"""Bars inside a page: no script, colours from the page's style.
+
+Upright ones are SVG with a value under the pointer. Lying ones are HTML, so that long labels take another line and
+letters keep their size at every width of the page.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +14,12 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 420, 130, 38, 18, 8
 
 @dataclass(frozen=True)
 class Bar:
-    """A value with its label; `mark`, a line across the bar: what was aimed at."""
+    """A value with its label; `mark`, a line across it: what was aimed at; `spread`: the least and the greatest."""
 
     label: str
     value: float
     mark: float | None = None
+    spread: tuple[float, float] | None = None
 
 
 def columns(title: str, bars: Sequence[Bar], highest: float | None = None, form: str = "{:.3g}") -> Markup:
@@ -52,18 +57,24 @@ def columns(title: str, bars: Sequence[Bar], highest: float | None = None, form:
 
 
 def rows(title: str, bars: Sequence[Bar], form: str = "{:,.1f}") -> Markup:
-    """One lying bar each with its label before and its value behind, for a few."""
-    top = max((bar.value for bar in bars), default=0) or 1.0
+    """One lying bar each with its label before and its value behind, for a few; its spread is a line across its end."""
+    top = max((value for bar in bars for value in (bar.value, *(bar.spread or ()))), default=0) or 1.0
     parts = []
-    label, room, high = 190, 440, 24
-    for n, bar in enumerate(bars):
-        y, long = n * high, room * bar.value / top
-        parts += [
-            _text(label - 8, y + 16, bar.label, "end"),
-            Markup('<rect class="bar" x="{}" y="{}" width="{:.1f}" height="{}"/>').format(label, y + 4, long, high - 8),
-            _text(label + long + 6, y + 16, form.format(bar.value), "start"),
-        ]
-    return _svg(title, label + room + 90, max(high * len(bars), 1), parts)
+    for bar in bars:
+        line, said = Markup(""), form.format(bar.value)
+        if bar.spread is not None:
+            low, high = bar.spread
+            line = Markup('<i class="spread" style="left:{:.2f}%;width:{:.2f}%"></i>').format(
+                100 * low / top, 100 * (high - low) / top
+            )
+            said += f" ({form.format(low)} to {form.format(high)})"
+        parts.append(
+            Markup(
+                '<span>{}</span><span class="track"><i class="bar" style="width:{:.2f}%"></i>{}</span>'
+                '<span class="n">{}</span>'
+            ).format(bar.label, 100 * bar.value / top, line, said)
+        )
+    return Markup('<div class="bars" role="group" aria-label="{}">{}</div>').format(title, Markup("").join(parts))
 
 
 def _svg(title: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:

@@ -1,5 +1,6 @@
 """The report of a recipe's run as one page of HTML that needs nothing else: no script, picture or font from afar."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def report_page(work: Path) -> str:
 
 def _page(report: Mapping[str, Any]) -> str:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
-    tests = report["bench"]["tests"] if report["bench"] else []
+    benches = [bench for bench in (report["bench"], (report["bench"] or {}).get("with_places")) if bench]
     skipped = _skipped(rows)
     pruned, alone = report["prune"], report["eval_pruned"]
     return render(
@@ -59,14 +60,31 @@ def _page(report: Mapping[str, Any]) -> str:
         skipped_on="evaluation" if skipped else "calibration",
         sparsity=_sparsity(report["thresholds"], skipped),
         thresholds=_thresholds(report["thresholds"]),
-        speed=_speed(tests),
-        tests=speed_table(report["bench"]) if report["bench"] else None,
+        speed=_speed([test for bench in benches for test in bench["tests"]]),
+        tests=[speed_table(bench) for bench in benches],
+        commands=_commands(report),
+        earlier=any(stage["status"] != "ran" for stage in report["stages"]),
         gates=gates_table(report["gates"]) if report["gates"] else None,
         stages=charts.rows(
-            "seconds of each stage", [charts.Bar(stage["name"], stage["seconds"]) for stage in report["stages"]]
+            "seconds of each stage",
+            [
+                charts.Bar(stage["name"] + (", earlier" if stage["status"] != "ran" else ""), stage["seconds"])
+                for stage in report["stages"]
+            ],
         ),
         version=__version__,
     )
+
+
+def _commands(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What to type for the same run, and for what it made, each with a few words on it."""
+    found = [("this run, from the folder in which it was started", report["command"])]
+    if report["artifact"]:
+        file, model = shlex.quote(report["artifact"]), shlex.quote(report["recipe"]["model"])
+        found.append(("whether the artifact is intact, and made from that model", f"verify {file} --against {model}"))
+        if report["pack"]["runs"]:
+            found += [("a chat in the terminal", f"generate {file}"), ("the same for other programs", f"serve {file}")]
+    return [(what, f"sparsepack {command}") for what, command in found]
 
 
 def _charts(
@@ -117,5 +135,9 @@ def _by_site(
 
 
 def _speed(tests: list[Mapping[str, Any]]) -> Markup | None:
-    decode = [charts.Bar(f"decode, {test['mode']}", test["avg_ts"]) for test in tests if test["n_gen"]]
+    decode = [
+        charts.Bar(f"decode, {test['mode']}", test["avg_ts"], spread=(test["min_ts"], test["max_ts"]))
+        for test in tests
+        if test["n_gen"]
+    ]
     return charts.rows("tokens a second while decoding", decode) if decode else None

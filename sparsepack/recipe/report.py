@@ -1,13 +1,19 @@
 """The end of a run: everything measured as one JSON-able value, and what each stage shows of it."""
 
+import importlib.metadata
+import os
+import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from sparsepack import tables
 from sparsepack.publish.gates import gates_table
 from sparsepack.recipe.gates import Verdict
-from sparsepack.recipe.runner import Outcome
+from sparsepack.recipe.runner import LIBRARIES, Outcome
 from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.stages.pack import PACK, artifact_of
@@ -17,8 +23,17 @@ SCHEMA = 1
 REPORT = "report.json"
 
 
-def collect(job: Job, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The results of the stages that the recipe has; of the others what stands for none."""
+def command(path: Path, overrides: Sequence[str], work: Path | None) -> str:
+    """What follows `sparsepack` on a command line that runs the recipe so."""
+    sets = [part for override in overrides for part in ("--set", override)]
+    return shlex.join(["run", str(path), *sets, *([] if work is None else ["--work", str(work)])])
+
+
+def collect(job: Job, outcomes: Sequence[Outcome], command: str) -> dict[str, Any]:
+    """The results of the stages that the recipe has; of the others what stands for none.
+
+    command -- what `command` gave for this run
+    """
     there = {outcome.name for outcome in outcomes}
     found = {}
     for stage in STAGES:
@@ -31,9 +46,30 @@ def collect(job: Job, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "sparsepack": __version__,
         "recipe": job.recipe.to_json(),
         "work": str(job.folder),
+        "command": command,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(job.recipe.device),
         "artifact": str(artifact_of(job)) if PACK.name in there else None,
         "stages": [asdict(outcome) for outcome in outcomes],
         **found,
+    }
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """The machine on which the run ended, and what ran on it."""
+    import torch
+
+    from sparsepack.runtime.backend_module import opened
+    from sparsepack.runtime.backends import backend_named
+    from sparsepack.runtime.cpu.machine import cpu_info
+
+    return {
+        "cpu": cpu_info(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": opened(backend_named("reference")).describe(torch.device(device)),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
     }
 
 

@@ -53,7 +53,7 @@ def run_recipe(
         planned = plan.make_plan(job, stages, pending(job, stages, state))
         plan.show(planned)
         return RecipeOutcome(planned, True)
-    made = report.collect(job, run_stages(job, stages, state))
+    made = report.collect(job, run_stages(job, stages, state), report.command(path, overrides, work))
     report.show(made)
     verdicts = judge(recipe.asked("gates"), made)
     passed = all(verdict.passed for verdict in verdicts)

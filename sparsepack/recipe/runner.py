@@ -16,7 +16,7 @@ from sparsepack.recipe.stages import STAGES
 from sparsepack.recipe.state import WorkFolder
 from sparsepack.version import __version__
 
-_LIBRARIES = ("torch", "transformers")
+LIBRARIES = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _run(job: Job, stage: Stage) -> float:
 
 
 def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:
-    """Those before it, of the stages that run, from whose outputs it is made."""
+    """The names of the stages that run before a stage and from whose outputs its own is made."""
     before = stages[: stages.index(stage)]
     return [other.name for other in before if other.name in stage.needs or other.makes]
 
@@ -101,7 +101,7 @@ def _shared(job: Job) -> dict[str, Any]:
     """What the outputs of every stage depend on."""
     recipe, checkpoint = job.recipe, job.checkpoint
     return {
-        "versions": {"sparsepack": __version__, **{name: importlib.metadata.version(name) for name in _LIBRARIES}},
+        "versions": {"sparsepack": __version__, **{name: importlib.metadata.version(name) for name in LIBRARIES}},
         "model": {
             "name": recipe.model,
             "sha256": checkpoint.sha256,

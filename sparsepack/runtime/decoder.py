@@ -36,7 +36,7 @@ class Decoder(Protocol):
         """How many steps were made since the reset; prefilled positions do not count."""
 
     @property
-    def served(self) -> HitCounts | None:
+    def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
 
     def active(self) -> Mapping[tuple[int, str], int]:

@@ -101,9 +101,9 @@ class Engine:
         self._module.synchronise(self.device)
 
     @property
-    def served(self) -> HitCounts | None:
+    def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
-        return self._decoder.served
+        return self._decoder.hit_counts
 
     def reset(self) -> None:
         """Forget the texts and the activity counted so far."""
@@ -197,7 +197,7 @@ class Engine:
         samplers do."""
         if len(samplers) != len(self._ids):
             raise ValueError(f"{len(samplers)} samplers for {len(self._ids)} sequences")
-        if any(sampler.sampling.penalises for sampler in samplers):
+        if any(sampler.sampling.on_host for sampler in samplers):
             return [sampler.choose(row) for sampler, row in zip(samplers, self.step_all(ids), strict=True)]
         self._check_step(ids)
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)

@@ -12,7 +12,7 @@ from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
 from sparsepack.runtime.detokenise import TextStream
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.runtime.sampling import Sampler, Sampling
+from sparsepack.runtime.sampling import Sampler, Sampling, TokenLogprob
 from sparsepack.runtime.stopping import StopText
 
 
@@ -87,6 +87,10 @@ class Generation(Iterator[str]):
     def result(self) -> Generated:
         """The whole of the one text, once it has ended: runs what is left."""
         return self.results()[0]
+
+    def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the one text's tokens that were chosen since the last call, where the options ask for them."""
+        return self._samplers[0].taken_logprobs()
 
     def results(self) -> list[Generated]:
         """Each text, once all have ended: runs what is left."""
@@ -252,7 +256,9 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[in
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompt: not text (character {error.start} is half a character); expected UTF-8") from error
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    # Of its methods this one lets other threads run meanwhile.
+    (encoding,) = tokenizer.encode_batch_fast([prompt], add_special_tokens=False)
+    ids: list[int] = encoding.ids
     if bos is not None and ids[:1] != [bos]:
         ids = [bos, *ids]
     if not ids:

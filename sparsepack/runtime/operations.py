@@ -50,7 +50,7 @@ class Operations(Protocol):
         """The sum over active neurons of gate_n (up_n . x) down_n."""
 
     def neuron_matmul(self, neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
-        """The same for several positions, with every neuron."""
+        """The sum of `neuron_ffn` for several positions, with every neuron."""
 
     def new_cache(self, shape: AttentionShape, type: str | None = None, device: torch.device | str = "cpu") -> KvCache:
         """An empty cache that attends to every position that a layer's window shows."""

@@ -59,7 +59,7 @@ class OperationsDecoder:
         return f"{self.threads} threads" if self._device.type == "cpu" else str(self._device)
 
     @property
-    def served(self) -> HitCounts | None:
+    def hit_counts(self) -> HitCounts | None:
         return None
 
     def active(self) -> dict[tuple[int, str], int]:

@@ -40,7 +40,7 @@ class Mlp(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class LoadedSite:
     """A loaded site.
 
     sparse_bias -- what its sparse product lacks: bias + W offset, None where both are absent
@@ -74,8 +74,8 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _DenseMlp:
-    sites: Mapping[str, Site]
+class _LoadedDenseMlp:
+    sites: Mapping[str, LoadedSite]
 
     @property
     def active(self) -> Mapping[str, Tensor]:
@@ -87,7 +87,7 @@ class _DenseMlp:
 
 
 @dataclass(frozen=True)
-class _NeuronMlp:
+class _LoadedNeuronMlp:
     operations: Operations
     gate: Any
     records: Any
@@ -109,10 +109,10 @@ class _NeuronMlp:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LoadedLayer:
     """A loaded block."""
 
-    attention: Mapping[str, Site]
+    attention: Mapping[str, LoadedSite]
     norms: Mapping[str, Tensor]
     mlp: Mlp
 
@@ -122,20 +122,20 @@ class Layer:
         return {**{name: site.active for name, site in self.attention.items()}, **self.mlp.active}
 
 
-def load_layer(layer: PackedLayer, operations: Operations, device: torch.device) -> Layer:
+def load_layer(layer: PackedLayer, operations: Operations, device: torch.device) -> LoadedLayer:
     """A block on a device, its counts at zero."""
     norms = {name: norm.to(device) for name, norm in layer.norms.items()}
     mlp = _LOADERS[layer.mlp.kind](layer.mlp, operations, device)
-    return Layer(_loaded_sites(layer.attention, operations, device), norms, mlp)
+    return LoadedLayer(_loaded_sites(layer.attention, operations, device), norms, mlp)
 
 
 def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:
-    return _DenseMlp(_loaded_sites(mlp.sites, operations, device))
+    return _LoadedDenseMlp(_loaded_sites(mlp.sites, operations, device))
 
 
 def _loaded_neurons(mlp: NeuronMlp, operations: Operations, device: torch.device) -> Mlp:
     gate, records = operations.load_zigzag(mlp.gate, device), operations.load_neurons(mlp.records, device)
-    return _NeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
+    return _LoadedNeuronMlp(operations, gate, records, {name: _zero(device) for name in NEURONS.counted})
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
@@ -144,18 +144,20 @@ _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {
 }
 
 
-def _loaded_sites(sites: Mapping[str, PackedSite], operations: Operations, device: torch.device) -> dict[str, Site]:
+def _loaded_sites(
+    sites: Mapping[str, PackedSite], operations: Operations, device: torch.device
+) -> dict[str, LoadedSite]:
     return {name: _loaded_site(site, operations, device) for name, site in sites.items()}
 
 
-def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> Site:
+def _loaded_site(site: PackedSite, operations: Operations, device: torch.device) -> LoadedSite:
     matrix = operations.load_zigzag(site.matrix, device)
     bias = None if site.bias is None else site.bias.to(device)
     rule = None if site.rule is None else site.rule.to(device)
     sparse_bias = bias
     if rule is not None and rule.offset is not None:
         sparse_bias = _plus(operations.zigzag_matmul(matrix, rule.offset[None])[0], bias)
-    return Site(operations, matrix, bias, rule, sparse_bias, _zero(device))
+    return LoadedSite(operations, matrix, bias, rule, sparse_bias, _zero(device))
 
 
 def _zero(device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ DEFAULT_POLICY = "slow"
 CHAT_TOKENS = 1024
 """An answer in a conversation has at most this many tokens, unless told otherwise: most answers end by themselves."""
 
+_DRAWN = (not_with("temperature", 0),)
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -77,19 +79,49 @@ class GenerateOptions:
     """How many tokens at most, how they are chosen (see `runtime.sampling.Sampling`), and what ends the text.
 
     stop -- texts that end it; they are not part of it
+    logit_bias, logprobs, constraint -- as `Sampling` has them
     """
 
     tokens: int = option(
         f"Tokens to generate at most; in a conversation {CHAT_TOKENS} unless given.", default=64, least=0
     )
     temperature: float = option("How freely tokens are drawn; 0 takes the likeliest each time.", default=0.0, least=0)
-    top_k: int | None = option("Draw among so many likeliest tokens (default: all).", default=None, least=1)
-    top_p: float | None = option(
-        "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1
+    top_k: int | None = option(
+        "Draw among so many likeliest tokens (default: all).", default=None, least=1, counts=_DRAWN
     )
-    seed: int = option("Of the random draws.", default=0, least=0, most=LARGEST_SEED)
+    top_p: float | None = option(
+        "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1, counts=_DRAWN
+    )
+    min_p: float | None = option(
+        "Draw among tokens at least this share as likely as the likeliest (default: all).",
+        default=None,
+        least=0,
+        most=1,
+        counts=_DRAWN,
+    )
+    seed: int = option("Of the random draws.", default=0, least=0, most=LARGEST_SEED, counts=_DRAWN)
     repeat_penalty: float = option(
         "Makes tokens less likely that were there before, as in llama.cpp; 1 does nothing.", default=1.0, above=0
     )
-    repeat_last_n: int = option("How many of the last tokens count as there before; -1 for all.", default=64, least=-1)
+    repeat_last_n: int = option(
+        "How many of the last tokens count as there before; -1 for all.",
+        default=64,
+        least=-1,
+        counts=(not_with("repeat_penalty", 1),),
+    )
+    frequency_penalty: float = option(
+        "Makes a token less likely each time that it is generated, as at OpenAI; 0 does nothing.",
+        default=0.0,
+        least=-100,
+        most=100,
+    )
+    presence_penalty: float = option(
+        "Makes a token less likely once it has been generated, as at OpenAI; 0 does nothing.",
+        default=0.0,
+        least=-100,
+        most=100,
+    )
     stop: tuple[str, ...] = option("Text that ends what is generated, and is not part of it.", default=())
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    constraint: Callable[[], Any] | None = None

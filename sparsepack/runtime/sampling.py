@@ -1,13 +1,43 @@
 """Choose the next token from the logits."""
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
+
+LARGEST_PENALTY = 100.0
+"""A frequency or presence penalty is at most so large, either way; OpenAI takes up to 2."""
+
+LEAST_LOGPROB = -9999.0
+"""What is told of tokens that are less likely, as at OpenAI: JSON has no infinity."""
+
+
+class Constraint(Protocol):
+    """What a text may be, told token by token; made anew for each text."""
+
+    def allowed(self) -> Tensor:
+        """Which tokens may come next: bool [vocabulary] on the host, of which at least one is true."""
+
+    def take(self, id: int) -> None:
+        """Go on after a token, one of those that were allowed."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model found a token, before temperature, penalties and constraint.
+
+    logprob -- the natural logarithm of the probability
+    top     -- the likeliest tokens in its place, each with its logarithm, the likeliest first
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -17,11 +47,17 @@ class Sampling:
     temperature -- divides the logits; 0 always takes the likeliest token (the lowest id of equals)
     top_k       -- only the k likeliest may be chosen; None: all
     top_p       -- only the fewest likeliest that together have this probability; None: all
+    min_p       -- only tokens that are at least this share as likely as the likeliest; None: all
     seed        -- of the random numbers
     repeat_penalty -- what makes tokens less likely that stand in the text already, as llama.cpp defines it: a positive
                    logit is divided by it, another one multiplied, once for each token however often it stands there;
                    1: nothing is done
     repeat_last_n -- how many of the last tokens count as there, those of the prompt included; -1: all, 0: none
+    frequency_penalty -- what the logit of a token loses for each time that the token was chosen, as OpenAI defines it
+    presence_penalty  -- what the logit of a token loses, once, where the token was chosen
+    logit_bias  -- what the logit of a token gains: (id, bias) for each
+    logprobs    -- how many of the likeliest tokens are told in each place, with how likely they are; None: nothing is
+    constraint  -- makes what the text must keep to; None: nothing
 
     Raises `UserError` for a value out of range.
     """
@@ -32,6 +68,12 @@ class Sampling:
     seed: int = 0
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    min_p: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    constraint: Callable[[], Constraint] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -44,11 +86,25 @@ class Sampling:
             raise UserError(f"repeat penalty {self.repeat_penalty}: expected more than 0; 1 does nothing")
         if self.repeat_last_n < -1:
             raise UserError(f"repeat-last-n {self.repeat_last_n}: expected 0 (none) or more, or -1 (all)")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise UserError(f"min-p {self.min_p}: expected 0 (all) to 1 (only the likeliest)")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not abs(value := getattr(self, name)) <= LARGEST_PENALTY:
+                raise UserError(
+                    f"{name.replace('_', '-')} {value}: expected -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
+                )
 
     @property
-    def penalises(self) -> bool:
-        """Whether tokens that were there before are less likely."""
+    def repeats_less(self) -> bool:
+        """Whether the repeat penalty changes anything."""
         return self.repeat_penalty != 1 and self.repeat_last_n != 0
+
+    @property
+    def on_host(self) -> bool:
+        """Whether every choice is `Sampler.choose`'s. A device knows temperature, top-k and top-p, but neither which
+        tokens were there before, nor what else there is here."""
+        asked = (self.min_p, self.frequency_penalty, self.presence_penalty, self.logit_bias, self.constraint)
+        return self.repeats_less or any(asked) or self.logprobs is not None
 
 
 class Sampler:
@@ -56,8 +112,7 @@ class Sampler:
 
     before -- ids of the text so far, for the repeat penalty
 
-    A device does not know which tokens were there before: where `sampling.penalises`, every choice is `choose`'s, on
-    the host, and tokens that something else chose are not counted.
+    Where `sampling.on_host`, tokens that something else than `choose` chose are not counted.
     """
 
     def __init__(self, sampling: Sampling, before: Iterable[int] = ()) -> None:
@@ -65,17 +120,51 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(sampling.seed)
         last = sampling.repeat_last_n
         self._recent = deque(before, maxlen=None if last < 0 else last)
+        self._made = Counter[int]()
+        self._constraint = None if sampling.constraint is None else sampling.constraint()
+        self._logprobs: list[TokenLogprob] = []
 
     def choose(self, logits: Tensor) -> int:
         """A token id from the logits, [vocabulary] of any device. Raises `ArtifactError` where they are not numbers."""
         logits = logits.detach().to("cpu", torch.float64)
         if not (best := logits.max()).isfinite():
             raise not_finite(float(best))
-        if not self.sampling.penalises:
-            return self._chosen(logits)
-        id = self._chosen(penalised(logits, self._recent, self.sampling.repeat_penalty))
-        self._recent.append(id)
+        id = self._chosen(self._changed(logits))
+        if self.sampling.on_host:
+            self._took(id, logits)
         return id
+
+    def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the tokens that were chosen since the last call, in their order; none unless `sampling` asks for them."""
+        taken, self._logprobs = tuple(self._logprobs), []
+        return taken
+
+    def _changed(self, logits: Tensor) -> Tensor:
+        """The logits with penalties, bias and constraint, at least one of them finite."""
+        how = self.sampling
+        if how.repeats_less:
+            logits = penalised(logits, self._recent, how.repeat_penalty)
+        if self._made and (how.frequency_penalty or how.presence_penalty):
+            lost = {id: how.frequency_penalty * count + how.presence_penalty for id, count in self._made.items()}
+            logits = _added(logits, lost, -1)
+        if how.logit_bias:
+            logits = _added(logits, dict(how.logit_bias), 1)
+        if self._constraint is not None:
+            possible = logits.clamp(min=torch.finfo(logits.dtype).min)
+            logits = possible.masked_fill(~self._constraint.allowed(), float("-inf"))
+        return logits
+
+    def _took(self, id: int, logits: Tensor) -> None:
+        """Remember a choice for those to come."""
+        self._recent.append(id)
+        self._made[id] += 1
+        if self._constraint is not None:
+            self._constraint.take(id)
+        if self.sampling.logprobs is not None:
+            found = logits.log_softmax(0).clamp(min=LEAST_LOGPROB)
+            top = found.topk(min(self.sampling.logprobs, len(found)))
+            likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            self._logprobs.append(TokenLogprob(id, float(found[id]), likeliest))
 
     def _chosen(self, logits: Tensor) -> int:
         best = logits.max()
@@ -90,11 +179,20 @@ class Sampler:
         if self.sampling.top_p is not None:
             kept = int((cumulative < self.sampling.top_p * total).sum()) + 1
             total = cumulative[min(kept, len(cumulative)) - 1]
+        if self.sampling.min_p:
+            kept = int((ordered.exp() >= self.sampling.min_p).sum())
+            total = torch.minimum(total, cumulative[kept - 1])
         return int(ids[int(torch.searchsorted(cumulative, self.draw() * total))])
 
     def draw(self) -> float:
         """The next random number in [0, 1), of which a choice takes one unless the temperature is 0."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+
+def _added(logits: Tensor, amounts: Mapping[int, float], sign: int) -> Tensor:
+    """The logits with an amount added to those of some tokens, or taken from them."""
+    ids = torch.tensor(list(amounts), dtype=torch.int64)
+    return logits.index_add(0, ids, sign * torch.tensor(list(amounts.values()), dtype=logits.dtype))
 
 
 def penalised(logits: Tensor, recent: Iterable[int], penalty: float) -> Tensor:

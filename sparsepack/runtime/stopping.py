@@ -28,9 +28,9 @@ class StopText:
         if self.found is not None:
             return ""
         text = self._held + piece
-        places = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if places:
-            _, at, self.found = min(places)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.found = min(found)
             self._held = ""
             return text[:at]
         kept = self._beginning_at_the_end_of(text)

@@ -3,11 +3,14 @@
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsepack.serve.worker import Ended
+from sparsepack.runtime.sampling import TokenLogprob
+from sparsepack.serve.likelihoods import Likelihoods
+from sparsepack.serve.tools import AnswerReader, TextReader, ToolCall
+from sparsepack.serve.worker import Ended, Piece
 
 Json = dict[str, Any]
 
@@ -19,7 +22,7 @@ class Form:
     prefix  -- of the answer's id
     object  -- the answer's kind, in one piece
     chunk   -- its kind in pieces
-    whole   -- the text in a choice
+    whole   -- the text and the calls in a choice
     opening -- in the choice of the first chunk; None: there is no such chunk
     piece   -- a piece of text in the choice of a chunk
     closing -- in the choice of the chunk that tells why the text ended
@@ -28,17 +31,22 @@ class Form:
     prefix: str
     object: str
     chunk: str
-    whole: Callable[[str], Json]
+    whole: Callable[[str, list[Json]], Json]
     opening: Json | None
     piece: Callable[[str], Json]
     closing: Json
+
+
+def _message(text: str, calls: list[Json]) -> Json:
+    called = {"tool_calls": calls} if calls else {}
+    return {"message": {"role": "assistant", "content": text or (None if calls else ""), "refusal": None, **called}}
 
 
 COMPLETION = Form(
     prefix="cmpl",
     object="text_completion",
     chunk="text_completion",
-    whole=lambda text: {"text": text},
+    whole=lambda text, calls: {"text": text},
     opening=None,
     piece=lambda text: {"text": text},
     closing={"text": ""},
@@ -47,7 +55,7 @@ CHAT = Form(
     prefix="chatcmpl",
     object="chat.completion",
     chunk="chat.completion.chunk",
-    whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    whole=_message,
     opening={"delta": {"role": "assistant", "content": ""}},
     piece=lambda text: {"delta": {"content": text}},
     closing={"delta": {}},
@@ -56,12 +64,14 @@ CHAT = Form(
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
+    """One answer, of one text or several.
 
     model         -- the model's name
     fingerprint   -- changes with the model and what runs it
     prompt_tokens -- in the prompt, BOS included
     with_usage    -- whether the chunks have a usage, which is null in all but the last
+    likelihoods   -- says how likely tokens were; None: nothing does
+    reader        -- makes what tells text from calls, for each text
     """
 
     form: Form
@@ -69,39 +79,32 @@ class Answer:
     fingerprint: str
     prompt_tokens: int
     with_usage: bool = False
+    likelihoods: Likelihoods | None = None
+    reader: Callable[[], AnswerReader] = TextReader
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def in_one_piece(self, text: str, ended: Ended) -> Json:
-        """The whole answer."""
-        choices = [_choice(self.form.whole(text), ended.reason)]
-        return self._body(self.form.object, choices, usage=self._usage(ended))
+    def in_one_piece(self, choices: Sequence["Choice"]) -> Json:
+        """The whole answer, of texts that have ended."""
+        return self._body(self.form.object, [choice.whole() for choice in choices], usage=self._usage(choices))
 
-    def opening(self) -> list[Json]:
-        """The chunks before any text."""
-        return [] if self.form.opening is None else [self._chunk(_choice(self.form.opening, None))]
+    def chunk(self, choice: Json) -> Json:
+        """A chunk with a part of one text."""
+        return self._body(self.form.chunk, [choice], **({"usage": None} if self.with_usage else {}))
 
-    def piece(self, text: str) -> Json:
-        """A chunk of text."""
-        return self._chunk(_choice(self.form.piece(text), None))
+    def usage_chunk(self, choices: Sequence["Choice"]) -> list[Json]:
+        """The chunk after all texts, which says how many tokens they took, where that was asked for."""
+        return [self._body(self.form.chunk, [], usage=self._usage(choices))] if self.with_usage else []
 
-    def closing(self, ended: Ended) -> list[Json]:
-        """The chunks after the text: why it ended, and how many tokens it took where that was asked for."""
-        last = [self._chunk(_choice(self.form.closing, ended.reason))]
-        if self.with_usage:
-            last.append(self._body(self.form.chunk, [], usage=self._usage(ended)))
-        return last
-
-    def _usage(self, ended: Ended) -> Json:
+    def _usage(self, choices: Sequence["Choice"]) -> Json:
+        ends = [choice.end for choice in choices if choice.end is not None]
+        made = sum(end.tokens for end in ends)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": ended.tokens,
-            "total_tokens": self.prompt_tokens + ended.tokens,
-            "prompt_tokens_details": {"cached_tokens": ended.cached},
+            "completion_tokens": made,
+            "total_tokens": self.prompt_tokens + made,
+            "prompt_tokens_details": {"cached_tokens": min((end.cached for end in ends), default=0)},
         }
-
-    def _chunk(self, choice: Json) -> Json:
-        return self._body(self.form.chunk, [choice], **({"usage": None} if self.with_usage else {}))
 
     def _body(self, object: str, choices: list[Json], **more: Any) -> Json:
         return {
@@ -115,8 +118,75 @@ class Answer:
         }
 
 
-def _choice(content: Json, reason: str | None) -> Json:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+class Choice:
+    """One text of an answer, while it comes.
+
+    begins -- whether nothing has come yet
+    end    -- how it ended; None until then
+    """
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self._answer, self._index = answer, index
+        self._reader = answer.reader()
+        self._text, self._calls = "", list[ToolCall]()
+        self._tokens: list[TokenLogprob] = []
+        self._untold: list[TokenLogprob] = []  # that no chunk had yet
+        self.begins = True
+        self.end: Ended | None = None
+
+    def opening(self) -> list[Json]:
+        """The chunks before any text."""
+        opening = self._answer.form.opening
+        return [] if opening is None else [self._answer.chunk(self._choice(opening, None, ()))]
+
+    def piece(self, piece: Piece) -> list[Json]:
+        """The chunks of a piece of text."""
+        self.begins = False
+        self._add(piece.logprobs)
+        return self._told(self._reader.push(piece.text))
+
+    def ended(self, ended: Ended) -> list[Json]:
+        """The chunks of what was held back, and of why the text ended."""
+        self.begins, self.end = False, ended
+        self._add(ended.logprobs)
+        rest, self._calls = self._reader.finish()
+        chunks = self._told(rest)
+        if self._calls:
+            calls = [{"index": n, **_call(call)} for n, call in enumerate(self._calls)]
+            chunks.append(self._answer.chunk(self._choice({"delta": {"tool_calls": calls}}, None, ())))
+        last = self._choice(self._answer.form.closing, self._reason(), self._untold, len(self._text))
+        return [*chunks, self._answer.chunk(last)]
+
+    def whole(self) -> Json:
+        """The text in one piece, once it has ended."""
+        content = self._answer.form.whole(self._text, [_call(call) for call in self._calls])
+        return self._choice(content, self._reason(), self._tokens)
+
+    def _add(self, tokens: Sequence[TokenLogprob]) -> None:
+        self._tokens += tokens
+        self._untold += tokens
+
+    def _told(self, text: str) -> list[Json]:
+        if not text:
+            return []
+        choice = self._choice(self._answer.form.piece(text), None, self._untold, len(self._text))
+        self._text += text
+        self._untold = []
+        return [self._answer.chunk(choice)]
+
+    def _reason(self) -> str:
+        assert self.end is not None
+        return "tool_calls" if self._calls and self.end.reason == "stop" else self.end.reason
+
+    def _choice(self, content: Json, reason: str | None, tokens: Sequence[TokenLogprob], offset: int = 0) -> Json:
+        likely = None
+        if self._answer.likelihoods is not None and tokens:
+            likely = self._answer.likelihoods(tokens, offset)
+        return {"index": self._index, **content, "logprobs": likely, "finish_reason": reason}
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 END_OF_STREAM = b"data: [DONE]\n\n"

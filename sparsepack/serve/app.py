@@ -1,10 +1,9 @@
 """The routes: what is asked, checked; what is answered."""
 
 import asyncio
-import secrets
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,15 +13,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sparsepack.runtime.options import GenerateOptions
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
 from sparsepack.serve.delivery import Delivery
 from sparsepack.serve.guards import LOOPBACK, Guard, json_body, refused
+from sparsepack.serve.memory import give_back_memory
+from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.preparing import Preparation, Prepared
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
 from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
+
+SMALL_BODY = 2**16
+"""A body of at most this many bytes is read in milliseconds."""
+
+PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
+
+R = TypeVar("R")
 
 
 class Service:
@@ -37,9 +44,11 @@ class Service:
     ) -> None:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
+        self.metrics = Metrics(making=lambda: int(worker.busy), waiting=lambda: worker.waiting)
+        self._preparation = Preparation(prompts.model, prompts, name)
         self._created = int(time.time())
-        self._preparing = 0
-        self._one_at_a_time = asyncio.Lock()
+        self._reading = 0
+        self._one_large_body = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """Whether texts are made: 200, or 503 where the server ends."""
@@ -53,53 +62,69 @@ class Service:
 
     async def model(self, request: Request) -> Response:
         """The model, asked for by its name."""
-        self._check_model(request.path_params["name"])
+        self._preparation.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Any:
         """Continue a prompt."""
-        asked = read_request(CompletionRequest, await json_body(request))
-        return await self._delivery(COMPLETION, asked, asked.most_tokens, lambda: self.prompts.plain(asked.text_or_ids))
+        return await self._delivery(COMPLETION, request, self._preparation.completion)
 
     async def chat_completions(self, request: Request) -> Any:
         """Answer the last message of a chat."""
-        asked = read_request(ChatRequest, await json_body(request))
-        messages = [message.for_template() for message in asked.messages]
-        return await self._delivery(CHAT, asked, asked.most_tokens, lambda: self.prompts.chat(messages))
+        return await self._delivery(CHAT, request, self._preparation.chat)
 
-    async def _delivery(
-        self, form: Form, asked: TextParameters, most_tokens: int | None, prompt: Callable[[], list[int]]
-    ) -> Delivery:
-        self._check_model(asked.model)
-        ids = await self._prepared(prompt)
-        max_tokens = self.prompts.checked_tokens(len(ids), most_tokens)
-        ticket = self._submitted(TextRequest(tuple(ids), options_of(asked, max_tokens)))
-        with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        answer = Answer(form, self.name, self.fingerprint, len(ids), with_usage)
-        return Delivery(ticket, answer, bool(asked.stream), self.options.send_timeout)
+    async def measured(self, request: Request) -> Response:
+        """What the server has done, for Prometheus."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _prepared(self, prompt: Callable[[], list[int]]) -> list[int]:
-        """A prompt's tokens. A long one takes a second: in a thread, while others are served, one at a time."""
-        if self._preparing > self.options.queue:
+    async def _delivery(self, form: Form, request: Request, prepare: Callable[[bytes], Prepared]) -> Delivery:
+        asked_at = time.monotonic()
+        prepared = await self._read(request, prepare)
+        asked = prepared.asked
+        answer = Answer(
+            form,
+            self.name,
+            self.fingerprint,
+            prompt_tokens=len(prepared.texts[0].ids),
+            with_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+            likelihoods=prepared.likelihoods,
+            reader=prepared.reader,
+        )
+        tickets = self._submitted(prepared.texts)
+        return Delivery(tickets, answer, bool(asked.stream), self.options.send_timeout, self.metrics, asked_at)
+
+    async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
+        """What a function makes of a request's body, in a thread, while others are served. A large body may take a
+        second: only one is read at a time, and what it took is given back."""
+        body = await json_body(request, self.prompts.most_body)
+        if self._reading > self.options.queue:
             raise _queue_full(QueueFull(1))
-        self._preparing += 1
+        self._reading += 1
         try:
-            async with self._one_at_a_time:
-                return await asyncio.to_thread(prompt)
+            if len(body) <= SMALL_BODY:
+                return await asyncio.to_thread(read, body)
+            async with self._one_large_body:
+                try:
+                    return await asyncio.to_thread(read, body)
+                finally:
+                    del body
+                    await asyncio.to_thread(give_back_memory)
         finally:
-            self._preparing -= 1
+            self._reading -= 1
 
-    def _submitted(self, request: TextRequest) -> Ticket:
+    def _submitted(self, requests: Sequence[TextRequest]) -> list[Ticket]:
+        """All of the texts in the queue, or none."""
+        tickets: list[Ticket] = []
         try:
-            return self.worker.submit(request)
-        except QueueFull as error:
-            raise _queue_full(error) from error
-        except Closing as error:
+            for request in requests:
+                tickets.append(self.worker.submit(request))
+        except (QueueFull, Closing) as error:
+            for ticket in tickets:
+                ticket.cancel()
+            if isinstance(error, QueueFull):
+                raise _queue_full(error) from error
             raise Refusal(503, str(error), code="server_ending") from error
-
-    def _check_model(self, name: str) -> None:
-        if name != self.name:
-            raise Refusal(404, f"model {name!r}: this server has {self.name!r}", "model", "model_not_found")
+        return tickets
 
     def _model(self) -> dict[str, Any]:
         common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
@@ -110,23 +135,14 @@ def _queue_full(error: QueueFull) -> Refusal:
     return Refusal(503, str(error), code="queue_full", retry_after=error.seconds)
 
 
-def options_of(asked: TextParameters, tokens: int) -> GenerateOptions:
-    """How tokens are chosen: as at OpenAI unless told otherwise, and by a new seed for each text."""
-    return GenerateOptions(
-        tokens=tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        stop=asked.stops,
-    )
-
-
 def create_app(service: Service) -> Starlette:
     """The application, for an ASGI server."""
     options = service.options
     local = options.api_key is None and options.host in LOOPBACK
-    middleware = [Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None)]
+    middleware = [
+        Middleware(Counting, metrics=service.metrics, paths=PATHS),
+        Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None),
+    ]
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         origins = list(options.cors_origins)
         cors = Middleware(
@@ -136,6 +152,7 @@ def create_app(service: Service) -> Starlette:
     return Starlette(
         routes=[
             Route("/health", service.health),
+            Route("/metrics", service.measured),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/completions", service.completions, methods=["POST"]),

@@ -3,17 +3,19 @@
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from sparsepack.errors import ArtifactError
+from sparsepack.errors import ArtifactError, UserError
 from sparsepack.progress import say
-from sparsepack.serve.answers import END_OF_STREAM, STILL_THERE, Answer, server_sent
+from sparsepack.serve.answers import END_OF_STREAM, STILL_THERE, Answer, Choice, Json, server_sent
 from sparsepack.serve.guards import refused
+from sparsepack.serve.metrics import Metrics
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.worker import Closing, Ended, Failed, Piece, Ticket
+from sparsepack.serve.worker import Closing, Ended, Event, Failed, Piece, Ticket
 
 STILL_THERE_SECONDS = 15.0
 """A stream that has had nothing to say for this many seconds shows that the stream lives."""
@@ -31,20 +33,23 @@ class _ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Delivery:
-    """The response to a request whose text waits or is made.
+    """The response to a request whose texts wait or are made.
 
-    ticket       -- of the text
-    answer       -- what is said around it
-    stream       -- in events, as the text is made; or in one piece
+    tickets      -- of the texts
+    answer       -- what is said around them
+    stream       -- in events, as the texts are made; or in one piece
     send_timeout -- seconds that the client has to take what is sent
+    metrics      -- what counts them
 
-    When the client goes, or stalls for so long, its text is cancelled.
+    When the client goes, or stalls for so long, its texts are cancelled, and where one fails, the others, too.
     """
 
-    ticket: Ticket
+    tickets: Sequence[Ticket]
     answer: Answer
     stream: bool
     send_timeout: float
+    metrics: Metrics
+    asked: float = field(default_factory=time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -61,44 +66,72 @@ class Delivery:
             say(f"{self.answer.id}: dropped, the client took nothing for {self.send_timeout:g} s")
         finally:
             watch.cancel()
-            self.ticket.cancel()
+            self._cancel()
 
     async def _cancel_when_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.ticket.cancel()
-        self.ticket.tell(Failed(_ClientGone()))
+        self._cancel()
+        for ticket in self.tickets:
+            ticket.tell(Failed(_ClientGone()))
+
+    def _cancel(self) -> None:
+        for ticket in self.tickets:
+            ticket.cancel()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        text = []
-        async for event in self.ticket.events():
+        choices = self._choices()
+        async for n, event in _together(self.tickets):
             match event:
-                case Piece():
-                    text.append(event.text)
-                case Ended():
-                    self._log(event)
-                    body = self.answer.in_one_piece("".join(text), event)
-                    await JSONResponse(body)(scope, receive, send)
-                case Failed() if not isinstance(event.error, _ClientGone):
-                    await refused(refusal_for(event.error))(scope, receive, send)
+                case Piece() | Ended():
+                    self._chunks(choices[n], event)
+                case Failed():
+                    await self._send_failure(event.error, scope, receive, send)
+                    return
+        await JSONResponse(self.answer.in_one_piece(choices))(scope, receive, send)
+
+    async def _send_failure(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        if not isinstance(error, _ClientGone):
+            await refused(refusal_for(error))(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        for chunk in self.answer.opening():
-            await _send_more(send, server_sent(chunk))
-        async for event in self.ticket.events(STILL_THERE_SECONDS):
+        choices = self._choices()
+        for choice in choices:
+            await self._send_chunks(choice.opening(), send)
+        async for n, event in _together(self.tickets, STILL_THERE_SECONDS):
             match event:
                 case None:
                     await _send_more(send, STILL_THERE)
-                case Piece():
-                    await _send_more(send, server_sent(self.answer.piece(event.text)))
-                case Ended():
-                    self._log(event)
-                    closing = b"".join(server_sent(chunk) for chunk in self.answer.closing(event))
-                    await _send_more(send, closing + END_OF_STREAM)
-                case Failed() if not isinstance(event.error, _ClientGone):
-                    await _send_more(send, server_sent(refusal_for(event.error).body()))
+                case Piece() | Ended():
+                    chunks = self._chunks(choices[n], event)
+                    if all(choice.end for choice in choices):
+                        last = b"".join(map(server_sent, (*chunks, *self.answer.usage_chunk(choices))))
+                        await _send_more(send, last + END_OF_STREAM)
+                    else:
+                        await self._send_chunks(chunks, send)
+                case Failed():
+                    if not isinstance(event.error, _ClientGone):
+                        await _send_more(send, server_sent(refusal_for(event.error).body()))
+                    break
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_chunks(self, chunks: Sequence[Json], send: Send) -> None:
+        for chunk in chunks:
+            await _send_more(send, server_sent(chunk))
+
+    def _choices(self) -> list[Choice]:
+        return [Choice(self.answer, n) for n in range(len(self.tickets))]
+
+    def _chunks(self, choice: Choice, event: Piece | Ended) -> list[Json]:
+        """What a stream says of an event."""
+        if choice.begins:
+            self.metrics.began(self.asked)
+        if isinstance(event, Piece):
+            return choice.piece(event)
+        self.metrics.ended(self.asked, self.answer.prompt_tokens, event)
+        self._log(event)
+        return choice.ended(event)
 
     def _log(self, ended: Ended) -> None:
         say(
@@ -107,12 +140,40 @@ class Delivery:
         )
 
 
+async def _together(
+    tickets: Sequence[Ticket], patience: float | None = None
+) -> AsyncIterator[tuple[int, Event | None]]:
+    """The events of several texts as they come, each with the number of its text; see `Ticket.events`."""
+    if len(tickets) == 1:
+        async for event in tickets[0].events(patience):
+            yield 0, event
+        return
+    events: asyncio.Queue[tuple[int, Event | None]] = asyncio.Queue()
+
+    async def forward(n: int) -> None:
+        async for event in tickets[n].events(patience):
+            await events.put((n, event))
+
+    forwarding = [asyncio.create_task(forward(n)) for n in range(len(tickets))]
+    try:
+        ended = 0
+        while ended < len(tickets):
+            n, told = await events.get()
+            ended += isinstance(told, Ended | Failed)
+            yield n, told
+    finally:
+        for task in forwarding:
+            task.cancel()
+
+
 def refusal_for(error: Exception) -> Refusal:
     """What the client is told of an error in a text. What it cannot know goes to the log alone."""
     if isinstance(error, Closing):
         return Refusal(503, str(error), code="server_ending")
     if isinstance(error, ArtifactError):
         return Refusal(500, str(error), code="damaged_model")
+    if isinstance(error, UserError):
+        return Refusal(400, str(error), code="invalid_value")
     logging.getLogger(__name__).error("a text failed", exc_info=error)
     return Refusal(500, "the text could not be made; the server's log says why", code="internal_error")
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from sparsepack.serve.messages import CONTENT, ChosenTool, Message, Tool, unsupported
 from sparsepack.serve.refusals import Refusal
 
 IGNORED = frozenset(
@@ -28,25 +28,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "audio": (),
         "best_of": (1,),
         "echo": (False,),
-        "frequency_penalty": (0,),
         "function_call": ("auto", "none"),
         "functions": ([],),
-        "logit_bias": ({},),
-        "logprobs": (False,),
         "modalities": (["text"],),
-        "n": (1,),
-        "presence_penalty": (0,),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "suffix": ("",),
-        "tool_choice": ("auto", "none"),
-        "tools": ([],),
-        "top_logprobs": (),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
 )
 """These parameters are taken with these values, or null, alone."""
+
+MOST_PARAMETERS = 100
+
+MOST_CHOICES = 16
+"""A request asks for at most this many texts after one prompt."""
+
+LONGEST_GRAMMAR = 2**16
+"""A grammar has at most this many characters."""
 
 MOST_STOPS = 4
 """A request has at most this many stop strings, as many as OpenAI takes."""
@@ -57,6 +56,7 @@ LONGEST_STOP = 1000
 R = TypeVar("R", bound="TextParameters")
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -72,8 +72,33 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(BaseModel):
+    """The schema that a text keeps to. `strict` is ignored: every text keeps to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What kind of text is wanted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise unsupported("json_schema", "it goes with the type json_schema, and with no other")
+        return self
+
+
 class TextParameters(BaseModel):
-    """What both ways of asking for a text share. `top_k` is not in OpenAI's protocol, but in most servers of it."""
+    """What both ways of asking for a text share. `top_k`, `min_p` and `grammar` are not in OpenAI's protocol, but in
+    most servers of it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -86,32 +111,66 @@ class TextParameters(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
+        None
+    )
+    response_format: ResponseFormat | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_what_changes_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if len(body) > MOST_PARAMETERS:
+            raise unsupported("body", f"{len(body):,} parameters; the protocol has fewer than {MOST_PARAMETERS}")
         for name, accepted in NEUTRAL.items():
             value = body.get(name)
             if value is not None and not any(value == other for other in accepted):
                 values = " or ".join(json.dumps(other) for other in accepted)
                 remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
-                raise PydanticCustomError("unsupported", "{name}: not supported by this server{remedy}", locals())
+                raise unsupported(name, f"not supported by this server{remedy}")
         return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> "TextParameters":
+    def _what_goes_together(self) -> "TextParameters":
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "unsupported", "stream_options: only with stream: true", {"name": "stream_options"}
-            )
+            raise unsupported("stream_options", "only with stream: true")
+        if self.grammar is not None and self.keeps_to_json:
+            raise unsupported("grammar", "not with a response_format; give one of them")
         return self
+
+    @property
+    def keeps_to_json(self) -> bool:
+        """Whether the response format asks for JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are told in each place of the text; None: nothing is told of them."""
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How many tokens are asked for at most; None: as many as there is room for."""
+        return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _form_of_prompt(prompt: Any) -> str:
+    """Which of its forms a prompt must have: only that one is tried, since a try looks at every element."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 class CompletionRequest(TextParameters):
@@ -120,14 +179,18 @@ class CompletionRequest(TextParameters):
     prompt     -- a text, before which BOS goes where the model has one; or tokens, taken as they are. A list of one
                   text or of one list of tokens is that one.
     max_tokens -- 16 unless given, as at OpenAI
+    logprobs   -- how many of the likeliest tokens are told in each place
     """
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1)]
-    ) = ""
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[str], Field(min_length=1, max_length=1), Tag("texts")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1), Tag("lists")],
+        Discriminator(_form_of_prompt),
+    ] = ""
 
     @property
     def text_or_ids(self) -> str | list[int]:
@@ -140,47 +203,57 @@ class CompletionRequest(TextParameters):
         """How many tokens are asked for at most."""
         return 16 if self.max_tokens is None else self.max_tokens
 
-
-class ContentPart(BaseModel):
-    """A part of a message; only text is taken."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """A message of a chat. `developer` is today's word for `system`; `name` is ignored."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    name: str | None = None
-    refusal: None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
 
 
 class ChatRequest(TextParameters):
     """The body of POST /v1/chat/completions; without a number of tokens the answer ends where the model ends it, or
     where the context is full."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
 
     @model_validator(mode="after")
     def _one_number_of_tokens(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            message = "max_tokens and max_completion_tokens: give one of them"
-            raise PydanticCustomError("unsupported", message, {"name": "max_completion_tokens"})  # type: ignore[arg-type]
+            raise unsupported("max_completion_tokens", "not with max_tokens; give one of them")
         return self
+
+    @model_validator(mode="after")
+    def _what_a_chat_s_parameters_need(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise unsupported("top_logprobs", "only with logprobs: true")
+        if self.must_call and not self.tools:
+            raise unsupported("tool_choice", "only with tools")
+        if self.must_call and (self.grammar is not None or self.keeps_to_json):
+            raise unsupported("tool_choice", "a call that must be made keeps to no other format; leave one out")
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in names:
+            raise unsupported("tool_choice", f"{self.tool_choice.function.name!r} is none of the tools")
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call."""
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, ChosenTool) else None
+        tools = () if choice == "none" else self.tools or ()
+        return tuple(tool for tool in tools if named in (None, tool.function.name))
+
+    @property
+    def likeliest(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -199,7 +272,9 @@ def read_request(kind: type[R], body: bytes) -> R:
 _EXPECTED = {
     "prompt": "expected a text, a list of token ids, or a list of one text or of one list of token ids",
     "stop": f"expected a text, or at most {MOST_STOPS} of them, each of 1 to {LONGEST_STOP} characters",
-    "content": "expected a text, or a list of parts of type text",
+    "content": CONTENT,
+    "logit_bias": 'expected {"TOKEN ID": BIAS, ...}, each bias from -100 to 100',
+    "tool_choice": 'expected "none", "auto", "required", or {"type": "function", "function": {"name": NAME}}',
 }
 """These parameters may have several forms, of which the library would tell what the first one lacks."""
 
@@ -209,7 +284,8 @@ def _refusal(error: ValidationError) -> Refusal:
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if first["type"] == "unsupported":
-        return Refusal(400, first["msg"], first["ctx"]["name"], "unsupported_value")
+        name = ".".join(str(part) for part in (*first["loc"], first["ctx"]["name"]))
+        return Refusal(400, f"{name}: {first['ctx']['reason']}", name, "unsupported_value")
     forms = next((n for n, part in enumerate(first["loc"], 1) if part in _EXPECTED), None)
     name = ".".join(str(part) for part in first["loc"][:forms])
     if forms:

@@ -44,8 +44,12 @@ def _made(model: Model, request: TextRequest, unwanted: Callable[[], bool]) -> I
             return
         engine.prefill(ids[engine.position : end])
     pieces = Generation(engine, model.tokenizer, [ids], options, keep=True, unwanted=unwanted)
-    yield from map(Piece, pieces)
+    told = 0
+    for text in pieces:
+        yield Piece(text, logprobs := pieces.taken_logprobs())
+        told += len(logprobs)
     made = pieces.result()
     engine.truncate(min(engine.position, len(ids)))
     if made.reason in _REASONS:
-        yield Ended(_REASONS[made.reason], len(made.tokens), cached)
+        rest = pieces.taken_logprobs()[: len(made.tokens) - told]  # without the end of the text
+        yield Ended(_REASONS[made.reason], len(made.tokens), cached, rest)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.sampling import TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,13 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text, of whole characters."""
+    """A piece of text, of whole characters.
+
+    logprobs -- of the tokens that were made since the piece before, where the request asks for them
+    """
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,13 @@ class Ended:
     reason -- "stop": the model or a stop string ended it; "length": as many tokens are made as were asked for
     tokens -- that the model made, those of a stop string included, its end of text not
     cached -- of the prompt's tokens, those that the engine still had from the text before
+    logprobs -- of the last tokens, which gave no piece of their own
     """
 
     reason: str
     tokens: int
     cached: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """A simulation as a picture: what has a slot, and what is read from host memory, for every policy and share."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from sparsepack.errors import OutputError, UserError
 from sparsepack.files.atomic import atomic_file, check_output
+from sparsepack.placement.names import DRAWN
 from sparsepack.placement.names import POLICIES as NAMES
 from sparsepack.placement.policies import POLICIES
 
 FORMATS = (".png", ".svg")
 _STYLE = {"svg.hashsalt": "sparsepack"}  # the same result gives the same bytes
+_COLUMNS = 4  # of the legend
 _PANELS = {
     "hit_rate": "share of what is needed that has a slot",
     "host_reads": "neurons read from host memory per token",
@@ -29,20 +31,28 @@ def check_plot(path: Path) -> None:
     _matplotlib()
 
 
-def plot(result: Mapping[str, Any], path: Path) -> None:
+def drawn(played: Collection[str]) -> list[str]:
+    """Of the policies that were played the four that a picture shows where nobody asked for others."""
+    return [name for name in DRAWN if name in played][:4]
+
+
+def plot(result: Mapping[str, Any], path: Path, policies: Collection[str] | None = None) -> None:
     """Draw what `simulate` returned into a PNG or SVG file, which is replaced if it exists.
+
+    policies -- those to draw, of the ones that were played (default: all)
 
     Error bars are standard errors over sessions; policies that know the future have broken lines. Raises what
     `check_plot` does.
     """
+    shown = [name for name in result["policies"] if policies is None or name in policies]
     check_plot(path)
     matplotlib = _matplotlib()
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.2, 4.2), layout="constrained")
+    figure = Figure(figsize=(9.6, 4.6), layout="constrained")
     panels = figure.subplots(1, len(_PANELS))
     for panel, (field, label) in zip(panels, _PANELS.items(), strict=True):
-        for policy in result["policies"]:
+        for policy in shown:
             rows = sorted((row for row in result["results"] if row["policy"] == policy), key=lambda row: row["cached"])
             panel.errorbar(
                 [100 * row["cached"] for row in rows],
@@ -59,7 +69,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         panel.set_xlabel("share of the neurons that have slots, %")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=_COLUMNS, frameon=False, fontsize=11
+    )
     form = path.suffix.lower().removeprefix(".")
     with atomic_file(path, overwrite=True) as temporary, matplotlib.rc_context(_STYLE):
         figure.savefig(temporary, format=form, dpi=130, metadata={"Date": None} if form == "svg" else None)

@@ -8,10 +8,10 @@ from sparsepack.errors import PackingError
 from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
 from sparsepack.option import check_options, only_with, option
 
-NONE, DOUBLE = "none", "double"
+NONE, DOUBLE_SPARSITY = "none", "double"
 AUTO = "auto"
 _LARGEST = 2**31 - 1
-_DOUBLE = (only_with("attention", DOUBLE),)
+_DOUBLE = (only_with("attention", DOUBLE_SPARSITY),)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class AttentionOptions:
         "Which tokens a decoded one attends to: all, or with Double Sparsity those that a few channels of their keys "
         "rank best.",
         default=NONE,
-        choices=(NONE, DOUBLE),
+        choices=(NONE, DOUBLE_SPARSITY),
     )
     channels: int | None = option(
         "With --attention double: channels of each KV head that rank tokens (default: a quarter of them).",

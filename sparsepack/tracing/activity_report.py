@@ -13,12 +13,12 @@ from sparsepack.calibration.neurons import Activity
 from sparsepack.tracing.trace import Trace
 
 SHARES = (0.1, 0.2, 0.3, 0.5)
-"""The report says which share of what is needed these shares of the neurons are, the hottest ones."""
+"""The report says which share of what is needed these shares of the neurons are, the ones most often active."""
 JUDGED = 0.3
 """This one of the shares says whether placement pays, and how far documents differ."""
 PAYS = 4 / 3
-"""Placement pays where the hottest neurons have at least this many times what as many slots at random have: 2.1 times
-in books-26m-relu, 1.1 times in books-26m-silu's larger half."""
+"""Placement pays where the neurons most often active have at least this many times what as many slots at random have:
+2.1 times in books-26m-relu, 1.1 times in books-26m-silu's larger half."""
 DENSE = 0.9
 """A model with more of its neurons active than this has nothing to skip."""
 
@@ -34,29 +34,30 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     sessions -- of each, or of one text as a whole, the activity of every block
 
     tokens, density -- of all blocks; shares -- SHARES
-    hottest -- for each of `shares`, the share of all activations that is of so many of the hottest neurons, where they
-        may be of any block
-    drift   -- of the hottest JUDGED of the neurons in each document: `own`, their share of its activations; `others`,
-        the share of those that are the hottest in all other documents. Means over documents; None where there is one
+    hottest -- for each of `shares`, the share of all activations that is of so many of the neurons most often active,
+        where they may be of any block
+    drift   -- of the JUDGED neurons most often active in each document: `own`, their share of its activations;
+        `others`, the share of those most often active in all other documents. Means over documents; None where there
+        is one
     layers  -- density; spread: its standard deviation over tokens; hottest and drift, among the block's own neurons
-    pays, verdict -- whether to give slots to the hottest neurons, and why, in a sentence
+    pays, verdict -- whether to give slots to the neurons most often active, and why, in a sentence
     """
     layers = [added([session[layer] for session in sessions]) for layer in range(len(sessions[0]))]
     whole = _joined(layers)
-    hottest = [_hottest(whole, share) for share in SHARES]
+    most_active = [_of_most_active(whole, share) for share in SHARES]
     drift = _drift([_joined(session) for session in sessions])
-    verdict = _verdict(whole.density, hottest[SHARES.index(JUDGED)], drift)
+    verdict = _verdict(whole.density, most_active[SHARES.index(JUDGED)], drift)
     return {
         "tokens": whole.tokens,
         "density": whole.density,
         "shares": list(SHARES),
-        "hottest": hottest,
+        "hottest": most_active,
         "drift": drift,
         "layers": [
             {
                 "density": layer.density,
                 "spread": layer.spread,
-                "hottest": [_hottest(layer, share) for share in SHARES],
+                "hottest": [_of_most_active(layer, share) for share in SHARES],
                 "drift": _drift([session[number] for session in sessions]),
             }
             for number, layer in enumerate(layers)
@@ -66,15 +67,15 @@ def activity_report(sessions: Sequence[Sequence[Activity]]) -> dict[str, Any]:
     }
 
 
-def _verdict(density: float, hottest: float, drift: Mapping[str, float] | None) -> tuple[bool, str]:
-    """By other documents than those that chose the neurons, where there are several: the hottest of a few tokens are
-    much of what these few had active, whatever the model."""
+def _verdict(density: float, most_active: float, drift: Mapping[str, float] | None) -> tuple[bool, str]:
+    """Judge by other documents than those that chose the neurons, where there are several: the neurons most often
+    active for a few tokens are much of what these few had active, whatever the model."""
     if density > DENSE:
         return False, (
             f"placement cannot pay: {100 * density:.1f} % of the neurons are active for every token, there is nothing "
             "to leave out"
         )
-    covered = hottest if drift is None else drift["others"]
+    covered = most_active if drift is None else drift["others"]
     elsewhere = "" if drift is None else " of all other documents"
     where = "" if drift is None else " in one"
     found = (
@@ -85,7 +86,7 @@ def _verdict(density: float, hottest: float, drift: Mapping[str, float] | None) 
     return True, f"placement can pay: {found}"
 
 
-def _hottest(activity: Activity, share: float) -> float:
+def _of_most_active(activity: Activity, share: float) -> float:
     return _of_all(activity.active, activity.active, share)
 
 
@@ -99,7 +100,7 @@ def _drift(sessions: Sequence[Activity]) -> dict[str, float] | None:
     if len(sessions) < 2:
         return None
     total = torch.stack([session.active for session in sessions]).sum(0)
-    own = [_hottest(session, JUDGED) for session in sessions]
+    own = [_of_most_active(session, JUDGED) for session in sessions]
     others = [_of_all(session.active, total - session.active, JUDGED) for session in sessions]
     return {"own": sum(own) / len(own), "others": sum(others) / len(others)}
 

@@ -77,7 +77,7 @@ def _files(windows: torch.Tensor, state: ResumeState) -> Iterator[tuple[str, byt
 
 
 def _rule(checkpoint: Checkpoint, options: TraceOptions, calibration: Calibration | Path | None) -> dict[str, Any]:
-    """Who is active, JSON-able: all that are not zero, or those above a threshold of each block."""
+    """The rule for active neurons, JSON-able: all that are not zero, or those above a threshold of their block."""
     if options.share is None:
         if calibration is not None:
             raise PlacementError("a calibration is read for the thresholds of --share alone; give both or neither")

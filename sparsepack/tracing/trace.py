@@ -53,7 +53,7 @@ class _Rule(Stored):
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
-class _Manifest(Stored):
+class _TraceManifest(Stored):
     """What is read of a manifest."""
 
     kind: Literal["trace"]
@@ -94,16 +94,16 @@ class Trace:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions, in order."""
+        """The sessions of the trace, in the order of its texts."""
         return tuple(Session(row["tokens"], row["prompt"]) for row in self.manifest["sessions"])
 
     @property
     def sha256(self) -> str:
-        """Hash of the manifest, which itself holds the hashes of all files."""
+        """The hash of the manifest, which itself holds the hashes of all files."""
         return fingerprint(self.manifest)
 
     def active(self, session: int, layer: int) -> np.ndarray:
-        """Who was active in a block: bool [tokens, neurons]. Raises `PlacementError` for a damaged file."""
+        """Which neurons were active in a block: bool [tokens, neurons]. Raises `PlacementError` for a damaged file."""
         width = -(-self.neurons // 8)
         tokens = self.sessions[session].tokens
         data = self._file(layer_file(session, layer), tokens * width)
@@ -111,7 +111,7 @@ class Trace:
         return np.unpackbits(bits, axis=1, count=self.neurons, bitorder="little").view(np.bool_)
 
     def session(self, session: int) -> np.ndarray:
-        """Who was active in all blocks: bool [tokens, layers * neurons], one block after the other."""
+        """Which neurons were active in all blocks: bool [tokens, layers * neurons], one block after the other."""
         return np.concatenate([self.active(session, layer) for layer in range(self.layers)], axis=1)
 
     def ids(self, session: int) -> np.ndarray:
@@ -194,11 +194,11 @@ def load(path: Path) -> Trace:
     atomic.restore_folder(path)
     if not is_trace(path):
         raise PlacementError(f"{path}: no {MANIFEST} in it; expected a folder made by `sparsepack trace`")
-    manifest = read_manifest(path / MANIFEST, _Manifest, SCHEMA, PlacementError, "trace again", _check)
+    manifest = read_manifest(path / MANIFEST, _TraceManifest, SCHEMA, PlacementError, "trace again", _check)
     return Trace(path, manifest)
 
 
-def _check(found: _Manifest) -> None:
+def _check(found: _TraceManifest) -> None:
     """Raise ValueError where parts of a manifest contradict each other or ask for too much memory."""
     if (found.rule.share is None) != (found.rule.active == "nonzero"):
         raise ValueError(f"rule: {found.rule.active}, of a share of {found.rule.share}")

@@ -25,7 +25,7 @@ SOME = EngineOptions(cached=0.3)
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> EvalRequest:
     """Three windows by the tiny model by neurons, as if it had been trained with ReLU."""
-    path = tiny_by_neurons(tmp_path_factory.mktemp("places"))
+    path = tiny_by_neurons(tmp_path_factory.mktemp("slots"))
     texts = {"perplexity": ("shipped:heldout",), "context": 32, "windows": 3}
     return EvalRequest(str(path), runtime="reference", **texts)
 
@@ -55,22 +55,22 @@ def test_what_is_served_is_the_sum_over_windows(asked: EvalRequest, policy: str)
         engine.reset()
         for id in ids:
             engine.step(id)
-        assert engine.served is not None
-        total += engine.served
+        assert engine.hit_counts is not None
+        total += engine.hit_counts
     assert found["served"] == total.to_json()
 
 
 def test_counts_begin_anew_with_each_text(asked: EvalRequest) -> None:
     scorer = EngineScorer(read_packed(Path(asked.subject)), replace(SOME, backend="reference"))
-    assert scorer.served is None
+    assert scorer.hit_counts is None
     tokenizer = open_engine_subject(asked.subject, EngineOptions(backend="reference")).tokenizer
     ids = rolling_windows(tokenizer, read_text("shipped:heldout"), 16, 1)
     scorer.hidden(ids[0], None, ids[0].new_tensor([8]))
-    once = scorer.served
+    once = scorer.hit_counts
     scorer.reset()
-    assert scorer.served is None
+    assert scorer.hit_counts is None
     scorer.hidden(ids[0], None, ids[0].new_tensor([8]))
-    assert scorer.served == once is not None
+    assert scorer.hit_counts == once is not None
 
 
 def test_the_command_tells_what_had_slots(asked: EvalRequest) -> None:

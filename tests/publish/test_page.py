@@ -1,19 +1,25 @@
 """The report's page holds what was measured, stands alone, and lets nothing in a report run."""
 
 import json
+import platform
 import re
+import shlex
 import shutil
 import subprocess
+from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from sparsepack.cli import main
 from sparsepack.errors import UserError
 from sparsepack.publish.page import report_page
+from sparsepack.runtime.cpu.machine import cpu_info
+from tests.publish.conftest import SMALL
 
 CHROME = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -24,9 +30,13 @@ class _Found(HTMLParser):
         self.tags: list[str] = []
         self.text = ""
         self.addresses: list[str] = []
+        self.classes: list[str] = []
+        self.columns: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.classes += (dict(attrs).get("class") or "").split()
+        self.columns += [dict(attrs)["data-column"] or ""] if tag == "td" else []
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
 
     def handle_data(self, data: str) -> None:
@@ -56,11 +66,70 @@ def test_the_page_holds_accuracy_sparsity_thresholds_speed_and_gates(work: Path)
     assert "a gate FAILED" in found.text
     assert report["generate"]["text"].strip() in found.text
     sites = {row["site"] for row in report["thresholds"]["rows"]}
-    assert found.tags.count("svg") == 2 * len(sites) + 2, "sparsity and threshold of each site, speed, seconds"
-    rows = len(report["thresholds"]["rows"])
-    bars = 2 * rows + len(report["stages"]) + sum(bool(test["n_gen"]) for test in report["bench"]["tests"])
-    assert found.tags.count("rect") == bars
+    assert found.tags.count("svg") == 2 * len(sites), "sparsity and threshold of each site"
+    assert found.tags.count("rect") == 2 * len(report["thresholds"]["rows"])
     assert "line" in found.tags
+    decoded = sum(bool(test["n_gen"]) for test in report["bench"]["tests"])
+    assert found.tags.count("i") == len(report["stages"]) + 2 * decoded, "a bar each, and the spread of each speed"
+
+
+def test_the_page_says_when_on_what_and_by_which_commands(work: Path) -> None:
+    report = json.loads((work / "report.json").read_text())
+    text = parsed(report_page(work)).text
+    assert datetime.now(UTC) - datetime.fromisoformat(report["ended"]) < timedelta(hours=1)
+    assert f"Ended {report['ended'][:10]} at {report['ended'][11:16]} UTC, on {cpu_info()}, " in text
+    assert report["machine"]["gpu"] == ""
+    assert f"Python {platform.python_version()}, torch {torch.__version__}" in text
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("sparsepack ")]
+    sets = [part for override in SMALL for part in ("--set", override)]
+    file = str(work / "model.gguf")
+    assert lines == [
+        ["sparsepack", "run", "quickstart", *sets, "--work", str(work)],
+        ["sparsepack", "verify", file, "--against", "shipped:tiny"],
+        ["sparsepack", "generate", file],
+        ["sparsepack", "serve", file],
+    ]
+
+
+def test_speeds_come_with_their_median_and_range(work: Path) -> None:
+    report = json.loads((work / "report.json").read_text())
+    text = parsed(report_page(work)).text
+    for test in report["bench"]["tests"]:
+        assert f"{test['median_ts']:.1f} ({test['min_ts']:.1f} to {test['max_ts']:.1f})" in text
+    assert "standard deviation of 1 runs" in text
+
+
+def test_speeds_with_slots_are_on_the_page_too(work: Path, tmp_path: Path) -> None:
+    def slots(report: dict[str, Any]) -> None:
+        bench = report["bench"]
+        bench["with_places"] = bench | {"tests": [test | {"mode": "sparse, slots"} for test in bench["tests"]]}
+
+    found = parsed(report_page(changed(work, tmp_path, slots)))
+    tests = json.loads((work / "report.json").read_text())["bench"]["tests"]
+    assert found.text.count(", sparse, slots") == len(tests) + sum(bool(test["n_gen"]) for test in tests)
+
+
+def test_nothing_is_lost_on_narrow_pages_or_with_long_names(work: Path, tmp_path: Path) -> None:
+    """A narrow page shows each row as a list of `column: cell`, and no label of a chart has a fixed width."""
+    long = "a-long-name-" * 20
+
+    def lengthen(report: dict[str, Any]) -> None:
+        for row in (row for evaluation in report["evaluations"] for row in evaluation["perplexity"]):
+            row["text"] = long
+        for test in report["bench"]["tests"]:
+            test["mode"] = long
+        report["stages"][0]["name"] = long
+
+    page = report_page(changed(work, tmp_path, lengthen))
+    found = parsed(page)
+    assert found.tags.count("thead") == found.tags.count("table")
+    assert {"text", "of sparse sites (target)", "tokens/s", "median (range)", "verdict"} <= set(found.columns)
+    assert "content: attr(data-column)" in page
+    labels = [
+        label for label in re.findall(r"<text [^>]*>([^<]*)</text>", page) if not re.fullmatch(r"[\d.e+-]+", label)
+    ]
+    assert labels == [], "only numbers stand in pictures, whose texts cannot take another line"
+    assert f"<span>{long}</span>" in page
 
 
 def test_the_page_needs_nothing_from_elsewhere(work: Path) -> None:
@@ -105,7 +174,7 @@ def test_a_recipe_that_only_calibrates_has_a_page(work: Path, tmp_path: Path) ->
         report |= dict.fromkeys(("thresholds", "pack", "verify", "bench", "generate", "artifact"))
 
     found = parsed(report_page(changed(work, tmp_path, strip)))
-    assert found.tags.count("svg") == 1
+    assert found.tags.count("svg") == 0
     assert "Accuracy" not in found.text
 
 

@@ -17,7 +17,7 @@ from sparsepack.runtime.backend_module import opened as opened_module
 from sparsepack.runtime.backends import BACKENDS
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.attention.caches import new_cache as new_cuda_cache
-from sparsepack.runtime.cuda.attention.kv_cache import DenseKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
 from sparsepack.runtime.cuda.driver.device import usable
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache, LayerAttention
@@ -42,13 +42,13 @@ class Backend:
     device: str
     type: str
 
-    def new_cache(self, shape: AttentionShape) -> KvCache | DenseKvCache:
+    def new_cache(self, shape: AttentionShape) -> KvCache | CudaDenseKvCache:
         """Empty, and sparse wherever the shape's policy says."""
         there = moved(shape, self.device)
         if self.name == "cuda":
             cache = new_cuda_cache(there, self.type, usable(self.device))
             cache.sparse_from = shape.sparse_from
-            assert isinstance(cache, DenseKvCache)
+            assert isinstance(cache, CudaDenseKvCache)
             return cache
         return opened_module(BACKENDS[self.name]).operations.new_cache(there, self.type, self.device)
 
@@ -64,10 +64,12 @@ def as_product(qkv: Tensor) -> Product:
     return Product(qkv.contiguous(), torch.ones(len(qkv), device=qkv.device), 1.0, None)
 
 
-def appended(cache: KvCache | DenseKvCache, layer: int, qkv: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
+def appended(
+    cache: KvCache | CudaDenseKvCache, layer: int, qkv: Tensor, sequence: int = 0, sparse: bool = False
+) -> Tensor:
     """What the queries of positions after a sequence's last make of the text so far: float32 [S, rows] -> [S, heads *
     head_dim]. Nothing is counted. On the GPU sparse positions are steps, one after the other."""
-    if not isinstance(cache, DenseKvCache):
+    if not isinstance(cache, CudaDenseKvCache):
         return cache.attend(layer, cache.append(layer, qkv, sequence), sequence, sparse)
     if not sparse:
         return cache.attend(layer, cache.append(layer, as_product(qkv), sequence), sequence)
@@ -81,10 +83,10 @@ def appended(cache: KvCache | DenseKvCache, layer: int, qkv: Tensor, sequence: i
     return torch.stack(outputs)
 
 
-def stepped(cache: KvCache | DenseKvCache, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
+def stepped(cache: KvCache | CudaDenseKvCache, layer: int, qkv: Tensor, sparse: bool = False) -> Tensor:
     """The same for one position of every sequence, on the GPU together: [sequences, rows] -> [sequences, heads *
     head_dim]."""
-    if not isinstance(cache, DenseKvCache):
+    if not isinstance(cache, CudaDenseKvCache):
         rows = enumerate(torch.split(qkv, 1))
         return torch.cat([appended(cache, layer, row, sequence, sparse) for sequence, row in rows])
     of = cache._layers[layer].shape

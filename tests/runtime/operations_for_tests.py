@@ -17,7 +17,7 @@ from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.cpu.dispatch import FORCED
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 from sparsepack.runtime.operations import Operations
 
 
@@ -65,7 +65,7 @@ class CudaProducts:
     def __init__(self) -> None:
         self.device = KERNELS.usable("cuda")
 
-    def load_zigzag(self, matrix: PackedMatrix) -> ZigzagMatrix:
+    def load_zigzag(self, matrix: PackedMatrix) -> CudaZigzag:
         loaded = KERNELS.load_zigzag(matrix, self.device)
         KERNELS.synchronize(self.device)  # kernels read weights before they wait for what is ahead
         return loaded
@@ -73,12 +73,12 @@ class CudaProducts:
     def load_rows(self, matrix: PackedMatrix) -> Any:
         return KERNELS.load_rows(matrix, self.device)
 
-    def gemv(self, matrix: ZigzagMatrix, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
+    def gemv(self, matrix: CudaZigzag, x: Tensor, threshold: Tensor | None) -> tuple[Tensor, int]:
         y, active = torch.empty(matrix.rows, device=x.device), torch.zeros((), dtype=torch.int64, device=x.device)
         KERNELS.gemv(matrix, Input(x, threshold=None if threshold is None else threshold.reshape(-1)), y, active=active)
         return y, int(active)
 
-    def zigzag_matmul(self, matrix: ZigzagMatrix, x: Tensor) -> Tensor:
+    def zigzag_matmul(self, matrix: CudaZigzag, x: Tensor) -> Tensor:
         product = KERNELS.multiply(matrix, KERNELS.to_scaled_fp16(x), KERNELS.new_scratch([matrix], x.device))
         y = torch.zeros(len(x), matrix.rows, device=x.device)
         KERNELS.add(y, product)

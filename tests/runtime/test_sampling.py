@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sparsepack.errors import ArtifactError, UserError
-from sparsepack.runtime.sampling import Sampler, Sampling, penalised
+from sparsepack.runtime.sampling import LEAST_LOGPROB, Sampler, Sampling, penalised
 
 LOGITS = torch.tensor([0.5, 0.2, 0.1, 0.15, 0.05]).log()
 
@@ -124,3 +124,101 @@ def test_a_penalty_of_any_size_leaves_a_choice(penalty: float, temperature: floa
 def test_it_is_an_error_of_the_weights_with_a_penalty_too() -> None:
     with pytest.raises(ArtifactError, match="largest logit"):
         Sampler(Sampling(repeat_penalty=2.0), [0]).choose(torch.tensor([float("nan"), 1.0]))
+
+
+# min-p, frequency and presence penalty, bias
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, {*range(5)}), (0.15, {0, 1, 2, 3}), (0.35, {0, 1}), (1.0, {0})])
+def test_min_p_keeps_what_is_at_least_that_share_as_likely_as_the_likeliest(min_p: float, kept: set[int]) -> None:
+    assert set(draws(Sampling(temperature=1.0, min_p=min_p))) == kept
+
+
+def test_min_p_is_taken_after_the_temperature_and_beside_top_k_and_top_p() -> None:
+    assert set(draws(Sampling(temperature=10.0, min_p=0.35))) == {*range(5)}
+    assert set(draws(Sampling(temperature=1.0, min_p=0.15, top_k=2))) == {0, 1}
+    assert set(draws(Sampling(temperature=1.0, min_p=0.15, top_p=0.45))) == {0}
+    assert set(draws(Sampling(temperature=1.0, min_p=0.35, top_p=0.99))) == {0, 1}
+
+
+def test_a_token_loses_the_frequency_penalty_each_time_and_the_presence_penalty_once_that_it_was_chosen() -> None:
+    logits = torch.tensor([3.0, 2.5, 0.0])
+    frequent = Sampler(Sampling(frequency_penalty=0.4), [0, 0, 0])
+    assert [frequent.choose(logits) for _ in range(5)] == [0, 0, 1, 0, 1], "the prompt does not count"
+    present = Sampler(Sampling(presence_penalty=1.0), [0])
+    assert [present.choose(logits) for _ in range(4)] == [0, 1, 0, 0]
+    encouraged = Sampler(Sampling(presence_penalty=-1.0))
+    assert [encouraged.choose(torch.tensor([1.0, 0.9])) for _ in range(2)] == [0, 0]
+
+
+def test_a_bias_is_added_to_the_logit() -> None:
+    assert draws(Sampling(logit_bias=((4, 100.0),)), 1) == [4]
+    assert 0 not in draws(Sampling(temperature=1.0, logit_bias=((0, -100.0),)), 200)
+
+
+@pytest.mark.parametrize("options", [{"min_p": 1.1}, {"min_p": -0.1}, {"frequency_penalty": float("nan")}], ids=str)
+def test_their_values_out_of_range_are_errors(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="expected"):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+# logprobs and constraints
+
+
+def test_logprobs_are_the_model_s_whatever_changes_the_choice() -> None:
+    how = Sampling(logprobs=2, logit_bias=((4, 100.0),), temperature=0.0, repeat_penalty=3.0)
+    sampler = Sampler(how, [0, 1])
+    assert sampler.choose(LOGITS) == 4
+    (told,) = sampler.taken_logprobs()
+    assert (told.id, told.logprob) == (4, pytest.approx(LOGITS[4].item()))
+    assert told.top == ((0, pytest.approx(LOGITS[0].item())), (1, pytest.approx(LOGITS[1].item())))
+    assert sampler.taken_logprobs() == ()
+
+
+def test_logprobs_of_no_others_and_of_impossible_tokens() -> None:
+    sampler = Sampler(Sampling(logprobs=0))
+    sampler.choose(LOGITS)
+    assert sampler.taken_logprobs()[0].top == ()
+    sampler = Sampler(Sampling(logprobs=9))
+    sampler.choose(torch.tensor([0.0, float("-inf")]))
+    assert sampler.taken_logprobs()[0].top == ((0, 0.0), (1, LEAST_LOGPROB))
+
+
+class Alternating:
+    """Even and odd tokens in turn."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def allowed(self) -> torch.Tensor:
+        return torch.arange(5) % 2 == len(self.taken) % 2
+
+    def take(self, id: int) -> None:
+        self.taken.append(id)
+
+
+def test_only_tokens_that_a_constraint_allows_are_chosen_and_each_text_has_its_own() -> None:
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature=temperature, constraint=Alternating)
+        for _ in range(2):
+            sampler = Sampler(sampling)
+            assert [sampler.choose(LOGITS) % 2 for _ in range(6)] == [0, 1] * 3
+    logits = torch.tensor([float("-inf")] * 4 + [1.0])
+    sampler = Sampler(Sampling(constraint=Alternating))
+    assert [sampler.choose(logits) for _ in range(2)] == [4, 1], "an impossible token where nothing else is allowed"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 0.1},
+        {"frequency_penalty": 1.0},
+        {"presence_penalty": -1.0},
+        {"logprobs": 0},
+        {"constraint": Alternating},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_devices_do_not_know_is_chosen_on_the_host(options: dict[str, object]) -> None:
+    assert Sampling(**options).on_host  # type: ignore[arg-type]
+    assert not Sampling(temperature=1.0, top_k=4, top_p=0.9).on_host

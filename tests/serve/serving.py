@@ -37,8 +37,8 @@ class Served:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        service = Service(self.worker, Prompts(model), options, options.model_name or "tiny", "fp_test")
-        self._server = uvicorn.Server(uvicorn_config(create_app(service), options))
+        self.service = Service(self.worker, Prompts(model), options, options.model_name or "tiny", "fp_test")
+        self._server = uvicorn.Server(uvicorn_config(create_app(self.service), options))
         self._thread = threading.Thread(target=self._run, name="test-server")
 
     def _run(self) -> None:

@@ -10,8 +10,10 @@ from serving import Served, wait_until
 from sparsepack.loading import Model
 from sparsepack.serve import guards
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.prompts import Prompts
 
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+NO_NAMES = ["localhost:80@evil.com", "localhost:80:80", "[::1]evil.com", "[::1", "localhost:8a"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,9 @@ def test_web_pages_of_other_origins_may_not_ask(served: Served, locked: Served) 
         assert refused.headers["access-control-allow-origin"] == "https://example.org", "a page can read why"
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "localhost.evil.example", "[::2]:80"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "", "localhost.evil.example", "[::2]:80", *NO_NAMES]
+)
 def test_a_name_that_leads_here_is_not_this_server_s(served: Served, locked: Served, host: str) -> None:
     with served.http() as http:
         assert http.get("/v1/models", headers={"Host": host}).status_code == 403
@@ -91,10 +95,11 @@ def test_its_own_names_are(served: Served, host: str) -> None:
 
 def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: Served) -> None:
     large = b'{"prompt": "' + b"x" * guards.MOST_BYTES + b'"}'
+    served_most = Prompts(served.model).most_body
     with served.http(headers={"Content-Type": "application/json"}) as http:
         said = http.post("/v1/completions", content=large)
         assert said.status_code == 413
-        assert "larger than 4,194,304 bytes" in error(said)
+        assert f"larger than {served_most:,} bytes" in error(said)
         in_pieces = http.post("/v1/completions", content=(large[at : at + 65536] for at in range(0, len(large), 65536)))
         assert in_pieces.status_code == 413
 

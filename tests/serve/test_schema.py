@@ -9,6 +9,8 @@ import pytest
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, read_request
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -120,15 +122,74 @@ def test_messages_are_texts_or_parts_of_text() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"role": "function", "content": "x"}, "messages.0.role"),
+        ({"role": "tool", "content": "x"}, "messages.0.tool_call_id"),
+        ({"role": "user", "content": "x", "tool_call_id": "a"}, "messages.0.tool_call_id"),
         ({"role": "user"}, "messages.0.content"),
         ({"role": "user", "content": None}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages.0.tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
+        ({"role": "assistant", "content": "x", "tool_calls": []}, "messages.0.tool_calls"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
     ],
 )
 def test_other_messages_are_refused_by_place(message: Any, param: str) -> None:
     assert refusal({"model": "m", "messages": [message]}, ChatRequest).param == param
+
+
+def test_calls_and_what_they_gave_are_messages_as_templates_take_them() -> None:
+    messages = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "7", "tool_call_id": "c1"}]
+    taken = [message.for_template() for message in chat(messages=messages).messages]
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert taken == [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "content": "7", "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object"}, "grammar": "x"}, "grammar"),
+        ({"grammar": ""}, "grammar"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "grammar": "x"}, "tool_choice"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_together_or_is_out_of_range_is_refused_by_name(asked: Any, param: str) -> None:
+    assert refusal({**CHAT, **asked}, ChatRequest).param == param
+
+
+def test_the_choice_of_a_tool_says_which_may_be_called() -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    for choice, must, names in (
+        (None, False, ["f", "g"]),
+        ("auto", False, ["f", "g"]),
+        ("none", False, []),
+        ("required", True, ["f", "g"]),
+        ({"type": "function", "function": {"name": "g"}}, True, ["g"]),
+    ):
+        asked = chat(tools=[TOOL, other], tool_choice=choice)
+        assert asked.must_call == must
+        assert [tool.function.name for tool in asked.callable_tools] == names
 
 
 def test_there_is_one_number_of_tokens() -> None:

@@ -99,6 +99,30 @@ def test_the_command_line_draws(matplotlib, traced, tmp_path):
     assert (tmp_path / "p.svg").is_file()
 
 
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ([], ["static", "slow", "momentum", "belady"]),
+        (["--group", "2"], ["static", "slow", "momentum", "oracle-static"]),
+        (["--policy", "lru,lfu"], ["lru", "lfu"]),
+    ],
+)
+def test_four_policies_are_drawn_unless_others_are_asked_for(matplotlib, traced, tmp_path, monkeypatch, asked, shown):
+    from matplotlib.figure import Figure
+
+    legends = []
+    real = Figure.legend
+    monkeypatch.setattr(
+        Figure,
+        "legend",
+        lambda self, handles, labels, **named: legends.append(labels) or real(self, handles, labels, **named),
+    )
+    given = ["simulate", str(traced.path), "--calibration", str(traced.path), "--cached", "0.1", *asked]
+    done = CliRunner().invoke(main, [*given, "--plot", str(tmp_path / "p.png")])
+    assert done.exit_code == 0, done.output
+    assert legends == [shown]
+
+
 @pytest.mark.usefixtures("matplotlib")
 def test_the_command_line_refuses_a_picture_before_anything_is_played(traced, tmp_path, monkeypatch):
     monkeypatch.setattr("sparsepack.simulation.run.play", lambda policy, start: pytest.fail("played"))

@@ -35,7 +35,7 @@ def test_the_options_name_every_policy():
     assert tuple(POLICIES) == NAMES
 
 
-def test_static_is_the_share_of_activations_of_the_calibrated_hottest_neurons(traced, calibration):
+def test_static_is_the_share_of_activations_of_the_neurons_calibration_saw_most_often(traced, calibration):
     result = simulate(traced, calibration, SimulateOptions(cached="0.25,1", policy="static,slow"))
     frequency = torch.stack([each.frequency for each in activity(folder.load(calibration))]).numpy()
     resident = across_blocks(frequency, 375).resident.ravel()

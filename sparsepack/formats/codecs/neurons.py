@@ -32,22 +32,22 @@ def by_frequency(counts: Tensor) -> Tensor:
 
 
 def original_order(order: Tensor) -> Tensor:
-    """The place where each neuron of the model is stored, from which neuron is stored where: both int64 [neurons].
+    """The position at which each neuron of the model is stored, from the neuron at each position: both int64 [neurons].
 
     Raises `PackingError` where `order` does not name each neuron once.
     """
     order = order.long()
     expected = torch.arange(order.numel(), device=order.device)
-    places = torch.argsort(order)
-    if order.dim() != 1 or not torch.equal(order[places], expected):
+    positions = torch.argsort(order)
+    if order.dim() != 1 or not torch.equal(order[positions], expected):
         raise PackingError(f"order {list(order.shape)}: expected each of {order.numel()} neurons once; calibrate again")
-    return places
+    return positions
 
 
 def pack(up: Tensor, down: Tensor, order: Tensor) -> Tensor:
     """Quantise: floats [neurons, hidden] and [hidden, neurons] -> uint8 [neurons, record_bytes(hidden)].
 
-    order -- int64 [neurons]: which neuron is stored at each place
+    order -- int64 [neurons]: which neuron is stored at each position
 
     Raises `PackingError` for shapes that do not fit together, a width that 256 does not divide, an order that is none,
     or weights that are not finite.

@@ -36,11 +36,11 @@ def encode(
     for first in range(0, rows, step):
         part = slice(first, first + step)
         try:
-            slid, places = slide(weight[part], how)
+            slid, within = slide(weight[part], how)
         except PackingError:
             check_pattern(weight, how.pattern)  # which counts rows from the first of all
             raise
         if scale is not None:
             slid, scale[part] = quantise_rows(slid, dtype, steps)
-        values[part], positions[part] = slid, pack_positions(places)
+        values[part], positions[part] = slid, pack_positions(within)
     return values, positions, scale

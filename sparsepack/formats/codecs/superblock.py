@@ -19,8 +19,8 @@ FP16_MAX = 65504.0
 
 # Weights per chunk. A CPU chunk is short enough for the caches and long enough to hide Python; a CUDA chunk hides the
 # launches of its operations. Either holds about 20 bytes of temporaries per weight: 5 MB per CPU thread, 300 MB.
-CPU_CHUNK = 1 << 18
-CUDA_CHUNK = 1 << 24
+CPU_WEIGHTS_AT_ONCE = 1 << 18
+CUDA_WEIGHTS_AT_ONCE = 1 << 24
 
 # A divisor at or below this counts as zero: its reciprocal would leave float32, and what it divides is far
 # below the smallest number that a superblock can hold (2**-24).
@@ -33,7 +33,7 @@ def for_each_chunk(blocks: int, device: torch.device, work: Callable[[slice], No
     On the CPU whole chunks run side by side, one torch thread each. Splitting every small operation over the threads
     instead waits for the slowest at each of them: several times slower when another process takes a core now and then.
     """
-    step = (CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK) // block
+    step = (CPU_WEIGHTS_AT_ONCE if device.type == "cpu" else CUDA_WEIGHTS_AT_ONCE) // block
     parts = [slice(start, min(start + step, blocks)) for start in range(0, blocks, step)]
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not parts:

@@ -1,4 +1,4 @@
-"""Read a neuron GGUF: as `zigzag.reader` does, its MLPs by neurons."""
+"""Read a neuron GGUF: as `formats/zigzag/reader.py` does, its MLPs by neurons."""
 
 import torch
 from torch import Tensor

@@ -15,11 +15,10 @@ from sparsepack.formats.table import those_with
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, HEAD, Checkpoint, check_sizes
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.gguf_names import gguf_names, permute_rotary, unpermute_rotary
-from sparsepack.models.families import family_of
+from sparsepack.models.families import FAMILIES, family_of
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
 
 ROTARY_FACTORS = "rope_freqs.weight"
-_QWEN3_HEAD = 128  # transformers' default, which it keeps whatever the file says
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ class PlainArtifact(GgufArtifact):
             return "the rotary scaling"
         if any(name.endswith("attn_output.bias") for name in self.tensors):
             return "the biases"
-        if kind == "qwen3" and metadata.get(f"{kind}.attention.key_length") != _QWEN3_HEAD:
+        heads = {family.gguf_head for family in FAMILIES.values() if family.gguf == kind and family.gguf_head}
+        if heads and metadata.get(f"{kind}.attention.key_length") not in heads:
             return "the head size"
         return None
 

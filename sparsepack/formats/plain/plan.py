@@ -33,8 +33,6 @@ from sparsepack.models.checkpoint.gguf_names import gguf_names
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 
-_WITHOUT_BIAS = ("qwen3",)
-
 
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
     """A plain GGUF of ours that has been opened."""
@@ -46,7 +44,7 @@ def check_model(format: Format, checkpoint: Checkpoint) -> None:
     of it or of its vocabulary."""
     _architecture_values(checkpoint)
     _vocabulary_values(checkpoint)
-    if checkpoint.family.gguf in _WITHOUT_BIAS:
+    if not checkpoint.family.gguf_biases:
         for name, source in gguf_names(checkpoint.layers).items():
             if name.endswith(".bias") and source in checkpoint.source.shapes:
                 raise PackingError(

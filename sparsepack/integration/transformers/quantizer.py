@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.codecs.slide import Slide
-from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD, unsealed
-from sparsepack.formats.manifest import read_manifest
+from sparsepack.formats.containers.safetensors.layout import MANIFEST, METHOD
 from sparsepack.formats.slid.layout import slid_formats
+from sparsepack.integration.transformers.intact import manifest_of_intact
 from sparsepack.integration.transformers.slid_linear import SlidLinear
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.progress import say
@@ -52,19 +51,23 @@ class SlidConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts `SlidLinear` in the place of each Linear that was slid, before the weights are read."""
+    """Puts `SlidLinear` in the place of each Linear that was slid, before the weights are read, once they are found
+    intact."""
 
     requires_calibration = True
     quantization_config: SlidConfig
-    _tensors: Path | None = None
-    """The path is that of the first file of tensors."""
+    _manifest: tuple[Path, dict[str, Any]] | None = None
+    """The place and the content of the folder's manifest, where it has one."""
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **settings: Any
     ) -> None:
-        self._tensors = Path(checkpoint_files[0]) if checkpoint_files else None
+        slides = self.quantization_config.slides
+        if checkpoint_files:
+            files = [Path(file) for file in checkpoint_files]
+            self._manifest = manifest_of_intact(files, str(model.name_or_path), slides)
         dtype = slid_formats()[self.quantization_config.format].dtype
-        for name, how in self.quantization_config.slides.items():
+        for name, how in slides.items():
             try:
                 linear = model.get_submodule(name)
             except AttributeError as error:
@@ -75,15 +78,15 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **settings: Any) -> None:
         """Attaches what the folder says of sparse attention, or says on stderr why the model runs dense."""
-        place = None if self._tensors is None else _manifest_beside(self._tensors, model.name_or_path)
-        if place is None:  # saved by transformers, which keeps the tensors alone
+        found, self._manifest = self._manifest, None
+        if found is None:  # saved by transformers, which keeps the tensors alone
             if self.quantization_config.attention:
                 say(
                     f"{model.name_or_path}: attention is dense: {MANIFEST}, which says how it is sparse, is missing; "
                     "load the folder that was packed"
                 )
             return
-        manifest = read_manifest(unsealed(place).get("manifest"), f"{place}: the manifest")
+        place, manifest = found
         attention = sparse_attention_of(manifest, model.config, place)
         if attention is None:
             return
@@ -108,25 +111,3 @@ class SlidQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Values of 8 bits have no gradient."""
         return False
-
-
-def _manifest_beside(tensors: Path, model: str) -> Path | None:
-    """The manifest that belongs to a file of tensors; None where there is none.
-
-    model -- the folder or repository that was asked for. Of a repository's cache, whose files come one by one, the
-    path of the tensors tells what transformers does not pass on: commit, subfolder and cache. The token it does not
-    tell: a private repository needs the one of `hf auth login` or HF_TOKEN.
-    """
-    snapshot = next((folder for folder in tensors.parents if folder.parent.name == "snapshots"), None)
-    if Path(model).is_dir() or snapshot is None:
-        place = tensors.parent / MANIFEST
-        return place if place.is_file() else None
-    found = cached_file(
-        model,
-        MANIFEST,
-        revision=snapshot.name,
-        subfolder="/".join(tensors.relative_to(snapshot).parts[:-1]),
-        cache_dir=snapshot.parents[2],  # CACHE/models--OWNER--NAME/snapshots/COMMIT
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return None if found is None else Path(found)

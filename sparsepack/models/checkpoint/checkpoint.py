@@ -20,8 +20,10 @@ from sparsepack.files.gguf import GgufFile, read_gguf
 from sparsepack.files.stored import Count, Stored, checked, shown
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.checkpoint.gguf_config import gguf_config
+from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
 from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
+from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
@@ -247,14 +249,20 @@ def _folder_config(path: Path, name: str) -> Any:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
     family_of(model_type, name)
     quantised = raw.get("quantization_config")
-    if isinstance(quantised, dict) and quantised.get("quant_method") == "sparsepack":
+    if is_saved_copy(path):
+        raise CheckpointError(told_of_copy(name))
+    if isinstance(quantised, dict) and quantised.get("quant_method") == METHOD:
         raise _packed_already(name)
     if quantised:
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
     try:
-        return AutoConfig.from_pretrained(str(path))
+        config = AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
-        raise CheckpointError(f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})") from error
+        raise refused_own_code(error, path / "config.json") or CheckpointError(
+            f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
+        ) from error
+    tell_own_code(path / "config.json")
+    return config
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")

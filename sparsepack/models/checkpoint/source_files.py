@@ -18,7 +18,14 @@ def config_json(checkpoint: Checkpoint) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else str(checkpoint.config.to_json_string())
 
 
-_BESIDE = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""transformers reads these, where a folder has them, beside config.json and tokenizer.json."""
 
 
 def texts_of(checkpoint: Checkpoint) -> dict[str, str]:

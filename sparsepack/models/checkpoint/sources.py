@@ -12,6 +12,7 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combined
 from sparsepack.files.stored import Name, Stored, checked, shown
+from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
 from sparsepack.models.checkpoint.source_hash import SourceHash
 
@@ -35,7 +36,10 @@ class TensorSource(Protocol):
         """The hash of all weight bytes."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor in its stored dtype, on the CPU. Raises `CheckpointError` where its file cannot be read."""
+        """Read one tensor in its stored dtype, on the CPU.
+
+        Raises `CheckpointError` where its file cannot be read, or a value is NaN or infinite.
+        """
 
 
 class _Index(Stored):
@@ -117,7 +121,16 @@ class SafetensorsSource:
                 value: torch.Tensor = file.get_tensor(self._stored_as[name])
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
-        return value
+        return _finite(path, self._stored_as[name], value)
+
+
+def _finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
+    if not all_finite(value):
+        raise CheckpointError(
+            f"{path}: the tensor {name} has values that are NaN or infinite; expected the weights of a trained model: "
+            "copy or export them again"
+        )
+    return value
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
@@ -168,7 +181,7 @@ class GgufSource:
         info = self.file.tensors[gguf_name]
         data = torch.from_numpy(np.array(self.file.bytes(gguf_name)))  # copied without the interpreter's lock
         self.file.forget(gguf_name)
-        value = data.view(_GGUF_DTYPES[info.type]).reshape(info.shape)
+        value = _finite(self.file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
         for projection, heads in self._heads.items():
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)

@@ -40,7 +40,7 @@ class SiteRule:
 
     @property
     def dense(self) -> bool:
-        """Whether nothing is ever skipped. A threshold of zero with a target above zero does skip exact zeros."""
+        """Whether the rule skips no channel, ever. A threshold of zero with a target above zero skips exact zeros."""
         return not isinstance(self.threshold, Tensor) and not (self.threshold or self.sparsity) and self.offset is None
 
     def expected(self) -> float | None:

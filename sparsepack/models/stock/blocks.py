@@ -14,6 +14,7 @@ from torch import nn
 
 from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.families import Family
+from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.attention import Watcher, watched_attention
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
@@ -146,7 +147,7 @@ class BlockStream:
         config, family = single_layer(self.source.config, layer), self.source.family
         config.dtype = self.dtype
         with torch.device("meta"):
-            backbone = backbone_of(AutoModel.from_config(config, attn_implementation=self._attention))
+            backbone = backbone_of(AutoModel.from_config(config, attn_implementation=self._attention, **STOCK_ALONE))
         backbone.eval().requires_grad_(False)
         after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
         self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.own_code import STOCK_ALONE
 
 
 def single_layer(config: Any, layer: int = 0) -> Any:
@@ -24,7 +25,7 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(single_layer(config))
+        model = AutoModelForCausalLM.from_config(single_layer(config), **STOCK_ALONE)
     shapes: dict[str, tuple[int, ...]] = {}
     family = FAMILIES[config.model_type]
     for name, parameter in model.named_parameters():

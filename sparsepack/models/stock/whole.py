@@ -8,6 +8,7 @@ from torch import nn
 
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.own_code import STOCK_ALONE
 
 
 def build_model(
@@ -17,7 +18,7 @@ def build_model(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype, **STOCK_ALONE)
     for name, _ in list(model.named_parameters()):
         if name == HEAD and config.tie_word_embeddings:
             continue

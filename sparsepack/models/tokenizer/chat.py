@@ -24,6 +24,7 @@ def render_chat(
     template: str | None,
     messages: Sequence[Message],
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     bos_token: str | None = None,
     eos_token: str | None = None,
     add_generation_prompt: bool = True,
@@ -32,6 +33,7 @@ def render_chat(
     """The text of a conversation, special tokens spelled out, up to where the model's answer begins.
 
     template              -- the model's, jinja2; None: it has none
+    tools                 -- that the model may call, as OpenAI's protocol has them
     bos_token, eos_token  -- their text, which templates name
     add_generation_prompt -- end with what stands before an answer
     continue_final_message -- end within the last message, which the model goes on with; not with the one before
@@ -53,6 +55,7 @@ def render_chat(
     try:
         rendered, _ = render_jinja_template(
             conversations=[plain],
+            tools=[dict(tool) for tool in tools] or None,
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

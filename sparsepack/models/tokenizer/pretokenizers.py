@@ -2,7 +2,7 @@
 
 A GGUF carries only the name; the regex behind it is compiled into llama.cpp. Those listed here were compared with the
 ones in libllama 0.5, and their tokens id for id, in both directions: from a tokenizer.json to the name
-(tests/formats/plain/llama_cpp/test_vocabulary.py) and back (tests/models/test_gguf_tokenizer.py).
+(tests/formats/plain/test_vocabulary.py) and back (tests/models/tokenizer/test_gguf_tokenizer.py).
 """
 
 from collections.abc import Mapping

@@ -7,6 +7,7 @@ from typing import Any
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
+from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_config, gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import FILE, sentencepiece_config, sentencepiece_json
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer_of
@@ -29,14 +30,21 @@ def gguf_tokenizer(file: GgufFile, name: str) -> Any:
 def folder_tokenizer(folder: Path) -> Any:
     """The tokenizer of a Hugging Face folder: transformers' own, except where there is only a `tokenizer.model`.
 
-    Raises `CheckpointError` as `sentencepiece_json` does, and what transformers raises.
+    Raises `CheckpointError` as `sentencepiece_json` does and for one that is Python of the model's own, and what
+    transformers raises.
     """
     from transformers import AutoTokenizer
 
     if only_sentencepiece(folder):
         return _wrapped(sentencepiece_json(folder), sentencepiece_config(folder))
     check_tokenizer_of(folder)
-    return AutoTokenizer.from_pretrained(str(folder))
+    config = folder / "tokenizer_config.json"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **STOCK_ALONE)
+    except ValueError as error:
+        raise refused_own_code(error, config) or error from error
+    tell_own_code(config)
+    return tokenizer
 
 
 def only_sentencepiece(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Tokenizers that end the process: refused before the library `tokenizers` reads them."""
+"""Tokenizers that end the process are refused here, before the library `tokenizers` reads them."""
 
 import json
 from pathlib import Path

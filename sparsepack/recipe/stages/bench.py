@@ -93,8 +93,8 @@ def _run(job: Job, asked: Bench) -> None:
     name = artifact_of(job).name
     without = replace(settings, engine=replace(settings.engine, cached=None, policy=None))
     result = bench_decode(packed, without, name, ids)
-    with_places = bench_decode(packed, settings, name, ids) if asked.cached is not None else None
-    write_json(job.folder / RESULT, {**result, "text": text, "with_places": with_places})
+    with_slots = bench_decode(packed, settings, name, ids) if asked.cached is not None else None
+    write_json(job.folder / RESULT, {**result, "text": text, "with_places": with_slots})
 
 
 def _tokens(job: Job, asked: Bench) -> int:

@@ -30,8 +30,11 @@ class Generate(Section):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
     repeat_penalty: float
     repeat_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
     stop: Names
     seed: int
     cached: float | None
@@ -59,14 +62,14 @@ def _run(job: Job, asked: Generate) -> None:
     model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)
     say(*what_runs(model.engine))
     made = model.generate(asked.prompt, GenerateOptions(**asked.told(GenerateOptions))).result()
-    served = model.engine.served
+    hits = model.engine.hit_counts
     result = {
         "prompt": asked.prompt,
         "text": made.text,
         "ended": made.reason,
         "realised_sparsity": made.skipped.overall if made.skipped else None,
         "backend": model.engine.backend,
-        "served": served.to_json() if served else None,
+        "served": hits.to_json() if hits else None,
     }
     write_json(job.folder / RESULT, result)
 

@@ -39,7 +39,7 @@ class NativeDecoder:
     Raises `UserError` where the kernels were not built, or for a device other than the CPU.
     """
 
-    served = None
+    hit_counts = None
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def native() -> Any:
 
 
 def instruction_sets() -> list[str]:
-    """Those that the build has and this machine runs, best first. Raises `UserError` as `native` does."""
+    """The instruction sets in the build that this machine runs, best first. Raises `UserError` as `native` does."""
     return list(native().instruction_sets())
 
 

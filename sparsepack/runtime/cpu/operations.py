@@ -114,7 +114,7 @@ def _neuron_ffn(kernels: Any, neurons: Any, x: Tensor, gate: Tensor, indices: Te
 
 
 def neuron_matmul(neurons: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """The same for several positions: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
+    """The sum of `neuron_ffn` for several positions: float32 [S, hidden], [S, neurons] -> [S, hidden]."""
     y = torch.empty(x.shape[0], neurons.hidden)
     operations().neuron_matmul(neurons, x.contiguous().numpy(), gate.contiguous().numpy(), y.numpy())
     return y

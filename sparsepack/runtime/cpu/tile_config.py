@@ -19,7 +19,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class TileConfig:
+class CpuTileConfig:
     """What llama.cpp calls a repacked layout, and CUTLASS a tile shape.
 
     span -- quads (1024 rows) that lie together, the order; tile -- columns that are multiplied together while the
@@ -29,10 +29,10 @@ class TileConfig:
     tile: int
 
 
-def tile_config(shape: Shape, threads: int) -> TileConfig:
+def tile_config(shape: Shape, threads: int) -> CpuTileConfig:
     """What suits a matrix: as measured on this machine, or else what did best on the machines that we had."""
     found = tuned(instruction_set(), threads).get(shape)
-    return found or TileConfig(span=min(-(-shape[0] // QUAD_ROWS), 4), tile=64)
+    return found or CpuTileConfig(span=min(-(-shape[0] // QUAD_ROWS), 4), tile=64)
 
 
 def tuned_path(instruction_set: str, threads: int) -> Path:
@@ -46,14 +46,14 @@ def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
 
 
 @cache
-def tuned(instruction_set: str, threads: int) -> Mapping[Shape, TileConfig]:
+def tuned(instruction_set: str, threads: int) -> Mapping[Shape, CpuTileConfig]:
     """The configurations measured on this machine; empty where `sparsepack tune` never ran."""
     rows = read_tuned(tuned_path(instruction_set, threads))
     return {shape: _tile_config(row) for shape, row in rows.items()}
 
 
-def _tile_config(row: Mapping[str, Any]) -> TileConfig:
+def _tile_config(row: Mapping[str, Any]) -> CpuTileConfig:
     span, tile = int(row["span"]), int(row["tile"])
     if not 1 <= span <= 16 or not 8 <= tile <= 256 or tile % 8:
         raise ValueError(f"span {span}, tile {tile}")
-    return TileConfig(span, tile)
+    return CpuTileConfig(span, tile)

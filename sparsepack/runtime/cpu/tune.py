@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.machine import cpu_info
-from sparsepack.runtime.cpu.tile_config import QUAD_ROWS, SCHEMA, TileConfig, read_tuned, tuned, tuned_path
+from sparsepack.runtime.cpu.tile_config import QUAD_ROWS, SCHEMA, CpuTileConfig, read_tuned, tuned, tuned_path
 from sparsepack.runtime.tuning import (
     ACTIVE,
     COPIES,
@@ -48,14 +48,14 @@ def _best(shape: Shape, threads: int) -> dict[str, Any]:
     threshold = x.abs().flatten().quantile(1 - ACTIVE).reshape(1)
     blocks = random_blocks(shape)
     copies = copies_of(blocks, ROTATION, COPIES)
-    samples: dict[TileConfig, list[int]] = {}
+    samples: dict[CpuTileConfig, list[int]] = {}
     for span in (s for s in SPANS if s == 1 or s <= -(-rows // QUAD_ROWS)):
         operations = native().Operations(instruction_set(), threads)
         matrices = [operations.load_zigzag(blocks, rows, span, TILES[0]) for _ in range(copies)]
         for _ in range(ROUNDS):
             for tile in TILES:
                 taken = _times(matrices, tile, x, threshold, threads)
-                samples.setdefault(TileConfig(span, tile), []).extend(taken)
+                samples.setdefault(CpuTileConfig(span, tile), []).extend(taken)
     times = {config: statistics.median(taken) for config, taken in samples.items()}
     best = min(times, key=lambda config: times[config])
     return row_of(shape, {"span": best.span, "tile": best.tile}, times.values(), times[best])

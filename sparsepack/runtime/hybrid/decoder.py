@@ -77,7 +77,7 @@ class HybridDecoder(OperationsDecoder):
         )
 
     @property
-    def served(self) -> HitCounts:
+    def hit_counts(self) -> HitCounts:
         return self._moves.counts
 
     def reset(self) -> None:
@@ -105,18 +105,18 @@ class HybridDecoder(OperationsDecoder):
         return logits
 
     def _token_boundary(self, prompt: int) -> None:
-        """Count what the positions of a pass needed, ask the policy, and move. `prompt`: of these, not decoded."""
+        """Count what the positions of a pass needed, the first `prompt` of them not decoded; ask the policy; move."""
         before = self._moves.resident
         self._moves.advance(map(self._by_model, self._mlps.needed()), prompt)
         if not np.array_equal(self._moves.resident, before):
             self._mlps.place(self._as_stored(self._moves.resident), anew=False)
 
     def _by_model(self, stored: np.ndarray) -> np.ndarray:
-        """What is known of each neuron by the model's numbers, as in traces: policies break ties by these."""
+        """Values of the neurons in the model's order, as traces have them: policies break ties by it."""
         known = np.empty_like(stored)
         np.put_along_axis(known, self._order, stored, axis=1)
         return known
 
     def _as_stored(self, known: np.ndarray) -> np.ndarray:
-        """The inverse of `_by_model`."""
+        """Values of the neurons in the order in which they are stored: the inverse of `_by_model`."""
         return np.take_along_axis(known, self._order, axis=1)

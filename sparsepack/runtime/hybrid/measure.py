@@ -91,7 +91,7 @@ def _links(seconds: Mapping[str, float], how: str) -> Links:
 
 
 def _nothing() -> None:
-    """What is handed over to see how long that takes."""
+    """Do nothing: handing this over to the worker shows how long handing over takes."""
 
 
 def _records(count: int, hidden: int) -> PackedMatrix:
@@ -127,7 +127,7 @@ def _time(call: Callable[[], Any]) -> int:
 
 
 def _times_together(calls: Calls, worker: Worker, offloaded: Calls) -> tuple[list[int], list[int]]:
-    """Nanoseconds of the device's next calls, and of the worker's, which go on as long as the device's do."""
+    """Nanoseconds of each of the device's next calls, and of the worker's, which go on as long as the device's do."""
     ended = threading.Event()
 
     def work() -> list[int]:

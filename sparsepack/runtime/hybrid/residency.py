@@ -35,7 +35,7 @@ class Residency:
 
     @property
     def resident(self) -> np.ndarray:
-        """Who has a slot: bool [blocks, neurons]."""
+        """Which neurons have a slot: bool [blocks, neurons]."""
         resident: np.ndarray = self.table != NOWHERE
         return resident
 

@@ -32,18 +32,18 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class ZigzagMatrix:
+class ReferenceZigzag:
     """A decoded zigzag matrix: tiles float32 [bands, columns, 256]; the last band's rows beyond `rows` are padding."""
 
     tiles: Tensor
     rows: int
 
 
-def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> ZigzagMatrix:
+def load_zigzag(matrix: PackedMatrix, device: torch.device | str = "cpu") -> ReferenceZigzag:
     """Decode a stored zigzag matrix on a device. Takes 4 bytes a weight, padding rows included."""
     if matrix.type != ZIGZAG:
         raise ValueError(f"matrix of type {matrix.type}, expected {ZIGZAG}")
-    return ZigzagMatrix(q4_k.decode(matrix.blocks.to(device)), matrix.rows)
+    return ReferenceZigzag(q4_k.decode(matrix.blocks.to(device)), matrix.rows)
 
 
 def load_rows(matrix: PackedMatrix, device: torch.device | str = "cpu") -> Tensor:
@@ -74,7 +74,7 @@ def collect(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     return indices.int(), active.sum(dtype=torch.int32)
 
 
-def zigzag_gemv(matrix: ZigzagMatrix, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+def zigzag_gemv(matrix: ReferenceZigzag, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
     """y = W[:, active] x[active]: the product that skips inactive columns (SpQt, section 4.1.2).
 
     x              -- float32 [columns]
@@ -109,7 +109,7 @@ def active_values(x: Tensor, indices: Tensor, count: Tensor) -> tuple[Tensor, Te
     return active, torch.where(inside, x[active], 0)
 
 
-def zigzag_matmul(matrix: ZigzagMatrix, x: Tensor) -> Tensor:
+def zigzag_matmul(matrix: ReferenceZigzag, x: Tensor) -> Tensor:
     """Y = X W^T with every column, for prefill and dense sites: float32 [S, columns] -> float32 [S, rows]."""
     y = torch.matmul(x, matrix.tiles)  # [bands, S, 256]
     return y.transpose(0, 1).reshape(x.shape[0], -1)[:, : matrix.rows]

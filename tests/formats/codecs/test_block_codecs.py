@@ -162,7 +162,7 @@ def test_bytes_depend_neither_on_chunks_nor_on_threads(codec: Codec, monkeypatch
     expected = torch.cat([codec.encode(row) for row in weights.view(-1, codec.block)])
     threads = torch.get_num_threads()
     for chunk in (256, 7 * 256, 1 << 18):
-        monkeypatch.setattr(superblock, "CPU_CHUNK", chunk)
+        monkeypatch.setattr(superblock, "CPU_WEIGHTS_AT_ONCE", chunk)
         assert torch.equal(codec.encode(weights).flatten(), expected)
     assert torch.get_num_threads() == threads
 

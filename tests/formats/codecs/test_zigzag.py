@@ -51,7 +51,7 @@ def test_chunks_that_cross_bands_change_nothing(monkeypatch: pytest.MonkeyPatch)
     weight = matrix(1000, 17)
     expected = zigzag.pack(weight)
     for superblocks in (1, 5, 17, 20, 40):
-        monkeypatch.setattr(superblock, "CPU_CHUNK", superblocks * 256)
+        monkeypatch.setattr(superblock, "CPU_WEIGHTS_AT_ONCE", superblocks * 256)
         assert torch.equal(zigzag.pack(weight), expected)
 
 

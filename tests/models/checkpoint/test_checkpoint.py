@@ -166,6 +166,8 @@ def test_quantised_weights_are_refused(copied):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "quantised already" in refused(folder)
     edit_config(folder, quantization_config={"quant_method": "sparsepack", "format": "any"})
+    assert "a packed model without sparsepack.json" in refused(folder)
+    (folder / "sparsepack.json").touch()
     assert "a packed sparsepack artifact; expected its source model here" in refused(folder)
 
 

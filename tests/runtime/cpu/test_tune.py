@@ -12,12 +12,12 @@ from sparsepack.cli import main
 from sparsepack.errors import OutputError
 from sparsepack.runtime.cpu import tune as tuning
 from sparsepack.runtime.cpu.dispatch import FORCED, instruction_set
-from sparsepack.runtime.cpu.tile_config import SCHEMA, TileConfig, read_tuned, tile_config, tuned, tuned_path
+from sparsepack.runtime.cpu.tile_config import SCHEMA, CpuTileConfig, read_tuned, tile_config, tuned, tuned_path
 from sparsepack.runtime.cpu.tune import measure
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
 SHAPE, OTHER = (1100, 24), (300, 16)
-NEVER_MEASURED = TileConfig(span=2, tile=64)
+NEVER_MEASURED = CpuTileConfig(span=2, tile=64)
 """What `SHAPE` gets then."""
 ROW = {"rows": SHAPE[0], "columns": SHAPE[1], "span": 1, "tile": 24}
 
@@ -71,7 +71,7 @@ def test_other_shapes_stay_in_the_file() -> None:
 def test_what_was_found_is_used_from_then_on() -> None:
     assert tile_config(SHAPE, 1) == NEVER_MEASURED
     row = measure([SHAPE], threads=1)["shapes"][0]
-    assert tile_config(SHAPE, 1) == TileConfig(row["span"], row["tile"]) != NEVER_MEASURED
+    assert tile_config(SHAPE, 1) == CpuTileConfig(row["span"], row["tile"]) != NEVER_MEASURED
 
 
 def test_a_matrix_of_one_weight_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_another_number_of_threads_has_a_file_of_its_own() -> None:
 def test_another_instruction_set_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     keep({"schema": SCHEMA, "shapes": [ROW]})
     best = instruction_set()
-    assert tile_config(SHAPE, 1) == TileConfig(1, 24)
+    assert tile_config(SHAPE, 1) == CpuTileConfig(1, 24)
     monkeypatch.setenv(FORCED, "scalar")
     assert (tile_config(SHAPE, 1) == NEVER_MEASURED) == (best != "scalar")
 
@@ -116,7 +116,7 @@ def test_another_instruction_set_has_a_file_of_its_own(monkeypatch: pytest.Monke
 )
 def test_a_file_that_is_damaged_of_another_schema_or_impossible_is_ignored_and_replaced(content: Any) -> None:
     keep({"schema": SCHEMA, "shapes": [ROW]})
-    assert tile_config(SHAPE, 1) == TileConfig(1, 24)
+    assert tile_config(SHAPE, 1) == CpuTileConfig(1, 24)
     keep(content)
     assert tile_config(SHAPE, 1) == NEVER_MEASURED
     measure([OTHER], threads=1)

@@ -32,13 +32,13 @@ from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as 
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import tile_config, zigzag
-from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, CHUNK, TileConfig
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
-ONE_SPLIT = TileConfig(2, 8, 8, 1)
+ONE_SPLIT = CudaTileConfig(2, 8, 8, 1)
 CPU = torch.device("cpu")
 MULTIPROCESSORS, SHARED_MEMORY = 132, 227 << 10  # as an H100 has them
 
@@ -52,7 +52,7 @@ class Matrix:
     columns: int
     gate_bands: int = 0
     fp16_scale: float = 4.0
-    config: TileConfig = ONE_SPLIT
+    config: CudaTileConfig = ONE_SPLIT
     largest_d: float = 1.0
 
     @cached_property
@@ -70,7 +70,7 @@ def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: 
         matrix.rows,
         matrix.columns,
         gate_bands=matrix.rows // 512 if gate else 0,
-        config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // CHUNK))),
+        config=replace(ONE_SPLIT, splits=min(3, -(-matrix.columns // COLUMNS_AT_ONCE))),
     )
 
 

@@ -9,8 +9,8 @@ from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.driver import compiler
 from sparsepack.runtime.cuda.driver.compiler import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag
-from sparsepack.runtime.cuda.products.tile_config import TileConfig
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 from sparsepack.runtime.cuda.slide.hopper import CLUSTER, TILES
 
 
@@ -60,9 +60,9 @@ VARIANTS = {
     "quantise_slide": [
         (
             *(f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}"),
-            *(f"CHUNKS={chunks}", f"WARPS={warps}", f"BLOCKS={blocks}"),
+            *(f"THREAD_EIGHTS={eights}", f"WARPS={warps}", f"BLOCKS={blocks}"),
         )
-        for type, of, chunks, warps, blocks in ((0, 4, 1, 8, 1), (1, 6, 5, 16, 4), (2, 16, 16, 32, 1))
+        for type, of, eights, warps, blocks in ((0, 4, 1, 8, 1), (1, 6, 5, 16, 4), (2, 16, 16, 32, 1))
     ],
     "scale_outputs": [(f"SUMS={sums}", f"OUTPUT={output}") for sums in range(3) for output in range(3)],
     "slide_matmul": [
@@ -104,8 +104,13 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
     }[what]
-    for config in (TileConfig(1, 8, 24, 1), TileConfig(2, 8, 16, 16), TileConfig(8, 8, 4, 20), TileConfig(2, 8, 0, 11)):
-        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
+    for config in (
+        CudaTileConfig(1, 8, 24, 1),
+        CudaTileConfig(2, 8, 16, 16),
+        CudaTileConfig(8, 8, 4, 20),
+        CudaTileConfig(2, 8, 0, 11),
+    ):
+        matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
         defines = zigzag._defines(matrix, input, 2 if what == "gate" else None)
         if (what != "gate" or config.tile_bands > 1) and (what != "dense" or config.stages):
             assert cubin("zigzag_gemv", arch, defines)[:4] == b"\x7fELF"
@@ -124,8 +129,8 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
         "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),
     }[what]
-    for config in (TileConfig(1, 8, 24, 1), TileConfig(2, 8, 16, 16), TileConfig(8, 8, 4, 20)):
-        matrix = ZigzagMatrix(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
+    for config in (CudaTileConfig(1, 8, 24, 1), CudaTileConfig(2, 8, 16, 16), CudaTileConfig(8, 8, 4, 20)):
+        matrix = CudaZigzag(torch.empty(0), 512, 9001, config, 0, 1.0, 1.0, 1.0)
         defines = zigzag._batch_defines(matrix, input, 2 if what == "gate" else None)
         if what != "gate" or config.tile_bands > 1:
             assert cubin("zigzag_batch", arch, defines)[:4] == b"\x7fELF"
@@ -134,7 +139,7 @@ def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inpu
 @pytest.mark.parametrize("name", ["zigzag_gemv", "zigzag_batch"])
 def test_a_build_for_racecheck_has_other_barriers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(64)
-    matrix = ZigzagMatrix(torch.empty(0), 512, 64, TileConfig(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
+    matrix = CudaZigzag(torch.empty(0), 512, 64, CudaTileConfig(2, 8, 16, 2), 0, 1.0, 1.0, 1.0)
     gemv = zigzag._defines(matrix, Input(x, threshold=x), None)
     batch = zigzag._batch_defines(matrix, Input(x.expand(2, -1), threshold=x), None)
     defines = gemv if name == "zigzag_gemv" else batch

@@ -10,7 +10,7 @@ from packed_models import random_model
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.runtime.cuda.attention.kv_cache import DenseKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
@@ -46,7 +46,7 @@ def attention(of: AttentionShape, layer: int, qkv: Tensor) -> Tensor:
     )
 
 
-def of_layers(cache: DenseKvCache, qkv: Tensor, sequence: int) -> Tensor:
+def of_layers(cache: CudaDenseKvCache, qkv: Tensor, sequence: int) -> Tensor:
     """Attention of positions at once: [layers, S, rows] -> [layers, S, heads * head_dim]."""
     found = [appended(cache, n, x, sequence) for n, x in enumerate(qkv)]
     cache.advance(qkv.shape[1], sequence)
@@ -58,7 +58,7 @@ def test_positions_at_once_and_steps_see_the_same_text(type: str, kernels: Kerne
     torch.manual_seed(1)
     device = kernels.usable("cuda")
     of = shape(device, sequences=2)
-    cache = DenseKvCache(of, type, device, kernels)
+    cache = CudaDenseKvCache(of, type, device, kernels)
     assert cache.type == type
     texts = torch.randn(2, 2, 20, ROWS, device=device)  # [sequence, layer, position, rows]
     expected = torch.stack([torch.stack([attention(of, n, text[n]) for n in range(2)]) for text in texts])
@@ -83,7 +83,7 @@ def test_what_is_forgotten_is_not_seen(kernels: Kernels) -> None:
     torch.manual_seed(2)
     device = kernels.usable("cuda")
     of = shape(device)
-    cache = DenseKvCache(of, "f32", device, kernels)
+    cache = CudaDenseKvCache(of, "f32", device, kernels)
     text = torch.randn(2, 9, ROWS, device=device)
     of_layers(cache, torch.cat([text[:, :4], torch.randn(2, 8, ROWS, device=device)], dim=1), 0)
     cache.truncate(4)
@@ -96,12 +96,12 @@ def test_what_is_forgotten_is_not_seen(kernels: Kernels) -> None:
 def test_what_the_kernels_do_not_know_is_an_error() -> None:
     of = shape(torch.device("cpu"))
     with pytest.raises(UserError, match="cache type 'f8': expected one of bf16, f16, f32"):
-        DenseKvCache(of, "f8", torch.device("cpu"), simulated.KERNELS)
+        CudaDenseKvCache(of, "f8", torch.device("cpu"), simulated.KERNELS)
     with pytest.raises(UserError, match="17 for each key head"):
-        DenseKvCache(replace(of, heads=17, kv_heads=1), "f32", torch.device("cpu"), simulated.KERNELS)
+        CudaDenseKvCache(replace(of, heads=17, kv_heads=1), "f32", torch.device("cpu"), simulated.KERNELS)
 
 
-class WaitingCache(DenseKvCache):
+class WaitingCache(CudaDenseKvCache):
     """Takes no words, and notes what it is asked for."""
 
     flag_in_data = False
@@ -124,7 +124,7 @@ def test_another_cache_takes_its_place(kernels: Kernels, sequences: int) -> None
         made.append(WaitingCache(*arguments))
         return made[-1]
 
-    for new_cache in (DenseKvCache, waiting):
+    for new_cache in (CudaDenseKvCache, waiting):
         options = {"cache_type": "f32", "kernels": kernels, "new_cache": new_cache}
         decoder = CudaDecoder(packed, torch.device("cuda"), 32, sequences, **options)
         rows = [decoder.prefill(sequences // 2, torch.arange(3, 9))]

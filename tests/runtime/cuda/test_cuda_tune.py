@@ -16,7 +16,7 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matr
 from sparsepack.runtime.cuda.products import tune, zigzag
 from sparsepack.runtime.cuda.products.tile_config import (
     SCHEMA,
-    TileConfig,
+    CudaTileConfig,
     measured_tile_config,
     read_tuned,
     tile_config_of,
@@ -26,7 +26,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
 
 SHAPE, OTHER = (1100, 320), (512, 64)
 GPU = "some GPU"
-ANY = TileConfig()
+ANY = CudaTileConfig()
 DEVICE = torch.device("cuda", 0)
 
 
@@ -43,7 +43,7 @@ def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
 
 
-def row(shape: tuple[int, int] = SHAPE, of: TileConfig = ANY, **changes: Any) -> dict[str, Any]:
+def row(shape: tuple[int, int] = SHAPE, of: CudaTileConfig = ANY, **changes: Any) -> dict[str, Any]:
     return {"rows": shape[0], "columns": shape[1], **asdict(of), **changes}
 
 
@@ -105,12 +105,12 @@ class Imagined:
 
     def __init__(self, shape: tuple[int, int], device: torch.device, gate: bool) -> None:
         self.bands = -(-shape[0] // 256)
-        self.tried: list[TileConfig] = []
+        self.tried: list[CudaTileConfig] = []
 
     def check(self) -> None:
         pass
 
-    def nanoseconds(self, candidate: TileConfig) -> float:
+    def nanoseconds(self, candidate: CudaTileConfig) -> float:
         assert candidate not in self.tried, "measured twice"
         self.tried.append(candidate)
         differences = sum(value != asdict(self.best)[name] for name, value in asdict(candidate).items())

@@ -20,7 +20,7 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import (
     split_heads,
     to_scaled_fp16,
 )
-from sparsepack.runtime.cuda.products.tile_config import TileConfig
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
@@ -120,7 +120,7 @@ def test_products_come_within_the_rounding_of_float16(
     packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
     x, bias = normal(50, shape[1], seed=1), normal(shape[0], seed=2)
     expected = x.double() @ decode_matrix(packed).double().T + bias
-    matrix = zigzag.load_zigzag(packed, device, TileConfig(bands, 8, 8, 1), gate=gate)
+    matrix = zigzag.load_zigzag(packed, device, CudaTileConfig(bands, 8, 8, 1), gate=gate)
     torch.cuda.synchronize()
     for room in (1 << 28, 3 * 512 * shape[1]):
         monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)

@@ -8,7 +8,7 @@ from sparse_decoders import CONTEXT, IDS, assert_near, device_of, oracle, policy
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.sparse_attention import SparseFrom
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
@@ -16,8 +16,8 @@ from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 FIRST = 20
-Cache = type[DoubleSparsityKvCache]
-every_cache = pytest.mark.parametrize("new_cache", [DoubleSparsityKvCache, OffloadedKvCache])
+Cache = type[CudaDoubleSparsityKvCache]
+every_cache = pytest.mark.parametrize("new_cache", [CudaDoubleSparsityKvCache, OffloadedKvCache])
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3, wide heads, yarn", "mistral, sliding window"])
@@ -29,7 +29,7 @@ def decoder(
     packed: PackedModel,
     kernels: Kernels,
     sequences: int = 1,
-    new_cache: type[DoubleSparsityKvCache] = DoubleSparsityKvCache,
+    new_cache: type[CudaDoubleSparsityKvCache] = CudaDoubleSparsityKvCache,
 ) -> CudaDecoder:
     return CudaDecoder(packed, device_of(kernels), CONTEXT, sequences, "f32", kernels, new_cache)
 

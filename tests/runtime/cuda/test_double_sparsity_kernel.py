@@ -13,7 +13,7 @@ from sparsepack.errors import UserError
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention import double_sparsity
 from sparsepack.runtime.cuda.attention.double_sparsity import CLUSTERS, attend
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.driver.kernel import architecture
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.reference import double_sparsity as reference
@@ -27,7 +27,7 @@ TYPES = {"f32": 1e-5, "f16": 1e-5, "bf16": 1e-5}
 class Both:
     def __init__(self, shape: AttentionShape, type: str = "f32") -> None:
         self.shape, self.random = shape, torch.Generator().manual_seed(7)
-        self.ours = DoubleSparsityKvCache(moved(shape, "cuda"), type, torch.device("cuda"))
+        self.ours = CudaDoubleSparsityKvCache(moved(shape, "cuda"), type, torch.device("cuda"))
         self.oracle = reference.DoubleSparsityKvCache(shape, type, "cpu")
 
     def rows(self, count: int) -> Tensor:
@@ -195,7 +195,7 @@ def test_long_contexts_take_more_blocks_and_longer_ones_are_refused() -> None:
 
     def longest(context: int) -> double_sparsity.DoubleSparsityParameters:
         shape = replace(shape_of(1, 1, 16, context), policy=few)
-        cache = DoubleSparsityKvCache(moved(shape, "cuda"), "bf16", torch.device("cuda"))
+        cache = CudaDoubleSparsityKvCache(moved(shape, "cuda"), "bf16", torch.device("cuda"))
         (of,) = cache._double_sparsity
         assert of is not None
         return of

@@ -12,7 +12,7 @@ from simulated_slots import assign_slots
 from torch import Tensor
 
 from sparsepack.models.records.sparse_attention import TokenPolicy
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.offload import TokenSlots
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
@@ -29,7 +29,7 @@ class Pair:
         print("seed", self.random.seed())  # other inputs every run
         device, there = torch.device("cuda"), moved(shape, "cuda")
         self.ours = OffloadedKvCache(there, type, device, slots=slots)
-        self.theirs = DoubleSparsityKvCache(there, type, device)
+        self.theirs = CudaDoubleSparsityKvCache(there, type, device)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.drift = torch.zeros(shape.sequences, width, device="cuda")
 

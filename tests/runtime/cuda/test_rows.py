@@ -148,7 +148,7 @@ def test_an_id_that_is_no_row_gives_nan() -> None:
 
 @pytest.mark.parametrize(("type", "shape"), [("Q6_K", (77, 512)), ("Q4_K", (77, 512)), ("BF16", (33, 513))], ids=str)
 def test_loading_in_chunks_gives_the_same(type: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "CHUNK_BYTES", 20 * packed(type, shape).blocks.shape[1])
+    monkeypatch.setattr(rows, "REPACKED_AT_ONCE", 20 * packed(type, shape).blocks.shape[1])
     assert torch.equal(load_rows(packed(type, shape), "cuda").data, loaded(type, shape).data)
 
 

@@ -5,8 +5,8 @@ import torch
 
 from sparsepack.runtime.cuda.driver import flag_in_data, shared_memory
 from sparsepack.runtime.cuda.products import tile_config, zigzag
-from sparsepack.runtime.cuda.products.tile_config import TileConfig, default_tile_config, shared_bytes
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, batch, gemv, most_inputs
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, default_tile_config, shared_bytes
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, batch, gemv, most_inputs
 
 GPUS = {"A100": (108, 163), "A10": (72, 99), "RTX 3050": (20, 99), "RTX 4090": (128, 99), "H100": (132, 227)}
 """Multiprocessors, and KiB of shared memory that a block may have."""
@@ -56,27 +56,27 @@ def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPa
     """At 50 %: the gate in a decoder, others in chains (benchmarks/notes/cuda.md)."""
     on_gpu(monkeypatch, *GPUS["H100"])
     best = {
-        (6144, 4096, False): TileConfig(2, 8, 16, 11),
-        (4096, 4096, False): TileConfig(2, 8, 16, 16),
-        (28672, 4096, True): TileConfig(2, 8, 16, 2),
-        (4096, 14336, False): TileConfig(2, 8, 16, 16),
-        (28672, 4096, False): TileConfig(4, 8, 8, 4),
-        (28672, 8192, False): TileConfig(4, 8, 8, 4),
-        (8192, 28672, False): TileConfig(4, 8, 8, 16),
-        (14336, 4096, False): TileConfig(2, 8, 16, 4),
-        (1024, 4096, False): TileConfig(1, 8, 0, 32),
-        (2048, 2048, False): TileConfig(1, 8, 0, 16),
-        (3072, 2048, False): TileConfig(1, 8, 0, 11),
-        (2560, 2560, False): TileConfig(1, 8, 0, 13),
-        (3072, 3072, False): TileConfig(2, 8, 16, 22),
-        (4096, 2048, False): TileConfig(2, 8, 16, 16),
+        (6144, 4096, False): CudaTileConfig(2, 8, 16, 11),
+        (4096, 4096, False): CudaTileConfig(2, 8, 16, 16),
+        (28672, 4096, True): CudaTileConfig(2, 8, 16, 2),
+        (4096, 14336, False): CudaTileConfig(2, 8, 16, 16),
+        (28672, 4096, False): CudaTileConfig(4, 8, 8, 4),
+        (28672, 8192, False): CudaTileConfig(4, 8, 8, 4),
+        (8192, 28672, False): CudaTileConfig(4, 8, 8, 16),
+        (14336, 4096, False): CudaTileConfig(2, 8, 16, 4),
+        (1024, 4096, False): CudaTileConfig(1, 8, 0, 32),
+        (2048, 2048, False): CudaTileConfig(1, 8, 0, 16),
+        (3072, 2048, False): CudaTileConfig(1, 8, 0, 11),
+        (2560, 2560, False): CudaTileConfig(1, 8, 0, 13),
+        (3072, 3072, False): CudaTileConfig(2, 8, 16, 22),
+        (4096, 2048, False): CudaTileConfig(2, 8, 16, 16),
     }
     for (rows, columns, gate), config in best.items():
         assert default_tile_config(rows // 256, columns, torch.device("cuda"), gate) == config
 
 
 def test_a_block_without_a_ring_has_no_warps_and_no_memory_for_it() -> None:
-    ring, none = TileConfig(2, 8, 16, 4), TileConfig(2, 8, 0, 4)
+    ring, none = CudaTileConfig(2, 8, 16, 4), CudaTileConfig(2, 8, 0, 4)
     assert (ring.threads, none.threads) == (384, 256)
     assert shared_bytes(256, ring) - shared_bytes(256, none) == ring.ring_bytes == 16 * 16 * 304
 
@@ -91,19 +91,19 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
     monkeypatch.setattr(zigzag, "kernel", lambda file, name, defines, device: defines)
     monkeypatch.setattr(zigzag, "launch", launch)
     monkeypatch.setattr(zigzag, "workspace", lambda device: torch.empty(flag_in_data.WORKSPACE_WORDS * 132))
-    none = ZigzagMatrix(torch.empty(4, 0), 1024, 4096, TileConfig(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
+    none = CudaZigzag(torch.empty(4, 0), 1024, 4096, CudaTileConfig(1, 6, 0, 32), 0, 1.0, 1.0, 1.0)
     x, y, threshold = torch.zeros(4096), torch.empty(1024), torch.zeros(1)
     for input in (Input(x, threshold=threshold), Input(x)):
         gemv(none, input, y)
     sparse, dense = launched
     assert sparse == ("STAGES=0", 192, shared_bytes(4096, none.config))
-    assert dense == ("STAGES=24", 384, shared_bytes(4096, TileConfig(1, 8, 24, 32)))
+    assert dense == ("STAGES=24", 384, shared_bytes(4096, CudaTileConfig(1, 8, 24, 32)))
 
 
 @pytest.mark.parametrize("tile_bands", [1, 2, 4, 8])
 def test_several_inputs_need_a_ring(tile_bands: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, *GPUS["H100"])
-    none = ZigzagMatrix(torch.empty(0), 2048, 256, TileConfig(tile_bands, 8, 0, 4), 0, 1.0, 1.0, 1.0)
+    none = CudaZigzag(torch.empty(0), 2048, 256, CudaTileConfig(tile_bands, 8, 0, 4), 0, 1.0, 1.0, 1.0)
     config = zigzag._for_inputs(none, 8).config
     assert config.stages
     assert (config.tile_bands, config.splits) == (tile_bands, 4), "as the matrix lies"
@@ -118,7 +118,7 @@ def test_how_many_sequences_of_8_billion_parameters_run_together(
     found = []
     for rows, columns, gate in ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)):
         config = default_tile_config(rows // 256, columns, torch.device("cuda"), gate)
-        found.append(most_inputs(ZigzagMatrix(torch.empty(0), rows, columns, config, 0, 1.0, 1.0, 1.0)))
+        found.append(most_inputs(CudaZigzag(torch.empty(0), rows, columns, config, 0, 1.0, 1.0, 1.0)))
     assert min(found) == inputs
 
 
@@ -128,14 +128,14 @@ def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytes
     monkeypatch.setattr(flag_in_data, "multiprocessors", lambda device: 6)
     x, y = torch.zeros(8, 96), torch.zeros(8, 3 * 256)
 
-    def matrix(tiles: int, config: TileConfig) -> ZigzagMatrix:
-        return ZigzagMatrix(torch.empty(tiles, 0), 3 * 256, 96, config, 0, 1.0, 1.0, 1.0)
+    def matrix(tiles: int, config: CudaTileConfig) -> CudaZigzag:
+        return CudaZigzag(torch.empty(tiles, 0), 3 * 256, 96, config, 0, 1.0, 1.0, 1.0)
 
     for config, tiles, message in (
-        (TileConfig(1, 8, 8, 4), 3, "more splits than 96 columns have chunks of 32"),
-        (TileConfig(1, 8, 8, 3), 3, "9 blocks that wait for each other, more than run at once"),
+        (CudaTileConfig(1, 8, 8, 4), 3, "more splits than 96 columns have chunks of 32"),
+        (CudaTileConfig(1, 8, 8, 3), 3, "9 blocks that wait for each other, more than run at once"),
         (
-            TileConfig(16, 16, 4, 3),
+            CudaTileConfig(16, 16, 4, 3),
             2,
             "196608 sums of blocks with 8 inputs, more than 98304; take tiles of",
         ),
@@ -143,8 +143,8 @@ def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytes
         with pytest.raises(ValueError, match=message):
             batch(matrix(tiles, config), Input(x), y)
     with pytest.raises(ValueError, match="9 inputs, expected 1 to 8"):
-        batch(matrix(1, TileConfig(1, 8, 8, 1)), Input(torch.zeros(9, 96)), y)
-    for config, tiles in ((TileConfig(1, 8, 8, 4), 3), (TileConfig(1, 8, 8, 3), 3)):
+        batch(matrix(1, CudaTileConfig(1, 8, 8, 1)), Input(torch.zeros(9, 96)), y)
+    for config, tiles in ((CudaTileConfig(1, 8, 8, 4), 3), (CudaTileConfig(1, 8, 8, 3), 3)):
         with pytest.raises(ValueError, match=r"splits|wait for each other"):
             gemv(matrix(tiles, config), Input(x[0]), y[0])
 
@@ -152,7 +152,7 @@ def test_products_whose_blocks_would_wait_in_vain_are_refused(monkeypatch: pytes
 def test_impossible_configurations_are_refused() -> None:
     for wrong in ((4, 6, 8, 1), (1, 8, 12, 1), (2, 8, 6, 1)):
         with pytest.raises(ValueError, match="multiple"):
-            TileConfig(*wrong)
+            CudaTileConfig(*wrong)
     for wrong in ((1, 32, 32, 1), (2, 8, 36, 1)):
         with pytest.raises(ValueError, match="at most 28 warps and 32 stages"):
-            TileConfig(*wrong)
+            CudaTileConfig(*wrong)

@@ -6,8 +6,8 @@ from torch import Tensor
 from zigzag_cases import CONFIGS, assert_close, loaded, normal, random_matrix, weights
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
-from sparsepack.runtime.cuda.products.tile_config import TileConfig
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, batch, blocks, gemv, most_inputs
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, batch, blocks, gemv, most_inputs
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
@@ -15,19 +15,19 @@ several_inputs = pytest.mark.parametrize("inputs", [1, 2, 3, 5, 8])
 several_geometries = pytest.mark.parametrize(
     ("config", "columns"),
     [
-        (TileConfig(1, 8, 24, 1), 40),
-        (TileConfig(1, 8, 8, 8), 700),
-        (TileConfig(1, 8, 24, 32), 3001),
-        (TileConfig(2, 8, 16, 5), 3001),
-        (TileConfig(2, 4, 4, 16), 513),
-        (TileConfig(4, 8, 8, 3), 700),
-        (TileConfig(4, 16, 4, 2), 700),
+        (CudaTileConfig(1, 8, 24, 1), 40),
+        (CudaTileConfig(1, 8, 8, 8), 700),
+        (CudaTileConfig(1, 8, 24, 32), 3001),
+        (CudaTileConfig(2, 8, 16, 5), 3001),
+        (CudaTileConfig(2, 4, 4, 16), 513),
+        (CudaTileConfig(4, 8, 8, 3), 700),
+        (CudaTileConfig(4, 16, 4, 2), 700),
     ],
     ids=str,
 )
 
 
-def loaded_for(stored: PackedMatrix, config: TileConfig, inputs: int, gate: bool = False) -> ZigzagMatrix:
+def loaded_for(stored: PackedMatrix, config: CudaTileConfig, inputs: int, gate: bool = False) -> CudaZigzag:
     matrix = loaded(stored, config, gate)
     if inputs > most_inputs(matrix):
         pytest.skip("more inputs than this GPU's shared memory takes")
@@ -49,7 +49,7 @@ def between(x: Tensor) -> Tensor:
 
 @several_inputs
 @several_geometries
-def test_several_inputs_share_their_active_columns(config: TileConfig, columns: int, inputs: int) -> None:
+def test_several_inputs_share_their_active_columns(config: CudaTileConfig, columns: int, inputs: int) -> None:
     stored = random_matrix(1100, columns)
     matrix, w = loaded_for(stored, config, inputs), weights(stored)
     x = normal(inputs, columns) * powers_of_ten(inputs)
@@ -84,7 +84,7 @@ def test_several_inputs_share_their_active_columns(config: TileConfig, columns: 
 @several_inputs
 @several_geometries
 @pytest.mark.parametrize("parts", [0, 1, 100, 700])
-def test_a_norm_of_several_inputs_comes_first(config: TileConfig, columns: int, inputs: int, parts: int) -> None:
+def test_a_norm_of_several_inputs_comes_first(config: CudaTileConfig, columns: int, inputs: int, parts: int) -> None:
     """parts -- of the sums of squares, which others have added up; 0: the product does"""
     stored = random_matrix(700, columns)
     matrix, w = loaded_for(stored, config, inputs), weights(stored)
@@ -118,7 +118,9 @@ def test_a_norm_of_several_inputs_comes_first(config: TileConfig, columns: int, 
 @several_inputs
 @several_geometries
 @pytest.mark.parametrize("rows", [700, 3328])
-def test_the_squares_of_several_outputs_are_added_up(config: TileConfig, columns: int, inputs: int, rows: int) -> None:
+def test_the_squares_of_several_outputs_are_added_up(
+    config: CudaTileConfig, columns: int, inputs: int, rows: int
+) -> None:
     matrix = loaded_for(random_matrix(rows, columns), config, inputs)
     x, residual = normal(inputs, columns) * powers_of_ten(inputs), normal(inputs, rows, seed=1)
     y = residual.clone()
@@ -142,11 +144,13 @@ def test_the_squares_of_several_outputs_are_added_up(config: TileConfig, columns
     ("config", "width", "activation"),
     [
         *((g, width, 0) for g in CONFIGS if g.tile_bands > 1 for width in (256, 768)),
-        *((TileConfig(2, 8, 16, 5), 1280, activation) for activation in (1, 2, 3)),
+        *((CudaTileConfig(2, 8, 16, 5), 1280, activation) for activation in (1, 2, 3)),
     ],
     ids=str,
 )
-def test_gate_and_up_of_several_inputs_become_one(config: TileConfig, width: int, activation: int, inputs: int) -> None:
+def test_gate_and_up_of_several_inputs_become_one(
+    config: CudaTileConfig, width: int, activation: int, inputs: int
+) -> None:
     stored = random_matrix(2 * width, 300)
     matrix, w = loaded_for(stored, config, inputs, gate=True), weights(stored)
     x, bias, limit = normal(inputs, 300), normal(2 * width, seed=1), torch.tensor([1.5], device="cuda")
@@ -163,7 +167,7 @@ def test_gate_and_up_of_several_inputs_become_one(config: TileConfig, width: int
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_chain_of_products_of_several_inputs_passes_squares_on(config: TileConfig) -> None:
+def test_a_chain_of_products_of_several_inputs_passes_squares_on(config: CudaTileConfig) -> None:
     """Each begins while the one before still runs, and writes its buffers again."""
     stored = random_matrix(1100, 1100)
     matrix, w = loaded_for(stored, config, 5), weights(stored)
@@ -187,13 +191,13 @@ def test_a_chain_of_products_of_several_inputs_passes_squares_on(config: TileCon
 
 @pytest.mark.usefixtures("no_copy_engine")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_several_inputs_without_the_copy_engine(config: TileConfig) -> None:
+def test_several_inputs_without_the_copy_engine(config: CudaTileConfig) -> None:
     test_several_inputs_share_their_active_columns(config, 700, 3)
 
 
 def test_products_of_one_and_of_several_inputs_share_their_slots() -> None:
     stored = random_matrix(1100, 1100)
-    one, several = loaded(stored, TileConfig(1, 8, 8, 8)), loaded(stored, TileConfig(2, 8, 16, 5))
+    one, several = loaded(stored, CudaTileConfig(1, 8, 8, 8)), loaded(stored, CudaTileConfig(2, 8, 16, 5))
     x, w = normal(8, 1100), weights(stored)
     y, alone = torch.empty(8, 1100, device="cuda"), torch.empty(1100, device="cuda")
     for _ in range(20):

@@ -5,7 +5,7 @@ import torch
 from zigzag_cases import CONFIGS, LIMIT, assert_close, loaded, normal, random_matrix, weights
 
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, flag_in_data_buffers
-from sparsepack.runtime.cuda.products.tile_config import TileConfig, with_ring
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, with_ring
 from sparsepack.runtime.cuda.products.zigzag import Input, batch, blocks, gemv, load_zigzag
 from sparsepack.runtime.reference.products import ACTIVATION_FUNCTIONS
 
@@ -17,7 +17,7 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
     """Tensor cores cut off what is small beside their largest product: on an H100 4e-6 of a row's size in the mean,
     6e-4 at worst. Inputs as one float16 instead of two would cost 2e-4 in the mean."""
     stored = random_matrix(2048, 40)
-    matrix, w = load_zigzag(stored, "cuda", TileConfig(8, 8, 8, 1)), weights(stored)
+    matrix, w = load_zigzag(stored, "cuda", CudaTileConfig(8, 8, 8, 1)), weights(stored)
     x = normal(40)
     x[3] *= 1000
     y = torch.empty(2048, device="cuda")
@@ -31,7 +31,7 @@ def test_a_column_a_thousand_times_the_others_hides_no_row() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_product_in_every_configuration(config: TileConfig, shape: tuple[int, int]) -> None:
+def test_a_product_in_every_configuration(config: CudaTileConfig, shape: tuple[int, int]) -> None:
     stored = random_matrix(*shape)
     matrix, w = loaded(stored, config), weights(stored)
     x, norm, offset = (normal(shape[1], seed=n) for n in range(3))
@@ -75,12 +75,12 @@ def test_a_product_in_every_configuration(config: TileConfig, shape: tuple[int, 
 
 @pytest.mark.usefixtures("no_copy_engine")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_product_without_the_copy_engine(config: TileConfig) -> None:
+def test_a_product_without_the_copy_engine(config: CudaTileConfig) -> None:
     test_a_product_in_every_configuration(config, (700, 513))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_chain_of_products_hands_its_results_on(config: TileConfig) -> None:
+def test_a_chain_of_products_hands_its_results_on(config: CudaTileConfig) -> None:
     """The second need not wait for the end of the first. Inputs within rounding of the threshold may flip."""
     stored = random_matrix(1100, 1100)
     matrix, w = loaded(stored, config), weights(stored) / 1000
@@ -100,7 +100,7 @@ def test_a_chain_of_products_hands_its_results_on(config: TileConfig) -> None:
 
 def test_a_sum_that_is_no_number_is_handed_on() -> None:
     stored = random_matrix(512, 512)
-    matrix = load_zigzag(stored, "cuda", TileConfig(2, 8, 16, 4))
+    matrix = load_zigzag(stored, "cuda", CudaTileConfig(2, 8, 16, 4))
     x = normal(512)
     x[7] = torch.tensor(SENTINEL, dtype=torch.int32, device="cuda").view(torch.float32)  # a NaN with these bits
     y = torch.zeros(512, device="cuda")
@@ -113,11 +113,11 @@ def test_a_sum_that_is_no_number_is_handed_on() -> None:
     ("config", "width", "activation"),
     [
         *((g, width, 0) for g in CONFIGS if g.tile_bands > 1 for width in (256, 1280, 768)),
-        *((TileConfig(2, 8, 16, 5), 768, activation) for activation in (1, 2, 3)),
+        *((CudaTileConfig(2, 8, 16, 5), 768, activation) for activation in (1, 2, 3)),
     ],
     ids=str,
 )
-def test_gate_and_up_become_one(config: TileConfig, width: int, activation: int) -> None:
+def test_gate_and_up_become_one(config: CudaTileConfig, width: int, activation: int) -> None:
     stored = random_matrix(2 * width, 300)
     matrix, w = loaded(stored, config, gate=True), weights(stored)
     x, bias, limit = normal(300), normal(2 * width, seed=1), torch.tensor([0.5], device="cuda")
@@ -128,12 +128,12 @@ def test_gate_and_up_become_one(config: TileConfig, width: int, activation: int)
 
 
 def test_what_a_product_cannot_do_is_refused() -> None:
-    few, x, y = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 3)), normal(64), normal(512)
+    few, x, y = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 3)), normal(64), normal(512)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
         gemv(few, Input(x), y)
     with pytest.raises(ValueError, match="more splits than 64 columns have chunks of 32"):
         batch(few, Input(x[None]), y[None])
-    one = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 1))
+    one = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 1))
     with pytest.raises(ValueError, match="with a residual"):
         gemv(one, Input(x), y, residual=y, activation=0)
     with pytest.raises(ValueError, match="without squares"):
@@ -142,7 +142,7 @@ def test_what_a_product_cannot_do_is_refused() -> None:
         batch(one, Input(x[None], flag_in_data=True), y[None])
     with pytest.raises(ValueError, match="with a residual"):
         batch(one, Input(x[None]), y[None], residual=y[None], activation=0)
-    gated = load_zigzag(random_matrix(512, 64), "cuda", TileConfig(2, 8, 16, 1), gate=True)
+    gated = load_zigzag(random_matrix(512, 64), "cuda", CudaTileConfig(2, 8, 16, 1), gate=True)
     for matrix, activation in ((one, 0), (gated, None)):
         with pytest.raises(ValueError, match="bands of gate: one needs the other"):
             gemv(matrix, Input(x), y, activation=activation)
@@ -151,7 +151,7 @@ def test_what_a_product_cannot_do_is_refused() -> None:
 
 
 def test_more_blocks_than_run_at_once_are_refused() -> None:
-    matrix = load_zigzag(random_matrix(256 * 100, 512), "cuda", TileConfig(1, 8, 8, 16))
+    matrix = load_zigzag(random_matrix(256 * 100, 512), "cuda", CudaTileConfig(1, 8, 8, 16))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):
         gemv(matrix, Input(normal(512)), torch.empty(256 * 100, device="cuda"))
     with pytest.raises(ValueError, match="1600 blocks that wait for each other"):

@@ -8,23 +8,23 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.runtime.cuda.driver.kernel import multiprocessors
-from sparsepack.runtime.cuda.products.tile_config import TileConfig
-from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, blocks, load_zigzag
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, blocks, load_zigzag
 
 CONFIGS = [
-    TileConfig(1, 8, 24, 1),
-    TileConfig(1, 8, 8, 8),
-    TileConfig(1, 8, 24, 32),
-    TileConfig(2, 8, 16, 5),
-    TileConfig(2, 4, 4, 16),
-    TileConfig(4, 8, 8, 3),
-    TileConfig(4, 16, 4, 2),
-    TileConfig(8, 8, 4, 2),
-    TileConfig(8, 8, 8, 9),
-    TileConfig(1, 8, 0, 32),
-    TileConfig(1, 6, 0, 7),
-    TileConfig(2, 8, 0, 5),
-    TileConfig(4, 16, 0, 1),
+    CudaTileConfig(1, 8, 24, 1),
+    CudaTileConfig(1, 8, 8, 8),
+    CudaTileConfig(1, 8, 24, 32),
+    CudaTileConfig(2, 8, 16, 5),
+    CudaTileConfig(2, 4, 4, 16),
+    CudaTileConfig(4, 8, 8, 3),
+    CudaTileConfig(4, 16, 4, 2),
+    CudaTileConfig(8, 8, 4, 2),
+    CudaTileConfig(8, 8, 8, 9),
+    CudaTileConfig(1, 8, 0, 32),
+    CudaTileConfig(1, 6, 0, 7),
+    CudaTileConfig(2, 8, 0, 5),
+    CudaTileConfig(4, 16, 0, 1),
 ]
 LIMIT = 1e-5
 """Of the norm of a result. Tensor cores cut their sums off instead of rounding them, so that errors grow with what a
@@ -53,7 +53,7 @@ def assert_close(found: Tensor, expected: Tensor, limit: float = LIMIT) -> None:
     assert (found.double() - expected).norm() <= limit * expected.norm()
 
 
-def loaded(stored: PackedMatrix, config: TileConfig, gate: bool = False) -> ZigzagMatrix:
+def loaded(stored: PackedMatrix, config: CudaTileConfig, gate: bool = False) -> CudaZigzag:
     matrix = load_zigzag(stored, "cuda", config, gate=gate)
     if blocks(matrix) > multiprocessors(matrix.blocks.device):
         pytest.skip("more blocks than this GPU runs at once")

@@ -107,11 +107,11 @@ def test_a_text_at_once_is_that_of_steps(backend: str, start: int, monkeypatch: 
     logits = at_once.teacher_forced(IDS, start)
     assert difference(logits, dense_logits(backend)) < EXACT[backend]
     run(steps, start)
-    assert steps.served is not None
-    assert at_once.served is not None
-    assert at_once.served.tokens == len(IDS) - start
-    close = {"abs": SHARE[backend] * max(steps.served.needed, 1)}
-    assert dataclasses.astuple(at_once.served) == pytest.approx(dataclasses.astuple(steps.served), **close)
+    assert steps.hit_counts is not None
+    assert at_once.hit_counts is not None
+    assert at_once.hit_counts.tokens == len(IDS) - start
+    close = {"abs": SHARE[backend] * max(steps.hit_counts.needed, 1)}
+    assert dataclasses.astuple(at_once.hit_counts) == pytest.approx(dataclasses.astuple(steps.hit_counts), **close)
 
 
 @every_backend
@@ -161,13 +161,13 @@ def test_what_is_served_and_moved_is_what_the_simulator_says(backend: str, polic
     ids = (IDS * 3)[:60]
     run(engine, 21, ids)
     start = start_of(model(), np.stack(watched.rows), 21, 0.3)
-    outcome, served = play(POLICIES[policy].begin, start), engine.served
-    assert served is not None
-    assert served == outcome
-    assert served.hits > 0
+    outcome, hits = play(POLICIES[policy].begin, start), engine.hit_counts
+    assert hits is not None
+    assert hits == outcome
+    assert hits.hits > 0
     by_name = engine_of(model(), backend, cached=0.3, policy=policy)
     run(by_name, 21, ids)
-    assert by_name.served == served
+    assert by_name.hit_counts == hits
 
 
 def test_who_is_served_is_who_is_active_in_the_stock_model() -> None:
@@ -178,8 +178,9 @@ def test_who_is_served_is_who_is_active_in_the_stock_model() -> None:
     for number in range(len(model().layers)):
         found = torch.from_numpy(np.stack(watched.rows)[:, number]).bool()
         assert torch.equal(found, stock.inputs[number, "mlp_mid"] != 0)
-    assert engine.served is not None
-    assert engine.served.needed == sum(n for (_, name), n in engine.counts().active.items() if name == "mlp_records")
+    assert engine.hit_counts is not None
+    records = sum(n for (_, name), n in engine.counts().active.items() if name == "mlp_records")
+    assert engine.hit_counts.needed == records
 
 
 def start_of(packed: PackedModel, needed: np.ndarray, prompt: int, cached: float) -> Start:
@@ -297,9 +298,9 @@ def test_a_trained_model_says_the_same_and_serves_what_the_simulator_says(
         theirs.append(dense.decode_next(theirs[-1], greedy))
         mine.append(engine.decode_next(mine[-1], greedy))
     assert mine == theirs
-    served = engine.served
-    assert served is not None
+    hits = engine.hit_counts
+    assert hits is not None
     outcome = play(POLICIES["slow"].begin, start_of(trained, np.stack(watched.rows), len(ids), 0.3))
-    assert (served.needed, served.hits, served.moves) == (outcome.needed, outcome.hits, outcome.moves)
-    assert 0.5 < served.hit_rate < 0.8
-    assert served.moves > 0
+    assert (hits.needed, hits.hits, hits.moves) == (outcome.needed, outcome.hits, outcome.moves)
+    assert 0.5 < hits.hit_rate < 0.8
+    assert hits.moves > 0

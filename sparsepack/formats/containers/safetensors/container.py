@@ -3,13 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError
@@ -17,15 +18,22 @@ from sparsepack.files.gguf import TensorInfo
 from sparsepack.files.hashing import sha256_bytes
 from sparsepack.files.shards import INDEX, WEIGHTS, check_index
 from sparsepack.files.stored import shown
+from sparsepack.files.tensors import all_finite
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention import ATTENTION, sparse_attention_of
 from sparsepack.formats.codecs.types import stored_bytes
 from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, unsealed
+from sparsepack.formats.containers.safetensors.unlisted import check_unlisted
 from sparsepack.formats.manifest import read_manifest
 from sparsepack.formats.stock import StockModel
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.saved_copy import is_saved_copy, told_of_copy
 from sparsepack.models.records.sparse_attention import SparseAttention
-from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer_of
+from sparsepack.models.tokenizer.tokenizer import folder_tokenizer
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
+_PIECE = 1 << 22
+"""This many bytes of a tensor are copied at one time to look at their values."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,34 @@ class ArtifactFolder:
         info = self.tensors[name]
         return self.raw[self.file_of[name]][info.start : info.start + info.nbytes]
 
+    def check_tensors(self) -> None:
+        """Check the bytes of every tensor, several side by side: each has its hash, and holds numbers.
 
-def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
-    """A folder of ours and its manifest; raises `ArtifactError` where it is none, not whole, or damaged."""
+        Raises `ArtifactError` naming the first that has not, or has a value that is NaN or infinite.
+        """
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for name, wrong in zip(self.tensors, pool.map(self._wrong, self.tensors), strict=True):
+                if wrong:
+                    raise ArtifactError(f"{self.path}: damaged: {name} {wrong}; copy or pack it again")
+
+    def _wrong(self, name: str) -> str | None:
+        data, dtype = self.bytes(name), _FLOATS.get(self.tensors[name].type)
+        if sha256_bytes(data.data) != self.hashes[name]:
+            return "does not match the SHA-256"
+        if dtype is None:
+            return None
+        pieces = (data[first : first + _PIECE] for first in range(0, len(data), _PIECE))
+        finite = all(all_finite(torch.from_numpy(piece.copy()).view(dtype)) for piece in pieces)
+        return None if finite else "has values that are NaN or infinite"
+
+
+def open_folder(path: Path, whole: bool = True) -> tuple[ArtifactFolder, dict[str, Any]]:
+    """A folder of ours and its manifest; raises `ArtifactError` where it is none, not whole, or damaged.
+
+    whole -- whether the texts are all there; into the cache of a hub they come one by one
+    """
+    if is_saved_copy(path):
+        raise ArtifactError(told_of_copy(path))
     inside = unsealed(path / MANIFEST)
     manifest = read_manifest(inside.get("manifest"), f"{path / MANIFEST}: the manifest")
     try:
@@ -65,7 +98,7 @@ def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
         for name, listed in inside["files"].items():
             if name.endswith(".safetensors"):
                 raw[name] = _weights(path / name, listed["bytes"])
-            else:
+            elif whole or (path / name).exists():
                 texts[name] = _text(path / name, listed)
         found = [
             (file, info) for file in raw for info in _tensors(file, raw[file], inside["files"][file]["header_sha256"])
@@ -73,23 +106,16 @@ def open_folder(path: Path) -> tuple[ArtifactFolder, dict[str, Any]]:
         if [info.name for _, info in found] != list(inside["tensors"]):
             raise ValueError("it lists other tensors than its files hold")
         file_of = {info.name: file for file, info in found}
-        _check_names(path, inside["files"], texts, file_of)
+        if WEIGHTS not in raw:
+            if INDEX not in texts:
+                raise ValueError(f"it lists neither {WEIGHTS} nor {INDEX}")
+            check_index(texts[INDEX], file_of)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"{path}: damaged ({shown(error)}); copy or pack it again") from error
+    check_unlisted(path, inside["files"])
     sizes = (path / MANIFEST).stat().st_size, *map(len, raw.values()), *(len(text.encode()) for text in texts.values())
     tensors = {info.name: info for _, info in found}
     return ArtifactFolder(path, tensors, raw, file_of, texts, inside["tensors"], sum(sizes)), manifest
-
-
-def _check_names(path: Path, files: Collection[str], texts: Mapping[str, str], file_of: Mapping[str, str]) -> None:
-    """Raise ValueError where transformers would look for tensors elsewhere than we."""
-    for name in (WEIGHTS, INDEX):
-        if name not in files and (path / name).exists():
-            raise ValueError(f"{name} is none of its files")
-    if WEIGHTS not in files:
-        if INDEX not in texts:
-            raise ValueError(f"it lists neither {WEIGHTS} nor {INDEX}")
-        check_index(texts[INDEX], file_of)
 
 
 def _text(path: Path, listed: Mapping[str, Any]) -> str:
@@ -148,14 +174,7 @@ class FolderArtifact(Artifact):
         return self.folder.total_bytes
 
     def check_bytes(self) -> None:
-        def intact(name: str) -> bool:
-            return sha256_bytes(self.folder.bytes(name).data) == self.folder.hashes[name]
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            good = dict(zip(self.tensors, pool.map(intact, self.tensors), strict=True))
-        for name, fine in good.items():
-            if not fine:
-                raise ArtifactError(f"{self.path}: damaged: {name} does not match the SHA-256; copy or pack it again")
+        self.folder.check_tensors()
 
     def bytes(self, name: str) -> np.ndarray:
         return self.folder.bytes(name)
@@ -164,12 +183,9 @@ class FolderArtifact(Artifact):
         return checkpoint.tensor(name) if name in checkpoint.source.shapes else None
 
     def stock(self) -> StockModel:
-        from transformers import AutoTokenizer
-
         try:
             config = self._config()
-            check_tokenizer_of(self.path)
-            tokenizer = AutoTokenizer.from_pretrained(str(self.path))
+            tokenizer = folder_tokenizer(self.path)
         except Exception as error:  # the library raises many kinds for one mistake
             raise ArtifactError(f"{self.path}: its texts are not understood ({shown(error)}); pack it again") from error
         return StockModel(config, self.decoded, tokenizer, attention=self._attention_of(config))

@@ -11,7 +11,8 @@ sparsepack.json     {"sha256":   of this file, these 64 digits taken as zeros,
                      "header_sha256": that of the one file of tensors once more, where there is one,
                      "tensors":  {NAME: SHA-256}}, in their order, file by file, which leaves no byte of them out
 
-The manifest of a folder with several files of tensors has schema 3.
+The manifest of a folder with several files of tensors has schema 3. A file of the kinds that transformers reads and
+that is not listed is refused (`unlisted`).
 """
 
 import json
@@ -22,9 +23,11 @@ from typing import Any
 from sparsepack.errors import ArtifactError
 from sparsepack.files.hashing import NO_HASH, sha256_bytes
 from sparsepack.files.stored import shown
+from sparsepack.models.checkpoint.saved_copy import MANIFEST, METHOD
 
-MANIFEST, CONFIG = "sparsepack.json", "config.json"
-METHOD = "sparsepack"
+__all__ = ["CONFIG", "MANIFEST", "METHOD", "sealed", "unsealed"]
+
+CONFIG = "config.json"
 _HEAD = b'{"sha256": "'
 
 
@@ -37,6 +40,8 @@ def sealed(value: Mapping[str, Any]) -> bytes:
 def unsealed(path: Path) -> dict[str, Any]:
     """What stands in a sparsepack.json; raises `ArtifactError` where any bit of it has changed."""
     try:
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{path}: no ordinary file; expected a folder that we packed")
         text = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror}); expected a folder that we packed") from error

@@ -18,7 +18,7 @@ class Shard:
 
     @property
     def tensors(self) -> tuple[PlannedTensor, ...]:
-        """Those of all groups."""
+        """The tensors of all groups."""
         return tensors_of(self.groups)
 
     @cached_property

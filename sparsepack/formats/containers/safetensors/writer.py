@@ -68,7 +68,7 @@ class FolderPlan(Plan):
 
     @cached_property
     def _files(self) -> Mapping[str, bytes]:
-        """Those without tensors, by their names."""
+        """The contents of the files without tensors, by the names of the files."""
         return {name: text.encode() for name, text in (*self.texts.items(), *index_of(self._shards).items())}
 
     def _sealed(self, hashes: Mapping[str, str], source_sha256: str) -> bytes:

@@ -19,7 +19,7 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 MOST_SPLITS = SPLITS[-1]
 STAGES = (4, 3, 2)
 """A warp's pipeline has the first of these numbers of stages that shared memory has room for."""
-PART_WORDS = 4
+PAIR_WORDS = 4
 """A pair of the result is this many flag-in-data words where blocks leave it for each other."""
 
 MOST_GQA_RATIO = 16
@@ -63,16 +63,16 @@ class Variant:
         return self.warps * (self.ring_bytes + scratch + 8 * self.gqa_ratio) + 4 * self.gqa_ratio * self._width
 
     @property
-    def _chunks(self) -> int:
+    def _row_vectors(self) -> int:
         return -(-self.head_dim // (16 // self.dtype.itemsize))
 
     @property
     def _lanes(self) -> int:
-        return min(32, 1 << (self._chunks - 1).bit_length())
+        return min(32, 1 << (self._row_vectors - 1).bit_length())
 
     @property
     def _width(self) -> int:
-        return self._lanes * -(-self._chunks // self._lanes) * (16 // self.dtype.itemsize)
+        return self._lanes * -(-self._row_vectors // self._lanes) * (16 // self.dtype.itemsize)
 
     @property
     def _batch(self) -> int:
@@ -187,7 +187,7 @@ def attend(
     if splits > 1 and rows * splits > at_once:
         raise ValueError(f"splits: {splits} of {rows} rows wait for each other, but only {at_once} blocks run at once")
     slice, room = variant.slice(splits), workspace(device)
-    words = PART_WORDS * rows * splits**2 * slice if splits > 1 else 0
+    words = PAIR_WORDS * rows * splits**2 * slice if splits > 1 else 0
     if words > room.numel():
         raise ValueError(f"{words} words of partial results, more than {room.numel()}; take fewer splits")
     launch(

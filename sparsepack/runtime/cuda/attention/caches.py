@@ -3,8 +3,8 @@
 import torch
 
 from sparsepack.runtime.cuda.attention.double_sparsity import break_even
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
-from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, DenseKvCache, torch_type
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache, CudaKvCache, torch_type
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.kv_cache import AttentionShape
@@ -23,5 +23,5 @@ def new_cache(
     if offload:
         return OffloadedKvCache(shape, type, device, kernels)
     if shape.policy is None:
-        return DenseKvCache(shape, type, device, kernels)
-    return DoubleSparsityKvCache(shape, type, device, kernels, break_even(shape, torch_type(type)))
+        return CudaDenseKvCache(shape, type, device, kernels)
+    return CudaDoubleSparsityKvCache(shape, type, device, kernels, break_even(shape, torch_type(type)))

@@ -4,6 +4,7 @@ and appends to the cache."""
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionPara
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.kv_cache import AttentionShape
+
+if TYPE_CHECKING:
+    from sparsepack.runtime.cuda.attention.offload import TokenSlots
 
 CLUSTERS = (1, 2, 4, 8)
 """A key head can be shared by these numbers of blocks."""
@@ -46,7 +50,7 @@ STATIC_BYTES = 6 << 10
 """The kernel declares, and the system keeps, at most this many bytes of shared memory."""
 
 
-class Part(Enum):
+class Work(Enum):
     """What a launch does: whether it selects, and whether it attends."""
 
     WHOLE = (1, 1)
@@ -176,33 +180,31 @@ def attend(
     cluster     -- blocks that share a key head, of `CLUSTERS`; None: as many as suit the GPU
     """
     cluster = cluster_for(of) if cluster is None else cluster
-    keys, values = of.dense.keys, of.dense.values
-    launch_part(Part.WHOLE, of, keys, values, qkv, positions, out, cluster, min_context=min_context)
+    launch_work(Work.WHOLE, of, qkv, positions, out, cluster, min_context=min_context)
 
 
-def launch_part(
-    part: Part,
+def launch_work(
+    work: Work,
     of: DoubleSparsityParameters,
-    keys: Tensor,
-    values: Tensor,
     qkv: Tensor,
     positions: Tensor,
     out: Tensor,
     cluster: int,
-    listed: Tensor | None = None,
-    counts: Tensor | None = None,
+    slots: "TokenSlots | None" = None,
     *,
     min_context: int | None = None,
 ) -> None:
-    """Put a part of a step on the current stream; others as for `attend`.
+    """Put one launch of a step on the current stream; others as for `attend`.
 
-    keys, values   -- [B, kv_heads, rows, head_dim]: the cache, or for `Part.ATTEND` what is listed
-    listed, counts -- int32 [B, kv_heads, most that are read] and [B, kv_heads]: tokens that `Part.SELECT` found, rows
-                      that `Part.ATTEND` reads
+    slots -- what `Work.SELECT` lists the tokens in, and of which `Work.ATTEND` reads the listed rows; None: nothing is
+             listed, and the cache is read
     """
+    held = slots if slots is not None and work is Work.ATTEND else of.dense
+    keys, values = held.keys, held.values
+    listed, counts = (None, None) if slots is None else (slots.listed, slots.counts)
     shape, layer = of.dense.shape, of.dense.layer
     batch, kv_heads, context, _ = of.dense.keys.shape
-    selects, attends = part.value
+    selects, attends = work.value
     variant, policy = variant_for(of, cluster), of.policy
     room = room_for(of, cluster, variant, selects=bool(selects))
     launch(

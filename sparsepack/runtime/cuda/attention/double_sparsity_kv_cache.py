@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters
-from sparsepack.runtime.cuda.attention.kv_cache import DenseKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaDenseKvCache
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 
 
-class DoubleSparsityKvCache(DenseKvCache):
+class CudaDoubleSparsityKvCache(CudaDenseKvCache):
     """See `CudaKvCache` and `reference.double_sparsity.DoubleSparsityKvCache`, whose labels these are.
 
     Steps select and attend in one kernel from `sparse_from` on, in layers whose window is not shorter than that, and
@@ -21,7 +21,7 @@ class DoubleSparsityKvCache(DenseKvCache):
 
     break_even -- tokens of a text below which steps read everything, whatever the policy says
 
-    Raises `UserError` as `DenseKvCache` does, and for a context that the kernel has no room for.
+    Raises `UserError` as `CudaDenseKvCache` does, and for a context that the kernel has no room for.
     """
 
     flag_in_data = False

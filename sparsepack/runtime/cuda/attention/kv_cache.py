@@ -78,7 +78,7 @@ NewCache = Callable[[AttentionShape, str, torch.device, Kernels], CudaKvCache]
 """The function makes the cache of a decoder, whose type of keys and values has the given name."""
 
 
-class DenseKvCache:
+class CudaDenseKvCache:
     """See `CudaKvCache`. Every query attends to every position that its layer's window shows it.
 
     `append` takes products as `gemm_fp16.multiply` leaves them; its queries are of the cache's type. A position of a

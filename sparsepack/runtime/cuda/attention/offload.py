@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS
-from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, Part, cluster_for, launch_part
+from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, Work, cluster_for, launch_work
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 
 SLOT_THREADS, FETCH_THREADS = 1024, 256
@@ -110,8 +110,7 @@ def attend_offloaded(
     batch, kv_heads, context, head_dim = of.dense.keys.shape
     device, count, listed = of.dense.keys.device, slots.token_of.shape[2], slots.listed.shape[2]
     cluster = cluster_for(of) if cluster is None else cluster
-    step = (qkv, positions, out, cluster, slots.listed, slots.counts)
-    launch_part(Part.SELECT, of, of.dense.keys, of.dense.values, *step)
+    launch_work(Work.SELECT, of, qkv, positions, out, cluster, slots)
     defines = (f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[of.dense.keys.dtype]}")
     launch(
         kernel("token_slots", "assign_slots", defines, device.index or 0),
@@ -128,4 +127,4 @@ def attend_offloaded(
         *(of.dense.keys, of.dense.values, slots.keys, slots.values, slots.missed, slots.missed_counts),
         *(context, count, listed),
     )
-    launch_part(Part.ATTEND, of, slots.keys, slots.values, *step)
+    launch_work(Work.ATTEND, of, qkv, positions, out, cluster, slots)

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import DoubleSparsityKvCache
+from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.offload import SLOTS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape
 
 
-class OffloadedKvCache(DoubleSparsityKvCache):
-    """See `DoubleSparsityKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its steps
-    that select. `offload.py` says how.
+class OffloadedKvCache(CudaDoubleSparsityKvCache):
+    """See `CudaDoubleSparsityKvCache`; sparse steps select tokens wherever the policy says, and have the bits of its
+    steps that select. `offload.py` says how.
 
     Layers that read every token stay on the GPU whole. Of the others a sequence takes there, for each position and key
     head, a label and 4 bytes, for each slot a key, a value and 8 bytes, and for each token that a step reads 12 bytes.
@@ -21,7 +21,7 @@ class OffloadedKvCache(DoubleSparsityKvCache):
 
     slots -- for each token that a step reads at most, at least 1
 
-    Raises `UserError` as `DoubleSparsityKvCache` does, and where the host has no room.
+    Raises `UserError` as `CudaDoubleSparsityKvCache` does, and where the host has no room.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class OffloadedKvCache(DoubleSparsityKvCache):
         return self._kernels.prefill_attention(queries, keys, values, first, window)
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
-        double, slots = self._double_sparsity[layer], self._slots[layer]
-        if double is None or slots is None:
+        double_sparsity, slots = self._double_sparsity[layer], self._slots[layer]
+        if double_sparsity is None or slots is None:
             super().step(layer, qkv, sparse, out, flag_in_data)
         elif sparse:
-            self._kernels.attend_offloaded(double, slots, qkv, self.positions.there, out)
+            self._kernels.attend_offloaded(double_sparsity, slots, qkv, self.positions.there, out)
         else:
             super().step(layer, qkv, sparse, out, flag_in_data)
             slots.forget_next(self.positions.there)

@@ -50,7 +50,7 @@ class CudaDecoder:
     """
 
     threads = 1
-    served = None
+    hit_counts = None
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class CudaDecoder:
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with self._kernels.on_device(self._device):
-            for chunk in self._chunks(ids):
-                hidden = self._dense(chunk, sequence)
+            for piece in self._prefill_pieces(ids):
+                hidden = self._dense(piece, sequence)
             logits = torch.empty_like(self._step.logits[:1])
             norm, eps = self._model.output_norm, self._model.architecture.norm_eps
             # A copy begins at a multiple of 16 bytes.
@@ -145,10 +145,10 @@ class CudaDecoder:
         norm, eps = self._model.output_norm, self._model.architecture.norm_eps
         with self._kernels.on_device(self._device):
             first = 0
-            for chunk in self._chunks(ids[:sparse_from]):
-                hidden = reference.rms_norm(self._dense(chunk, 0), norm, eps)
-                logits[first : first + len(chunk)] = self._kernels.matmul(self._model.output, hidden)
-                first += len(chunk)
+            for piece in self._prefill_pieces(ids[:sparse_from]):
+                hidden = reference.rms_norm(self._dense(piece, 0), norm, eps)
+                logits[first : first + len(piece)] = self._kernels.matmul(self._model.output, hidden)
+                first += len(piece)
             for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
                 self._append([id], sparse)
                 row.copy_(self._step.logits[0])
@@ -174,9 +174,9 @@ class CudaDecoder:
                 chosen[n] = samplers[n].choose(self._step.logits[n])
         return chosen
 
-    def _chunks(self, ids: Tensor) -> list[Tensor]:
+    def _prefill_pieces(self, ids: Tensor) -> list[Tensor]:
         """The ids on the GPU, int32, at most PREFILL_TOKENS together; copied at once, as the host waits for a copy."""
-        return [chunk for chunk in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(chunk)]
+        return [piece for piece in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(piece)]
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
         """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden]."""

@@ -12,7 +12,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
 from sparsepack.runtime.reference.attention import rotary_table
 
@@ -35,20 +35,20 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Site:
+class CudaSite:
     """A site on the GPU: the matrix, and the columns that products read in dense and in sparse steps, which are the
     same without a rule. Prefill is dense."""
 
-    matrix: ZigzagMatrix
+    matrix: CudaZigzag
     dense: Columns
     sparse: Columns
 
 
 @dataclass(frozen=True)
-class Layer:
+class CudaLayer:
     """A decoder block without its attention."""
 
-    sites: Mapping[str, Site]
+    sites: Mapping[str, CudaSite]
     attn_norm: Tensor
     mlp_norm: Tensor
 
@@ -59,7 +59,7 @@ class CudaModel:
 
     architecture: Architecture
     device: torch.device
-    layers: tuple[Layer, ...]
+    layers: tuple[CudaLayer, ...]
     embedding: RowsMatrix
     output: RowsMatrix
     output_norm: Tensor
@@ -101,21 +101,21 @@ def load_attention(packed: PackedModel, device: torch.device, context: int, sequ
     return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences, packed.attention)
 
 
-def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> Layer:
+def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> CudaLayer:
     sites = {name: _site(site, device, name == "mlp_in", kernels) for name, site in layer.sites.items()}
-    return Layer(sites, _vector(layer.norms["attn_norm"], device), _vector(layer.norms["mlp_norm"], device))
+    return CudaLayer(sites, _vector(layer.norms["attn_norm"], device), _vector(layer.norms["mlp_norm"], device))
 
 
-def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) -> Site:
+def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) -> CudaSite:
     gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
     load = partial(kernels.load_zigzag, site.matrix, device)
     bias = None if site.bias is None else _vector(site.bias, device)
     dense = Columns(bias=bias)
     if site.rule is None:
-        return Site(load(gate=gate), dense, dense)
+        return CudaSite(load(gate=gate), dense, dense)
     threshold = _vector(site.rule.limits, device)
     if site.rule.offset is None:
-        return Site(load(gate=gate), dense, Columns(threshold, bias=bias))
+        return CudaSite(load(gate=gate), dense, Columns(threshold, bias=bias))
     offset = _vector(site.rule.offset, device)
     matrix = load()
     with_offset = torch.empty(site.matrix.rows, device=device)
@@ -123,7 +123,7 @@ def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) 
     kernels.gemv(matrix, Input(offset), with_offset, bias=bias)
     if gate:  # rows of such a matrix come in pairs from the product that was just made
         matrix = load(gate=True)
-    return Site(matrix, dense, Columns(threshold, offset, with_offset))
+    return CudaSite(matrix, dense, Columns(threshold, offset, with_offset))
 
 
 def _vector(x: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from torch.nn.attention import sdpa_kernel
 
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
 from sparsepack.runtime.cuda.attention.prefill_attention import BACKENDS
-from sparsepack.runtime.cuda.decoder.model import CudaModel, Layer
+from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 
@@ -42,10 +42,10 @@ class Prefill:
         q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
         return self._cache.attend(number, q, sequence)
 
-    def _mlp(self, layer: Layer, x: ScaledFp16) -> Product:
+    def _mlp(self, layer: CudaLayer, x: ScaledFp16) -> Product:
         mid = self._kernels.gated(self._product(layer, "mlp_in", x), self._model.activation)
         return self._product(layer, "mlp_mid", mid)
 
-    def _product(self, layer: Layer, name: str, x: ScaledFp16) -> Product:
+    def _product(self, layer: CudaLayer, name: str, x: ScaledFp16) -> Product:
         site = layer.sites[name]
         return self._kernels.multiply(site.matrix, x, self._scratch, site.dense.bias)

@@ -11,7 +11,7 @@ from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionPara
 from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
-from sparsepack.runtime.cuda.products.zigzag import ZigzagMatrix, dequantise
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, dequantise
 
 THREADS = 512  # of a block that takes a row
 HEADS = 8  # that a block takes
@@ -45,13 +45,13 @@ class Product:
     bias: Tensor | None
 
 
-def new_scratch(matrices: Iterable[ZigzagMatrix], device: torch.device) -> Tensor:
+def new_scratch(matrices: Iterable[CudaZigzag], device: torch.device) -> Tensor:
     """A buffer for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`."""
     largest = max(m.columns * BAND_ROWS * min(_bands(m), _bands_at_once(m)) for m in matrices)
     return torch.empty(largest, dtype=torch.float16, device=device)
 
 
-def multiply(matrix: ZigzagMatrix, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
+def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
     """The product W x + bias for every row of x, with every column of W.
 
     Weights and inputs are rounded to float16, the inputs relative to the largest of their row; sums are float32.
@@ -73,11 +73,11 @@ def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
     torch.mm(x, weights, out_dtype=torch.float32, out=out)
 
 
-def _bands(matrix: ZigzagMatrix) -> int:
+def _bands(matrix: CudaZigzag) -> int:
     return -(-matrix.rows // BAND_ROWS)
 
 
-def _bands_at_once(matrix: ZigzagMatrix) -> int:
+def _bands_at_once(matrix: CudaZigzag) -> int:
     return max(zigzag.SCRATCH_BYTES // (2 * BAND_ROWS * matrix.columns), 1)
 
 
@@ -161,7 +161,7 @@ def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float
 
 def _row_kernel(name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0) -> Kernel:
     """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
-    places = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
-    vector = 1 if places % 16 else 4
+    addresses = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
+    vector = 1 if addresses % 16 else 4
     defines = (f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}", f"ACTIVATION={activation}")
     return kernel("prefill", name, defines, x.device.index or 0)

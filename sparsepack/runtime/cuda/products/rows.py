@@ -28,7 +28,7 @@ TILE_BYTES = {"F32": 2048, "F16": 2048, "BF16": 2048, "Q4_K": 1152, "Q6_K": 1680
 WARPS = 16
 STAGES = (4, 3, 2)
 """A warp's pipeline has the first of these numbers of stages with which shared memory has room for the whole of x."""
-CHUNK_BYTES = 1 << 23
+REPACKED_AT_ONCE = 1 << 23
 """This many bytes of a matrix are repacked at a time; temporaries take about fifteen times as much."""
 SCRATCH_WEIGHTS = 1 << 24
 """This many weights are decoded at a time for products with many vectors."""
@@ -60,7 +60,7 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> Rows
     if matrix.type not in TYPES:
         raise ValueError(f"matrix of type {matrix.type}, expected one stored by rows: {', '.join(TYPES)}")
     rows, row_bytes = matrix.blocks.shape
-    step = max(CHUNK_BYTES // max(row_bytes, 1) // 8, 1) * 8  # whole tiles
+    step = max(REPACKED_AT_ONCE // max(row_bytes, 1) // 8, 1) * 8  # whole tiles
     parts = [matrix.blocks[start : start + step] for start in range(0, rows, step)]
     if repack := _REPACKED.get(matrix.type):
         padded_bytes = 0

@@ -24,7 +24,7 @@ BAND_ROWS = 256
 PADDED_ROWS = BAND_ROWS + 20  # of its sums in shared memory (`kernels/products/split_k_reduce.cuh`)
 BLOCK_BYTES = 144
 K_TILE = 16  # columns that are multiplied together
-CHUNK = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
+COLUMNS_AT_ONCE = 32  # columns that go to a block together (`kernels/products/column_split.cuh`)
 STATIC_BYTES = 2048
 """Products declare at most this many bytes of a block's shared memory themselves."""
 PRODUCERS = 4
@@ -44,7 +44,7 @@ FEW_COLUMNS = 224
 
 
 @dataclass(frozen=True)
-class TileConfig:
+class CudaTileConfig:
     """The sizes of a product's kernel: tile shape, stages and split-K slices, as CUTLASS calls them.
 
     tile_bands -- bands of 256 rows that lie together in a tile, column by column: 1, 2, 4 or 8
@@ -76,7 +76,7 @@ class TileConfig:
 
     def chunks(self, columns: int) -> int:
         """The chunks of a matrix's columns that a block takes at most."""
-        return -(-columns // (CHUNK * self.splits))
+        return -(-columns // (COLUMNS_AT_ONCE * self.splits))
 
     @property
     def ring_bytes(self) -> int:
@@ -85,12 +85,12 @@ class TileConfig:
         return self.stages * K_TILE * column
 
 
-def shared_bytes(columns: int, config: TileConfig) -> int:
+def shared_bytes(columns: int, config: CudaTileConfig) -> int:
     """The bytes of dynamic shared memory of a block of `zigzag_gemv`: ring, sums of the warps, list of columns."""
-    return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * CHUNK * config.chunks(columns)
+    return config.ring_bytes + 4 * config.warps * PADDED_ROWS + 8 * COLUMNS_AT_ONCE * config.chunks(columns)
 
 
-def fitted(config: TileConfig, needed: Callable[[TileConfig], int], device: torch.device) -> TileConfig:
+def fitted(config: CudaTileConfig, needed: Callable[[CudaTileConfig], int], device: torch.device) -> CudaTileConfig:
     """The configuration, with fewer stages where a block would need more dynamic shared memory than there is."""
     step = math.lcm(PRODUCERS, config.warps // config.tile_bands)
     choices = range(config.stages, 0, -step)
@@ -98,26 +98,26 @@ def fitted(config: TileConfig, needed: Callable[[TileConfig], int], device: torc
     return replace(config, stages=stages)
 
 
-def with_ring(config: TileConfig) -> TileConfig:
+def with_ring(config: CudaTileConfig) -> CudaTileConfig:
     """The same layout of a matrix, for kernels that need a ring."""
     return config if config.stages else replace(config, warps=8, stages=STAGES[config.tile_bands])
 
 
-def default_tile_config(bands: int, columns: int, device: torch.device, gate: bool = False) -> TileConfig:
+def default_tile_config(bands: int, columns: int, device: torch.device, gate: bool = False) -> CudaTileConfig:
     """The configuration if nothing was measured: tiles of 2 bands, or of 4, whose pieces are longer, where that leaves
     a block for almost every multiprocessor and each of them many columns; as many stages as fit. A gate's tiles are of
     2: in a decoder those of 4 lose more dense than they gain sparse. Small matrices are in tiles of 1, without a ring
     (benchmarks/notes/cuda.md)."""
 
-    def needed(config: TileConfig) -> int:
+    def needed(config: CudaTileConfig) -> int:
         return shared_bytes(columns, config)
 
-    def of(tile_bands: int) -> TileConfig:
+    def of(tile_bands: int) -> CudaTileConfig:
         splits = filling_splits(bands, columns, device, tile_bands)
-        return fitted(TileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
+        return fitted(CudaTileConfig(tile_bands, warps=8, stages=STAGES[tile_bands], splits=splits), needed, device)
 
-    one = TileConfig(1, warps=8, stages=0, splits=filling_splits(bands, columns, device, 1))
-    if not gate and CHUNK * one.chunks(columns) <= FEW_COLUMNS:
+    one = CudaTileConfig(1, warps=8, stages=0, splits=filling_splits(bands, columns, device, 1))
+    if not gate and COLUMNS_AT_ONCE * one.chunks(columns) <= FEW_COLUMNS:
         return one
     four = of(4)
     enough = -(-bands // 4) * _most_splits(columns, 4) >= 0.95 * multiprocessors(device)
@@ -134,10 +134,10 @@ def filling_splits(bands: int, columns: int, device: torch.device, tile_bands: i
 
 def _most_splits(columns: int, tile_bands: int) -> int:
     """The largest number of blocks that may share a tile's columns, of which each block needs some."""
-    return min(MOST_SPLITS[tile_bands], -(-columns // CHUNK))
+    return min(MOST_SPLITS[tile_bands], -(-columns // COLUMNS_AT_ONCE))
 
 
-def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> TileConfig | None:
+def measured_tile_config(shape: Shape, device: torch.device, gate: bool = False) -> CudaTileConfig | None:
     """The configuration that was measured for a matrix on this kind of GPU; None where none was, or none for a gate."""
     found = tuned(torch.cuda.get_device_name(device)).get(shape)
     return None if found is None or (gate and found.tile_bands % 2) else found
@@ -154,12 +154,12 @@ def read_tuned(path: Path) -> dict[Shape, dict[str, Any]]:
 
 
 @cache
-def tuned(gpu: str) -> Mapping[Shape, TileConfig]:
+def tuned(gpu: str) -> Mapping[Shape, CudaTileConfig]:
     """The configurations measured on a kind of GPU; empty where `sparsepack tune` never ran there."""
     return {shape: tile_config_of(row) for shape, row in read_tuned(tuned_path(gpu)).items()}
 
 
-def tile_config_of(row: Mapping[str, Any]) -> TileConfig:
+def tile_config_of(row: Mapping[str, Any]) -> CudaTileConfig:
     """A configuration from a row of such a file.
 
     Raises `ValueError`, `KeyError` or `TypeError` where it is impossible.
@@ -167,4 +167,4 @@ def tile_config_of(row: Mapping[str, Any]) -> TileConfig:
     values = {name: int(row[name]) for name in ("tile_bands", "warps", "stages", "splits")}
     if not all((name == "stages" or value) and 0 <= value <= 64 for name, value in values.items()):
         raise ValueError(f"{values}: expected 1 to 64, stages from 0 on")
-    return TileConfig(**values)
+    return CudaTileConfig(**values)

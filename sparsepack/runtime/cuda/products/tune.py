@@ -16,14 +16,14 @@ from sparsepack.runtime.cuda.driver.graph import captured
 from sparsepack.runtime.cuda.products.tile_config import (
     BAND_ROWS,
     SCHEMA,
-    TileConfig,
+    CudaTileConfig,
     default_tile_config,
     filling_splits,
     read_tuned,
     tuned,
     tuned_path,
 )
-from sparsepack.runtime.cuda.products.zigzag import Input, ZigzagMatrix, gemv, load_zigzag
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input, gemv, load_zigzag
 from sparsepack.runtime.tuning import ACTIVE, ROTATION, Shape, copies_of, measure_shapes, random_blocks, row_of
 
 CHOICES: Mapping[str, Sequence[int]] = MappingProxyType(
@@ -104,7 +104,7 @@ class _Trial:
         """Raises RuntimeError where the GPU has stopped, and not where the GPU merely refuses a configuration."""
         torch.cuda.synchronize(self._blocks.device)
 
-    def nanoseconds(self, config: TileConfig) -> float:
+    def nanoseconds(self, config: CudaTileConfig) -> float:
         """The time of a product: the median over replays of a CUDA graph of one for each copy.
 
         Raises RuntimeError or ValueError where the GPU cannot run it.
@@ -118,7 +118,7 @@ class _Trial:
         graph = captured(run, self._stream)
         return statistics.median(_replayed(graph) for _ in range(REPLAYS)) / len(matrices)
 
-    def _matrices(self, config: TileConfig) -> list[ZigzagMatrix]:
+    def _matrices(self, config: CudaTileConfig) -> list[CudaZigzag]:
         packed = PackedMatrix(self._blocks, ZIGZAG, *self._shape)
         first = load_zigzag(packed, self._blocks.device, config, gate=self._gate)
         if self._layout is None or self._layout[0] != config.tile_bands:

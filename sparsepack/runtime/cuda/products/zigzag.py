@@ -14,11 +14,11 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessor
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.cuda.products.tile_config import (
     BAND_ROWS,
-    CHUNK,
+    COLUMNS_AT_ONCE,
     PADDED_ROWS,
     PRODUCERS,
     STATIC_BYTES,
-    TileConfig,
+    CudaTileConfig,
     default_tile_config,
     fitted,
     measured_tile_config,
@@ -36,7 +36,7 @@ SCRATCH_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class ZigzagMatrix:
+class CudaZigzag:
     """A zigzag matrix in the order in which `kernels/products/zigzag_gemv.cu` reads it.
 
     blocks        -- uint8 [tiles, columns, tile_bands, 144]
@@ -50,7 +50,7 @@ class ZigzagMatrix:
     blocks: Tensor
     rows: int
     columns: int
-    config: TileConfig
+    config: CudaTileConfig
     gate_bands: int
     largest_scale: float
     largest_d: float
@@ -60,10 +60,10 @@ class ZigzagMatrix:
 def load_zigzag(
     matrix: PackedMatrix,
     device: torch.device | str = "cuda",
-    config: TileConfig | None = None,
+    config: CudaTileConfig | None = None,
     *,
     gate: bool = False,
-) -> ZigzagMatrix:
+) -> CudaZigzag:
     """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to whole tiles.
 
     gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
@@ -84,7 +84,7 @@ def load_zigzag(
     fp16_scale = 2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30))))
     gate_bands = blocks.shape[0] // 2 if gate else 0
     tiled = _tiled(_headers_in_order(blocks), config.tile_bands, gate)
-    return ZigzagMatrix(
+    return CudaZigzag(
         tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale
     )
 
@@ -140,7 +140,7 @@ class Input:
 
 
 def gemv(
-    matrix: ZigzagMatrix,
+    matrix: CudaZigzag,
     input: Input,
     y: Tensor,
     *,
@@ -184,23 +184,23 @@ def gemv(
     )
 
 
-def blocks(matrix: ZigzagMatrix) -> int:
+def blocks(matrix: CudaZigzag) -> int:
     """The number of thread blocks of a product with the matrix."""
     return matrix.blocks.shape[0] * matrix.config.splits
 
 
-def _check_gate(matrix: ZigzagMatrix, activation: int | None, residual: Tensor | None) -> None:
+def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None) -> None:
     if activation is not None and residual is not None:
         raise ValueError("an activation, with a residual: activation(gate) * up is taken as it is")
     if (activation is not None) != (matrix.gate_bands > 0):
         raise ValueError(f"activation {activation} for {matrix.gate_bands} bands of gate: one needs the other")
 
 
-def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
+def _check_blocks(matrix: CudaZigzag, inputs: int) -> None:
     """Raises `ValueError` where a block would have no columns, or blocks would wait for each other in vain."""
     config, device = matrix.config, matrix.blocks.device
-    if config.splits > -(-matrix.columns // CHUNK):
-        raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {CHUNK}")
+    if config.splits > -(-matrix.columns // COLUMNS_AT_ONCE):
+        raise ValueError(f"{config}: more splits than {matrix.columns} columns have chunks of {COLUMNS_AT_ONCE}")
     if config.splits == 1:
         return
     if blocks(matrix) > multiprocessors(device):
@@ -214,7 +214,7 @@ def _check_blocks(matrix: ZigzagMatrix, inputs: int) -> None:
 
 
 def batch(
-    matrix: ZigzagMatrix,
+    matrix: CudaZigzag,
     input: Input,
     y: Tensor,
     *,
@@ -256,7 +256,7 @@ def batch(
     )
 
 
-def most_inputs(matrix: ZigzagMatrix) -> int:
+def most_inputs(matrix: CudaZigzag) -> int:
     """The most inputs that `batch` takes on the matrix's GPU: up to `MOST_INPUTS`, as shared memory has room."""
     limit = shared_limit(matrix.blocks.device)
 
@@ -266,24 +266,24 @@ def most_inputs(matrix: ZigzagMatrix) -> int:
     return sum(needed(inputs) <= limit for inputs in range(1, MOST_INPUTS + 1))
 
 
-def _for_inputs(matrix: ZigzagMatrix, inputs: int) -> ZigzagMatrix:
+def _for_inputs(matrix: CudaZigzag, inputs: int) -> CudaZigzag:
     return _with_ring(matrix, lambda columns, config: _batch_bytes(columns, config, inputs))
 
 
-def _with_ring(matrix: ZigzagMatrix, needed: Callable[[int, TileConfig], int]) -> ZigzagMatrix:
+def _with_ring(matrix: CudaZigzag, needed: Callable[[int, CudaTileConfig], int]) -> CudaZigzag:
     """The same matrix with a ring of as many stages as there is shared memory for."""
     config = fitted(with_ring(matrix.config), lambda config: needed(matrix.columns, config), matrix.blocks.device)
     return replace(matrix, config=config)
 
 
-def _batch_bytes(columns: int, config: TileConfig, inputs: int) -> int:
+def _batch_bytes(columns: int, config: CudaTileConfig, inputs: int) -> int:
     """The bytes of dynamic shared memory of a block of `zigzag_batch`: the ring, later the warps' sums, and the list
     of the block's columns."""
     first = max(config.ring_bytes, 4 * config.warps * inputs * PADDED_ROWS)
-    return first + 4 * (inputs + 1) * CHUNK * config.chunks(columns)
+    return first + 4 * (inputs + 1) * COLUMNS_AT_ONCE * config.chunks(columns)
 
 
-def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+def _defines(matrix: CudaZigzag, input: Input, activation: int | None) -> tuple[str, ...]:
     values = {
         **_macros(matrix),
         **_of_input(matrix, input, activation),
@@ -292,7 +292,7 @@ def _defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tupl
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def _batch_defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -> tuple[str, ...]:
+def _batch_defines(matrix: CudaZigzag, input: Input, activation: int | None) -> tuple[str, ...]:
     inputs = len(input.x)
     values = {
         **_macros(matrix, min(MOST_ROUNDS, MOST_VALUES // inputs)),
@@ -302,7 +302,7 @@ def _batch_defines(matrix: ZigzagMatrix, input: Input, activation: int | None) -
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dict[str, int]:
+def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[str, int]:
     """The arguments of a product's kernel that say what happens to the input."""
     return {
         "GATE": int(activation is not None),
@@ -317,7 +317,7 @@ def _of_input(matrix: ZigzagMatrix, input: Input, activation: int | None) -> dic
     }
 
 
-def _macros(matrix: ZigzagMatrix, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
+def _macros(matrix: CudaZigzag, most_rounds: int = MOST_ROUNDS) -> dict[str, int]:
     """The macros with which every product with a matrix is compiled."""
     config = matrix.config
     each = -(-config.chunks(matrix.columns) // config.warps)  # chunks of a warp
@@ -337,7 +337,7 @@ def _per_channel(threshold: Tensor | None) -> int:
     return int(threshold is not None and threshold.numel() > 1)
 
 
-def dequantise(matrix: ZigzagMatrix, out: Tensor, first: int, bands: int) -> None:
+def dequantise(matrix: CudaZigzag, out: Tensor, first: int, bands: int) -> None:
     """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
     device, (tiles, columns, tile_bands, _) = matrix.blocks.device, matrix.blocks.shape
     warps, at_once = 8, 4

@@ -7,11 +7,11 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.slide import Slide
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch
 
-CHUNKS = {8: 4, 16: 5, 32: 16}
-"""A block, which has a token, has this many warps, and a thread holds at most this many chunks of eight inputs in
+MOST_EIGHTS = {8: 4, 16: 5, 32: 16}
+"""A block, which has a token, has this many warps, and a thread holds at most this many groups of eight inputs in
 registers."""
-LIGHT_CHUNKS = 5
-"""With this many chunks of 16-bit inputs there is room for as many threads as a multiprocessor can have."""
+LIGHT_EIGHTS = 5
+"""With this many groups of eight 16-bit inputs there is room for as many threads as a multiprocessor can have."""
 THREADS = 2048
 """A multiprocessor has at most this many threads."""
 ALIGNMENT = 32
@@ -53,17 +53,17 @@ def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype, filled: int = 0) -
     scale = torch.empty(tokens, device=x.device)
     if not tokens:
         return q, scale
-    warps = next((warps for warps, most in CHUNKS.items() if columns <= 256 * warps * most), 0)
+    warps = next((warps for warps, most in MOST_EIGHTS.items() if columns <= 256 * warps * most), 0)
     if not warps:
-        raise ValueError(f"{columns} columns; expected at most {256 * 32 * CHUNKS[32]}")
-    chunks = -(-columns // (256 * warps))
-    full = x.element_size() == 2 and chunks <= LIGHT_CHUNKS
+        raise ValueError(f"{columns} columns; expected at most {256 * 32 * MOST_EIGHTS[32]}")
+    eights = -(-columns // (256 * warps))
+    full = x.element_size() == 2 and eights <= LIGHT_EIGHTS
     defines = (
         f"INPUT={_INPUTS[x.dtype]}",
         f"FP8={int(fp8)}",
         f"OF={how.pattern.of}",
         f"WINDOWS={how.windows}",
-        f"CHUNKS={chunks}",
+        f"THREAD_EIGHTS={eights}",
         f"WARPS={warps}",
         f"BLOCKS={THREADS // (32 * warps) if full else 1}",
     )

@@ -110,15 +110,15 @@ public:
     }
 
     // Takes no lock: copies may go on beside products, as long as nobody reads the slots that are written.
-    static void copy_neurons(NeuronMatrix& to, Array<const int32_t, 1> places, const NeuronMatrix& from,
+    static void copy_neurons(NeuronMatrix& to, Array<const int32_t, 1> slots, const NeuronMatrix& from,
                              Array<const int32_t, 1> records) {
         expect(to.view.bands == from.view.bands, "neurons: expected records of the same width");
-        expect(places.shape(0) == records.shape(0), "places: expected as many as records");
-        for (size_t i = 0; i < places.shape(0); i++)
-            expect(places.data()[i] >= 0 && places.data()[i] < to.view.count && records.data()[i] >= 0 &&
+        expect(slots.shape(0) == records.shape(0), "slots: expected as many as records");
+        for (size_t i = 0; i < slots.shape(0); i++)
+            expect(slots.data()[i] >= 0 && slots.data()[i] < to.view.count && records.data()[i] >= 0 &&
                        records.data()[i] < from.view.count,
-                   "places, records: expected numbers of neurons");
-        sparsepack::copy_neurons(to, places.data(), from.view, records.data(), int64_t(places.shape(0)));
+                   "slots, records: expected numbers of neurons");
+        sparsepack::copy_neurons(to, slots.data(), from.view, records.data(), int64_t(slots.shape(0)));
     }
 
     static NeuronMatrix new_neurons(int64_t count, int64_t hidden) {
@@ -250,7 +250,7 @@ void bind_operations(nb::module_& m) {
         .def("rows_matmul", &Operations::rows_matmul, "matrix"_a, "x"_a, "y"_a, Released())
         .def("load_neurons", &Operations::load_neurons, "records"_a, Released())
         .def_static("new_neurons", &Operations::new_neurons, "count"_a, "hidden"_a)
-        .def_static("copy_neurons", &Operations::copy_neurons, "to"_a, "places"_a, "source"_a, "records"_a, Released())
+        .def_static("copy_neurons", &Operations::copy_neurons, "to"_a, "slots"_a, "source"_a, "records"_a, Released())
         .def("unpack_neurons", &Operations::unpack_neurons, "neurons"_a, "records"_a, Released())
         .def("neuron_ffn", &Operations::neuron_ffn, "neurons"_a, "x"_a, "gate"_a, "indices"_a, "count"_a, "y"_a,
              Released())

@@ -124,7 +124,7 @@ private:
     void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
     // decoder/prefill.cpp
-    void chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
+    void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
     void append_rows(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
@@ -147,7 +147,7 @@ private:
     Buffer<int32_t> listed_;  // its active columns, each thread's range at a place of its own
     Buffer<int32_t> counts_;  // of those, one cache line per thread
     std::vector<Scratch> scratch_;
-    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // prefill: [chunk][...]
+    Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // prefill: [prefill_tokens][...]
 };
 
 }  // namespace sparsepack

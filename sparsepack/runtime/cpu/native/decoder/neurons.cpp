@@ -27,7 +27,8 @@ Decoder::Sums Decoder::neurons(const Input& gate, const float* x, int layer, boo
     return {partial_sums, s_.hidden, neuron_slices(active.count, pool_.threads()), &no_bias, s_.hidden};
 }
 
-// The same for the positions of a chunk, of which this thread has first ... last - 1: from the products of the gate.
+// The same for positions that are prefilled together, of which this thread has first ... last - 1: from the products of
+// the gate.
 void Decoder::neuron_rows(int layer, int32_t first, int32_t last, int32_t positions) {
     const Neurons& n = *model_.layers[layer].neurons;
     float* gates = wide_rows_.data();

@@ -16,13 +16,13 @@ void Decoder::prefill(const int64_t* ids, int64_t count, bool all, float* logits
     for (int64_t first = 0; first < count; first += s_.prefill_tokens) {
         int32_t size = int32_t(std::min<int64_t>(s_.prefill_tokens, count - first));
         float* y = all ? logits + first * s_.vocabulary : first + size == count ? logits : nullptr;
-        pool_.run([&](int thread) { chunk(ids + first, size, y, all, thread); });
+        pool_.run([&](int thread) { prefill_together(ids + first, size, y, all, thread); });
         cache_.advance(size);
     }
 }
 
 // logits: null if they are not wanted.
-void Decoder::chunk(const int64_t* ids, int32_t count, float* logits, bool all, int thread) {
+void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread) {
     int32_t first = int32_t(int64_t(count) * thread / pool_.threads());
     int32_t last = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
     for (int32_t p = first; p < last; ++p) embed(model_.embedding, ids[p], wide_x_.data() + int64_t(p) * s_.hidden);

@@ -117,7 +117,7 @@ INLINE void store_eights(int8_t* p, int32_t, VecInt v) {
 
 // ---- Zigzag matrices: two chunks (64 rows) a vector -----------------------------------------------------------------
 
-enum { CHUNKS = 2, MATMUL_POSITIONS = 2, MATMUL_HALVES = 1 };
+enum { VECTOR_CHUNKS = 2, MATMUL_POSITIONS = 2, MATMUL_HALVES = 1 };
 
 INLINE VecInt words_low(VecInt a, VecInt b) { return (VecInt)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
 INLINE VecInt words_high(VecInt a, VecInt b) { return (VecInt)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }

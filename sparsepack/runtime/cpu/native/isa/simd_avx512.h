@@ -95,7 +95,7 @@ INLINE void store_eights(int8_t* p, int32_t stride, VecInt v) {
 
 // ---- Zigzag matrices: four chunks (128 rows) a vector ---------------------------------------------------------------
 
-enum { CHUNKS = 4, MATMUL_POSITIONS = 3, MATMUL_HALVES = 2 };
+enum { VECTOR_CHUNKS = 4, MATMUL_POSITIONS = 3, MATMUL_HALVES = 2 };
 
 INLINE VecInt words_low(VecInt a, VecInt b) { return (VecInt)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
 INLINE VecInt words_high(VecInt a, VecInt b) { return (VecInt)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }

@@ -112,7 +112,7 @@ INLINE void store_eights(int8_t* p, int32_t, VecInt v) {
 
 // ---- Zigzag matrices: one chunk (32 rows) a vector ------------------------------------------------------------------
 
-enum { CHUNKS = 1, MATMUL_POSITIONS = 4, MATMUL_HALVES = 1 };
+enum { VECTOR_CHUNKS = 1, MATMUL_POSITIONS = 4, MATMUL_HALVES = 1 };
 
 INLINE int16x8_t words(VecInt a) { return vreinterpretq_s16_s32(a); }
 INLINE VecInt dwords(int16x8_t a) { return vreinterpretq_s32_s16(a); }

@@ -84,10 +84,10 @@ NeuronMatrix new_neurons(int64_t count, int32_t bands) {
     return {view, std::move(memory)};
 }
 
-void copy_neurons(NeuronMatrix& to, const int32_t* places, const Neurons& from, const int32_t* records, int64_t count) {
+void copy_neurons(NeuronMatrix& to, const int32_t* slots, const Neurons& from, const int32_t* records, int64_t count) {
     int64_t stride = neuron_stride(&from);
     for (int64_t i = 0; i < count; i++)
-        std::memcpy(to.memory.data() + places[i] * stride, from.data + records[i] * stride, stride);
+        std::memcpy(to.memory.data() + slots[i] * stride, from.data + records[i] * stride, stride);
 }
 
 void unpack_neurons(const Neurons& n, uint8_t* records, Pool& pool) {

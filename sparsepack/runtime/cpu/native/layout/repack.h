@@ -35,8 +35,8 @@ NeuronMatrix repack_neurons(const uint8_t* records, int64_t count, int32_t bands
 // Makes `count` records of zeros.
 NeuronMatrix new_neurons(int64_t count, int32_t bands);
 
-// Copies records[i] of `from` to places[i] of `to`, which has as many bands.
-void copy_neurons(NeuronMatrix& to, const int32_t* places, const Neurons& from, const int32_t* records, int64_t count);
+// Copies records[i] of `from` to slots[i] of `to`, which has as many bands.
+void copy_neurons(NeuronMatrix& to, const int32_t* slots, const Neurons& from, const int32_t* records, int64_t count);
 
 // The inverse of `repack_neurons`, byte for byte.
 void unpack_neurons(const Neurons& neurons, uint8_t* records, Pool& pool);

@@ -15,7 +15,7 @@
 //     | warp 0 | warp 1 | ... | warp 0 | ... |     | ...   |              | new position | ... |
 //       BATCH rows of keys and of values
 //
-// Rows travel to the warp's own ring in shared memory, STAGES - 1 batches ahead. Of keys, lane (row, chunk) takes the
+// Rows travel to the warp's own ring in shared memory, STAGES - 1 batches ahead. Of keys, lane (row, vector) takes the
 // same 16 bytes of each row, LANES lanes a row, and the lanes of a row fold their sums so that each ends up with other
 // (position, head) pairs. Those become weights, which meet in shared memory; of values, each lane then takes the same
 // channels of all rows, so that its sums need no other lane's.
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const PositionShare share(position, window, splits, split);
         rows = share.count + newest;
         left = rows - lane_row;
-        const long long from = (long long)(share.first - newest + lane_row) * HEAD_DIM + lane % LANES * CHUNK;
+        const long long from = (long long)(share.first - newest + lane_row) * HEAD_DIM + lane % LANES * VECTOR_CHANNELS;
         next_key = keys + from, next_value = values + from;
 #pragma unroll
         for (int i = 0; i < LANE_PAIRS; ++i) {

@@ -6,7 +6,7 @@
 //       STAGES stages      later the warp's weighted sums                    weights [2][GQA_RATIO][BATCH], factors
 //     | BATCH rows of keys | BATCH rows of values |
 //
-//     a row of keys     | 16 bytes: CHUNK channels, lane 0 | lane 1 | .. LANES - 1 | LANE_CHUNKS times; ROW_BYTES
+//     a row of keys     | VECTOR_CHANNELS of lane 0 | lane 1 | .. LANES - 1 | LANE_VECTORS times; ROW_BYTES
 //
 // Macros: HEAD_DIM even, 2 to 256; GQA_RATIO query heads of a key head, 1 to 16 (the group size of grouped-query
 //         attention; llama.cpp's gqa_ratio); that of cache_type.cuh; WARPS; STAGES of the pipeline (CUTLASS's word,
@@ -44,12 +44,12 @@ static constexpr int THREADS = WARPS * 32;
 static constexpr int HALF = HEAD_DIM / 2;
 static constexpr int PAIRS = GQA_RATIO * HALF;  // of output channels
 
-static constexpr int CHUNK = 16 / sizeof(CacheType);  // channels of a lane's 16 bytes
-static constexpr int CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK;
+static constexpr int VECTOR_CHANNELS = 16 / sizeof(CacheType);  // channels of a lane's 16 bytes
+static constexpr int ROW_VECTORS = (HEAD_DIM + VECTOR_CHANNELS - 1) / VECTOR_CHANNELS;
 __device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
-static constexpr int LANES = CHUNKS > 32 ? 32 : power_of_two_from(CHUNKS);  // of a row of keys
-static constexpr int LANE_CHUNKS = (CHUNKS + LANES - 1) / LANES;
-static constexpr int WIDTH = LANES * LANE_CHUNKS * CHUNK;  // channels of a row in the ring, the last ones zero
+static constexpr int LANES = ROW_VECTORS > 32 ? 32 : power_of_two_from(ROW_VECTORS);  // of a row of keys
+static constexpr int LANE_VECTORS = (ROW_VECTORS + LANES - 1) / LANES;
+static constexpr int WIDTH = LANES * LANE_VECTORS * VECTOR_CHANNELS;  // channels of a row in the ring, zeros last
 static constexpr int ROW_BYTES = WIDTH * sizeof(CacheType);
 static constexpr bool ALIGNED = HEAD_DIM * sizeof(CacheType) % 16 == 0;
 
@@ -79,7 +79,7 @@ static constexpr int HEAD_LANES = LANES > DEEP ? LANES / DEEP : 1;
 static constexpr bool DEEP_IN_LANE = LANES < DEEP;
 
 // Queries stay in registers where there is room.
-static constexpr bool QUERY_IN_REGISTERS = GQA_RATIO * LANE_CHUNKS * CHUNK <= 64;
+static constexpr bool QUERY_IN_REGISTERS = GQA_RATIO * LANE_VECTORS * VECTOR_CHANNELS <= 64;
 static constexpr int TASKS = (GQA_RATIO + 2 + WARPS - 1) / WARPS;  // of a warp, see attention.cu
 static constexpr int LANE_PAIRS = (HALF + 31) / 32;
 

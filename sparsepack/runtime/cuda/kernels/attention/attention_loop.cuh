@@ -22,12 +22,12 @@ __device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* q
                                             SoftmaxState* warp_states, FetchNext fetch_next) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u8* ring = memory + warp * RING_BYTES;
-    const float* own_query = query + lane % LANES * CHUNK;
-    float query_registers[QUERY_IN_REGISTERS ? GQA_RATIO : 1][LANE_CHUNKS][CHUNK];
-    const auto load_query = [&](float (&x)[CHUNK], int g, int i) {
+    const float* own_query = query + lane % LANES * VECTOR_CHANNELS;
+    float query_registers[QUERY_IN_REGISTERS ? GQA_RATIO : 1][LANE_VECTORS][VECTOR_CHANNELS];
+    const auto load_query = [&](float (&x)[VECTOR_CHANNELS], int g, int i) {
 #pragma unroll
-        for (int c = 0; c < CHUNK; c += 4) {
-            const float4 v = *(const float4*)(own_query + g * WIDTH + i * LANES * CHUNK + c);
+        for (int c = 0; c < VECTOR_CHANNELS; c += 4) {
+            const float4 v = *(const float4*)(own_query + g * WIDTH + i * LANES * VECTOR_CHANNELS + c);
             x[c] = v.x, x[c + 1] = v.y, x[c + 2] = v.z, x[c + 3] = v.w;
         }
     };
@@ -35,7 +35,7 @@ __device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* q
 #pragma unroll
         for (int g = 0; g < GQA_RATIO; ++g) {
 #pragma unroll
-            for (int i = 0; i < LANE_CHUNKS; ++i) load_query(query_registers[g][i], g, i);
+            for (int i = 0; i < LANE_VECTORS; ++i) load_query(query_registers[g][i], g, i);
         }
     }
 
@@ -62,18 +62,18 @@ __device__ __forceinline__ void attend_rows(int rows, u8* memory, const float* q
 
         float scores[SCORES] = {};
 #pragma unroll
-        for (int i = 0; i < LANE_CHUNKS; ++i) {
-            float key[DEEP][CHUNK];
+        for (int i = 0; i < LANE_VECTORS; ++i) {
+            float key[DEEP][VECTOR_CHANNELS];
 #pragma unroll
             for (int d = 0; d < DEEP; ++d)
-                load_cached<CHUNK>(batch + (d * ABREAST + lane / LANES) * ROW_BYTES + (lane % LANES + i * LANES) * 16,
-                                   key[d]);
+                load_cached<VECTOR_CHANNELS>(
+                    batch + (d * ABREAST + lane / LANES) * ROW_BYTES + (lane % LANES + i * LANES) * 16, key[d]);
 #pragma unroll
             for (int g = 0; g < GQA_RATIO; ++g) {
-                float loaded[CHUNK];
+                float loaded[VECTOR_CHANNELS];
                 if constexpr (!QUERY_IN_REGISTERS) load_query(loaded, g, i);
 #pragma unroll
-                for (int c = 0; c < CHUNK; ++c) {
+                for (int c = 0; c < VECTOR_CHANNELS; ++c) {
                     const float q = QUERY_IN_REGISTERS ? query_registers[QUERY_IN_REGISTERS ? g : 0][i][c] : loaded[c];
 #pragma unroll
                     for (int d = 0; d < DEEP; ++d) scores[d * GQA_RATIO + g] += q * key[d][c];

@@ -106,23 +106,23 @@ struct NewRow {
     }
 };
 
-// A lane's chunks of a cached row, on their way to a stage of the ring; zeros unless the row is `there`.
+// A lane's vectors of a cached row, on their way to a stage of the ring; zeros unless the row is `there`.
 //
-// key, value -- the lane's first chunk
+// key, value -- the lane's first vector
 __device__ __forceinline__ void fetch_row(u8* to, const CacheType* key, const CacheType* value, bool there) {
-    const int lane_chunk = threadIdx.x % LANES;
+    const int lane_vector = threadIdx.x % LANES;
 #pragma unroll
-    for (int i = 0; i < LANE_CHUNKS; ++i) {
-        const int chunk = lane_chunk + i * LANES, from = i * LANES * CHUNK;
-        const bool real = there && chunk < CHUNKS;
+    for (int i = 0; i < LANE_VECTORS; ++i) {
+        const int vector = lane_vector + i * LANES, from = i * LANES * VECTOR_CHANNELS;
+        const bool real = there && vector < ROW_VECTORS;
         u8* at = to + i * LANES * 16;
         if (ALIGNED) {
             copy_async(at, key + from, real);
             copy_async(at + KEY_BYTES, value + from, real);
         } else {
 #pragma unroll
-            for (int c = 0; c < CHUNK; ++c) {
-                const bool channel = real && chunk * CHUNK + c < HEAD_DIM;
+            for (int c = 0; c < VECTOR_CHANNELS; ++c) {
+                const bool channel = real && vector * VECTOR_CHANNELS + c < HEAD_DIM;
                 ((CacheType*)at)[c] = channel ? load_l2(key + from + c) : CacheType(0);
                 ((CacheType*)(at + KEY_BYTES))[c] = channel ? load_l2(value + from + c) : CacheType(0);
             }
@@ -130,9 +130,9 @@ __device__ __forceinline__ void fetch_row(u8* to, const CacheType* key, const Ca
     }
 }
 
-// A lane's chunks of a batch of rows, one after the other in the cache.
+// A lane's vectors of a batch of rows, one after the other in the cache.
 //
-// keys, values -- the lane's first chunk
+// keys, values -- the lane's first vector
 // left         -- rows from the lane's first on; those beyond are zeros
 // without_new  -- the first row is left alone
 __device__ __forceinline__ void fetch_rows(u8* to, const CacheType* keys, const CacheType* values, int left,

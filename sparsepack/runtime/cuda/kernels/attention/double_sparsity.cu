@@ -271,7 +271,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 #pragma unroll
             for (int d = 0; d < DEEP; ++d) {
                 const int entry = next + d * ABREAST;
-                const long long at = entry < rows ? (long long)token_at(entry, d) * HEAD_DIM + lane % LANES * CHUNK : 0;
+                const long long at =
+                    entry < rows ? (long long)token_at(entry, d) * HEAD_DIM + lane % LANES * VECTOR_CHANNELS : 0;
                 fetch_row(lane_ring + stage * STAGE_BYTES + d * ABREAST * ROW_BYTES, keys + at, values + at,
                           entry < rows);
             }

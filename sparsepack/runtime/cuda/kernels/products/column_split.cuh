@@ -1,7 +1,7 @@
 // The columns that a block of a product takes, and the list of the active ones (SpQt, section 4.2.3).
 //
-// The columns of a product are split over the SPLITS blocks of a tile (CUTLASS's split-K), CHUNK at a time in turns, so
-// that neighbours that are active together fall to different blocks:
+// The columns of a product are split over the SPLITS blocks of a tile (CUTLASS's split-K), COLUMNS_AT_ONCE at a time in
+// turns, so that neighbours that are active together fall to different blocks:
 //
 //     columns     | 0 .. 31 | 32 .. 63 | .. SPLITS chunks | next 32 | ...
 //     block       |    0    |    1     | ..               |    0    | ...
@@ -38,7 +38,7 @@
 #endif
 static_assert(INPUTS == 1 || !FLAG_IN_DATA, "one input can have its flag in the data");
 
-static constexpr int CHUNK = 32;
+static constexpr int COLUMNS_AT_ONCE = 32;
 
 // What a site does with its inputs, float32 [INPUTS][columns].
 struct Site {
@@ -83,17 +83,19 @@ struct ColumnSplit {
     int columns, split, chunks;
 
     __device__ __forceinline__ ColumnSplit(int columns, int split)
-        : columns(columns), split(split), chunks(((columns + CHUNK - 1) / CHUNK - split + SPLITS - 1) / SPLITS) {}
+        : columns(columns),
+          split(split),
+          chunks(((columns + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE - split + SPLITS - 1) / SPLITS) {}
 
     // The first column of a chunk.
-    __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * CHUNK; }
+    __device__ __forceinline__ int column(int chunk) const { return (chunk * SPLITS + split) * COLUMNS_AT_ONCE; }
     // The number of columns that the block has in all.
     __device__ __forceinline__ int count() const {
-        return chunks ? (chunks - 1) * CHUNK + min(CHUNK, columns - column(chunks - 1)) : 0;
+        return chunks ? (chunks - 1) * COLUMNS_AT_ONCE + min(COLUMNS_AT_ONCE, columns - column(chunks - 1)) : 0;
     }
     // The most columns that any block of the tile may have, filled up to whole chunks.
     __device__ __forceinline__ static int most(int columns) {
-        return ((columns + CHUNK - 1) / CHUNK + SPLITS - 1) / SPLITS * CHUNK;
+        return ((columns + COLUMNS_AT_ONCE - 1) / COLUMNS_AT_ONCE + SPLITS - 1) / SPLITS * COLUMNS_AT_ONCE;
     }
 };
 
@@ -263,7 +265,7 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) {
                     const float v = is ? in.v[b][r] : 0;
-                    list.value[b * list.stride + chunk * CHUNK + lane] = v;
+                    list.value[b * list.stride + chunk * COLUMNS_AT_ONCE + lane] = v;
                     max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(v));
                 }
             }
@@ -299,7 +301,7 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
         if (pass + 1 < PASSES) sync_consumers<THREADS>();
     }
     if (ALL) {
-        list.count = column_split.chunks * CHUNK;
+        list.count = column_split.chunks * COLUMNS_AT_ONCE;
     } else {
         list.fill_up();
     }

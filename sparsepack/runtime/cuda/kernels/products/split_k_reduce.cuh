@@ -62,9 +62,9 @@ __device__ __forceinline__ void reduce_warps(float* own, float* workspace) {
 }
 
 // Adds to sums, in order, what the blocks of a tile stored STRIDE apart, and resets it. Each stored COUNT partial sums,
-// the i-th apart(i) from the first; of them the last COUNT - places may be missing.
+// the i-th apart(i) from the first; of them the last COUNT - present may be missing.
 template <int STRIDE, int COUNT, typename Apart>
-__device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COUNT], Apart apart, int places = COUNT) {
+__device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COUNT], Apart apart, int present = COUNT) {
     constexpr int MOST = COUNT > 2 ? 16 : 32, ONCE = SPLITS <= MOST ? SPLITS : MOST;  // blocks asked at a time
 #pragma unroll 1
     for (int first = 0; first < SPLITS; first += ONCE, partials += ONCE * STRIDE) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COU
             for (int s = 0; s < ONCE; ++s) {
 #pragma unroll
                 for (int i = 0; i < COUNT; ++i) {
-                    const bool none = SPLITS % ONCE && first + s >= SPLITS || i >= places;
+                    const bool none = SPLITS % ONCE && first + s >= SPLITS || i >= present;
                     const u32 word = none ? 0 : ll_load(partials + s * STRIDE + apart(i));
                     values[s][i] = __uint_as_float(word);
                     missing |= word == SENTINEL;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void reduce_splits(float* partials, float (&sums)[COU
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 sums[i] += values[s][i];
-                if (i < places) *(u32*)(partials + s * STRIDE + apart(i)) = SENTINEL;
+                if (i < present) *(u32*)(partials + s * STRIDE + apart(i)) = SENTINEL;
             }
         }
     }

@@ -82,7 +82,9 @@ struct ColumnPipeline {
     int k_tiles;
 
     __device__ __forceinline__ int number(int entry) const {
-        return DENSE ? min(column_split.column(entry / CHUNK) + entry % CHUNK, column_split.columns - 1) : index[entry];
+        return DENSE ? min(column_split.column(entry / COLUMNS_AT_ONCE) + entry % COLUMNS_AT_ONCE,
+                           column_split.columns - 1)
+                     : index[entry];
     }
 
     // Before anything else, by all producer warps, a share of the stages each: a warp's barriers are set up one after
@@ -112,7 +114,7 @@ struct ColumnPipeline {
         } else {
             sync<BLOCK_BARRIER, ALL_THREADS>();
         }
-        k_tiles = DENSE ? column_split.chunks * (CHUNK / K_TILE) : *listed;
+        k_tiles = DENSE ? column_split.chunks * (COLUMNS_AT_ONCE / K_TILE) : *listed;
     }
 
     // What producers do: each of them one k_tile after the other, or before sm_90 all of them each k_tile.

@@ -244,14 +244,14 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
         }
         // Sums of a row for an input after the other, of gate and up in turns.
         const int from = (r / BAND_ROWS * INPUTS + first) * BAND_ROWS + r % BAND_ROWS;
-        const int places = r < share.end ? inputs * EACH : 0;
+        const int present = r < share.end ? inputs * EACH : 0;
         const auto apart = [](int k) { return k / EACH * BAND_ROWS + k % EACH * (COUNT / 2); };
         if (SPLITS > 1) {
-            reduce_splits<COUNT>(tile_workspace + from, sum, apart, places);
+            reduce_splits<COUNT>(tile_workspace + from, sum, apart, present);
         } else {
 #pragma unroll
             for (int k = 0; k < ONCE * EACH; ++k) {
-                if (k < places) sum[k] = own[padded_index(from + apart(k))];
+                if (k < present) sum[k] = own[padded_index(from + apart(k))];
             }
         }
 #pragma unroll

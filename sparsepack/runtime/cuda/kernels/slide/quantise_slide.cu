@@ -11,7 +11,7 @@
 // either.
 //
 // Macros: INPUT 0 .. 2 for F32, F16, BF16; FP8 0 for int8, 1 for float8_e4m3fn (sm_89 and later); OF, WINDOWS: of a
-// group; CHUNKS: of eight inputs, that a thread has; WARPS, BLOCKS: of a multiprocessor
+// group; THREAD_EIGHTS: groups of eight inputs that a thread has; WARPS, BLOCKS: of a multiprocessor
 
 #include "common/common.cuh"
 
@@ -76,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const u8* const from = x + token * columns * element;
     const bool aligned = ((u64)x | (u64)columns * element) % 16 == 0;
 
-    Eight v[CHUNKS];
+    Eight v[THREAD_EIGHTS];
     u32 largest = 0;  // float32 without its sign: a NaN is larger than any number
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
+    for (int c = 0; c < THREAD_EIGHTS; ++c) {
         const int column = (c * THREADS + threadIdx.x) * 8;
         if (column < columns) {
             v[c].load(from, column, columns, aligned);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     const int groups = (columns + OF - 1) / OF;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
+    for (int c = 0; c < THREAD_EIGHTS; ++c) {
         const int column = (c * THREADS + threadIdx.x) * 8;
         if (column < columns) {
             u32 low = quantised(v[c][0] * inverse, v[c][1] * inverse);
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             *(uint2*)(row + column) = make_uint2(low, high);
         }
     }
-    // What a shorter last group lacks. The chunk that the last input lies in has its zeros.
+    // What a shorter last group lacks. The eight that the last input lies in has its zeros.
     for (int column = (columns + 7) / 8 * 8 + threadIdx.x; column < groups * OF; column += THREADS) row[column] = 0;
     __syncthreads();
 

@@ -1,0 +1,52 @@
+"""How likely tokens were, in the forms of completions and of chats."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sparsepack.runtime.sampling import TokenLogprob
+
+Bytes = Callable[[int], bytes]
+"""What a token stands for, by its id."""
+
+Likelihoods = Callable[[Sequence[TokenLogprob], int], dict[str, Any]]
+"""What a choice or a chunk says of its tokens, given them and how many characters of the text come before them."""
+
+
+def completion_likelihoods(bytes_of: Bytes) -> Likelihoods:
+    """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too."""
+
+    def said(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        texts = [_text(bytes_of(token.id)) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {_text(bytes_of(id)): logprob for id, logprob in ((token.id, token.logprob), *reversed(token.top))}
+                for token in tokens
+            ],
+            "text_offset": [offset + sum(map(len, texts[:n])) for n in range(len(texts))],
+        }
+
+    return said
+
+
+def chat_likelihoods(bytes_of: Bytes) -> Likelihoods:
+    """A record for each token."""
+
+    def entry(id: int, logprob: float) -> dict[str, Any]:
+        found = bytes_of(id)
+        return {"token": _text(found), "logprob": logprob, "bytes": list(found)}
+
+    def said(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        content = [
+            {**entry(token.id, token.logprob), "top_logprobs": [entry(*other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    return said
+
+
+def _text(found: bytes) -> str:
+    """Bytes as text; those of half a character show as U+FFFD."""
+    return found.decode(errors="replace")

@@ -1,0 +1,83 @@
+"""What a server has done, as Prometheus reads it."""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparsepack.serve.worker import Ended
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Metrics:
+    """Counters of one server.
+
+    making, waiting -- functions that tell how many texts are made now, and how many wait
+    """
+
+    def __init__(self, making: Callable[[], float], waiting: Callable[[], float]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "sparsepack_requests", "Requests that were answered.", ["path", "status"], registry=registry
+        )
+        self._prompt = Counter("sparsepack_prompt_tokens", "Tokens of prompts whose texts ended.", registry=registry)
+        self._cached = Counter(
+            "sparsepack_cached_prompt_tokens", "Tokens of prompts that were not computed again.", registry=registry
+        )
+        self._made = Counter("sparsepack_completion_tokens", "Tokens that were made.", registry=registry)
+        self._ended = Counter("sparsepack_texts", "Texts that ended, by why they did.", ["reason"], registry=registry)
+        self._first = Histogram(
+            "sparsepack_first_piece_seconds",
+            "From a request to the first piece of its text.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "sparsepack_text_seconds", "From a request to the end of its text.", buckets=SECONDS, registry=registry
+        )
+        for name, says, of in (
+            ("sparsepack_texts_making", "Texts that are made now.", making),
+            ("sparsepack_texts_waiting", "Texts that wait.", waiting),
+        ):
+            Gauge(name, says, registry=registry).set_function(of)
+
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer."""
+        self._requests.labels(path, str(status)).inc()
+
+    def began(self, asked: float) -> None:
+        """Count the first piece of a text that was asked for at a time of `time.monotonic`."""
+        self._first.observe(time.monotonic() - asked)
+
+    def ended(self, asked: float, prompt_tokens: int, ended: Ended) -> None:
+        """Count a text that has ended."""
+        self._whole.observe(time.monotonic() - asked)
+        self._prompt.inc(prompt_tokens)
+        self._cached.inc(ended.cached)
+        self._made.inc(ended.tokens)
+        self._ended.labels(ended.reason).inc()
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class Counting:
+    """Middleware that counts answers, by path and status.
+
+    paths -- those that are told apart; the others are one
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"]
+                self._metrics.answered(path if path in self._paths else "other", message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)

@@ -1,0 +1,123 @@
+"""From the body of a request to texts for the engine, and to what the answer says of them."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sparsepack.loading import Model
+from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.grammar import GrammarConstraint, Grammars
+from sparsepack.serve.guards import MOST_VALUES, check_values
+from sparsepack.serve.likelihoods import Likelihoods, chat_likelihoods, completion_likelihoods
+from sparsepack.serve.prompts import Prompts
+from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
+from sparsepack.serve.tools import AnswerReader, CallReader, TextReader, tool_format
+from sparsepack.serve.worker import TextRequest
+
+Constraint = Callable[[], GrammarConstraint]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be served.
+
+    texts       -- what the engine makes, all after the same prompt
+    likelihoods -- what the answer says of how likely tokens were; None: nothing
+    reader      -- makes what tells text from calls
+    """
+
+    asked: TextParameters
+    texts: tuple[TextRequest, ...]
+    likelihoods: Likelihoods | None
+    reader: Callable[[], AnswerReader] = TextReader
+
+
+class Preparation:
+    """Prepares requests for one model; in any thread, several at once.
+
+    name -- of the model, which a request must give
+    """
+
+    def __init__(self, model: Model, prompts: Prompts, name: str) -> None:
+        self._prompts, self._grammars, self._name = prompts, Grammars(model), name
+        self._vocabulary = model.engine.architecture.vocabulary
+        self._tool_format = tool_format(model.chat_template or "")
+
+    def completion(self, body: bytes) -> Prepared:
+        """From the body of POST /v1/completions. Raises `Refusal`."""
+        check_values(body, MOST_VALUES + self._prompts.context)
+        asked = read_request(CompletionRequest, body)
+        self.check_model(asked.model)
+        ids = self._prompts.plain(asked.text_or_ids)
+        return Prepared(asked, self._texts(asked, ids, self._constraint(asked)), self._likelihoods(asked))
+
+    def chat(self, body: bytes) -> Prepared:
+        """From the body of POST /v1/chat/completions. Raises `Refusal`."""
+        check_values(body, MOST_VALUES)
+        asked = read_request(ChatRequest, body)
+        self.check_model(asked.model)
+        messages = [message.for_template() for message in asked.messages]
+        ids = self._prompts.chat(messages, [tool.for_template() for tool in asked.callable_tools])
+        texts = self._texts(asked, ids, self._call(asked) if asked.must_call else self._constraint(asked))
+        return Prepared(asked, texts, self._likelihoods(asked), self._reader(asked))
+
+    def check_model(self, name: str) -> None:
+        """Raise `Refusal` 404 for a model that is not the one."""
+        if name != self._name:
+            raise Refusal(404, f"model {name!r}: this server has {self._name!r}", "model", "model_not_found")
+
+    def _texts(self, asked: TextParameters, ids: list[int], constraint: Constraint | None) -> tuple[TextRequest, ...]:
+        tokens = self._prompts.checked_tokens(len(ids), asked.most_tokens)
+        options = replace(options_of(asked, tokens), constraint=constraint)
+        if outside := [id for id, _ in options.logit_bias if id >= self._vocabulary]:
+            message = f"logit_bias: token {outside[0]}; the model has 0 to {self._vocabulary - 1}"
+            raise Refusal(400, message, "logit_bias", "invalid_value")
+        return tuple(
+            TextRequest(tuple(ids), replace(options, seed=options.seed + number)) for number in range(asked.n or 1)
+        )
+
+    def _constraint(self, asked: TextParameters) -> Constraint | None:
+        if asked.grammar is not None:
+            return self._grammars.of_grammar(asked.grammar, "grammar")
+        if not asked.keeps_to_json:
+            return None
+        assert asked.response_format is not None
+        wanted = asked.response_format.json_schema
+        return self._grammars.of_json({"type": "object"} if wanted is None else wanted.schema_, "response_format")
+
+    def _call(self, asked: ChatRequest) -> Constraint:
+        if self._tool_format is None:
+            message = 'tool_choice: how this model writes calls is not known; give "auto" and read its text'
+            raise Refusal(400, message, "tool_choice", "unsupported_value")
+        functions = [(tool.function.name, tool.function.parameters) for tool in asked.callable_tools]
+        return self._grammars.of_call(self._tool_format, functions, "tools")
+
+    def _reader(self, asked: ChatRequest) -> Callable[[], AnswerReader]:
+        format, names = self._tool_format, frozenset(tool.function.name for tool in asked.callable_tools)
+        if format is None or not names:
+            return TextReader
+        return lambda: CallReader(format, names)
+
+    def _likelihoods(self, asked: TextParameters) -> Likelihoods | None:
+        if asked.likeliest is None:
+            return None
+        form = chat_likelihoods if isinstance(asked, ChatRequest) else completion_likelihoods
+        return form(self._prompts.bytes_of.of)
+
+
+def options_of(asked: TextParameters, tokens: int) -> GenerateOptions:
+    """How tokens are chosen: as at OpenAI unless told otherwise, and by a new seed for each text."""
+    return GenerateOptions(
+        tokens=tokens,
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
+        stop=asked.stops,
+        frequency_penalty=asked.frequency_penalty or 0.0,
+        presence_penalty=asked.presence_penalty or 0.0,
+        logit_bias=tuple((int(id), bias) for id, bias in (asked.logit_bias or {}).items()),
+        logprobs=asked.likeliest,
+    )
