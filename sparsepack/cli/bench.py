@@ -7,7 +7,7 @@ import click
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.cli.options import (
-    PATH,
+    ARTIFACT,
     RUNS,
     backend_option,
     device_option,
@@ -24,7 +24,7 @@ from sparsepack.runtime.options import EngineOptions
 
 
 @verb(short_help="Measure tokens per second, dense and sparse.")
-@click.argument("path", type=PATH)
+@click.argument("path", type=ARTIFACT)
 @from_options(BenchSettings, "-p", "--prompt")
 @from_options(BenchSettings, "-n", "--generate")
 @from_options(BenchSettings, "-r", "--repetitions")
@@ -42,8 +42,9 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
     Of a slid folder, with --device cuda: the products of its Linears at 64 to 16384 tokens, beside dense BF16, INT8 and
     FP8 and other patterns; of the options, --repetitions and --device count.
     """
+    settings = BenchSettings(engine=engine_options(asked), **asked)
     from sparsepack.bench.run import bench as measure
     from sparsepack.bench.table import bench_table, linears_table
 
-    result = measure(path, BenchSettings(engine=engine_options(asked), **asked), text)
+    result = measure(path, settings, text)
     emit(result, json_path, linears_table if "products" in result else bench_table)

@@ -24,6 +24,8 @@ def calibrate(
     One pass, one decoder block in memory at a time. A run that was killed goes on where it stopped when the same
     command is given again.
     """
+    options = CalibrateOptions(**asked)
+    options.check()
     from sparsepack.cli.tables import calibration_table
 
     if merges("calibrate", "calibration folders", model, folders, texts):
@@ -33,5 +35,5 @@ def calibrate(
     else:
         from sparsepack.calibration.run import calibrate as run_calibration
 
-        made = run_calibration(model, texts, output, CalibrateOptions(**asked), overwrite)
+        made = run_calibration(model, texts, output, options, overwrite)
     click.echo(calibration_table(made.manifest))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH
+from sparsepack.cli.options import ARTIFACT, PATH
 from sparsepack.cli.verb import Ruled, verb
 from sparsepack.option import only_with
 
@@ -17,7 +17,7 @@ measured = click.option(
 
 
 @verb(short_help="Write the model card of an artifact.")
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @measured
 @click.option("--name", help="Its heading (default: the source model's name).")
 @click.option("-o", "--output", type=PATH, help="README.md beside the artifact, say (default: standard output).")

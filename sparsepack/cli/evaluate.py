@@ -63,7 +63,9 @@ def _names(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @json_output
 def evaluate(json_path: str | None, **asked: Any) -> None:
     """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact."""
+    request = EvalRequest(engine=engine_options(asked, EvalRequest), **asked)
+    request.check()
     from sparsepack.cli.tables import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
-    emit(measure(EvalRequest(engine=engine_options(asked, EvalRequest), **asked)), json_path, evaluation_table)
+    emit(measure(request), json_path, evaluation_table)

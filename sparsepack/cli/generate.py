@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import (
+    ARTIFACT,
     PATH,
     backend_option,
     device_option,
@@ -33,7 +34,7 @@ _SUGGESTED = (
 
 
 @verb(short_help="Continue a text, or converse, with a packed model.")
-@click.argument("path", type=PATH)
+@click.argument("path", type=ARTIFACT)
 @group(
     "Text",
     click.option(

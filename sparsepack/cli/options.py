@@ -14,7 +14,7 @@ import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.streams import json_text, printable
-from sparsepack.cli.verb import F, Ruled, group, together
+from sparsepack.cli.verb import Existing, F, Ruled, group, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions
@@ -22,6 +22,8 @@ from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
 PATH = click.Path(path_type=Path)
+ARTIFACT = Existing("what `sparsepack pack` made")
+CALIBRATION = Existing("a folder made by `sparsepack calibrate`")
 
 
 class Declared(Ruled):

@@ -7,6 +7,7 @@ import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options import (
+    CALIBRATION,
     OUTPUT,
     PATH,
     RUNS,
@@ -30,7 +31,7 @@ from sparsepack.packing import PackRequest
 @from_options(PackRequest, "--format")
 @click.option(
     "--calibration",
-    type=PATH,
+    type=CALIBRATION,
     help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k, "
     "for which a trace does, too.",
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
 from sparsepack.cli.verb import Ruled, group, verb
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
@@ -19,7 +19,7 @@ from sparsepack.pruning.options import PruneOptions, SitePattern
 @click.option(
     "--calibration",
     cls=Ruled,
-    type=PATH,
+    type=CALIBRATION,
     help="A folder made by `sparsepack calibrate`, whose text is run; magnitude takes none.",
     counts=options_of(PruneOptions)["windows"].counts,
 )
@@ -45,6 +45,7 @@ def prune(
     """
     options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
     options.check()
+    options.check_calibration(calibration)
     from sparsepack.cli.tables import pruned_table
     from sparsepack.pruning.run import prune as run
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.card import measured
-from sparsepack.cli.options import PATH
+from sparsepack.cli.options import ARTIFACT
 from sparsepack.cli.verb import verb
 
 
 @verb(short_help="Upload an artifact with its card to the Hugging Face hub.")
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.argument("repository", metavar="OWNER/NAME")
 @measured
 @click.option("--private", is_flag=True, help="Where the repository is made anew: others do not see it.")

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import (
+    ARTIFACT,
     PATH,
     backend_option,
     device_option,
@@ -41,7 +42,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 
 
 @verb(short_help="Serve a packed model over HTTP, by OpenAI's protocol.")
-@click.argument("path", type=PATH)
+@click.argument("path", type=ARTIFACT)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(
     "--api-key",

@@ -5,13 +5,13 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import OUTPUT, PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, allocation, allocation_options, compute, overwrite_flag
 from sparsepack.cli.verb import group, verb
 
 
 @verb(short_help="Find from which size on a channel counts, for a sparsity.")
 @click.argument("model")
-@click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
+@click.option("--calibration", type=CALIBRATION, required=True, help="A folder made by `sparsepack calibrate`.")
 @allocation
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON."))
 @compute

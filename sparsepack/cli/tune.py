@@ -4,14 +4,14 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, RUNS, device_option, emit, from_options, json_output
+from sparsepack.cli.options import ARTIFACT, RUNS, device_option, emit, from_options, json_output
 from sparsepack.cli.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.runtime.options import EngineOptions
 
 
 @verb(short_help="Find the fastest layout of the kernels on this machine.")
-@click.argument("paths", type=PATH, nargs=-1)
+@click.argument("paths", type=ARTIFACT, nargs=-1)
 @device_option
 @group(RUNS, from_options(EngineOptions, "--threads", counts=(only_with("device", "cpu"),)))
 @json_output

@@ -4,7 +4,9 @@ Only click is imported here.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -15,6 +17,23 @@ from sparsepack.option import Condition, idle
 F = TypeVar("F", bound=Callable[..., Any])
 _GROUPS: dict[click.Parameter, str] = {}
 """The heading under which the help shows an option, where that is another than "Options"."""
+
+
+class Existing(click.Path):
+    """A path of what a verb reads: where there is nothing, that is said before anything is imported.
+
+    expected -- what should be there, for the line that refuses it
+    """
+
+    def __init__(self, expected: str) -> None:
+        super().__init__(path_type=Path)
+        self.expected = expected
+
+    def check(self, value: Path | tuple[Path, ...] | None) -> None:
+        """Raise `UserError` for the first path that leads nowhere."""
+        for path in value if isinstance(value, tuple) else () if value is None else (value,):
+            if not os.path.lexists(path):
+                raise UserError(f"{path}: no such file or folder; expected {self.expected}")
 
 
 class Ruled(click.Option):
@@ -42,6 +61,9 @@ class Verb(click.Command):
 
         for line in idle(given, ctx.params.get, counts, flag):
             raise UserError(line)
+        for parameter in self.params:
+            if isinstance(parameter.type, Existing):
+                parameter.type.check(ctx.params[str(parameter.name)])
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,6 +1,7 @@
 """The options of pruning. Nothing heavy is imported here: the command line and recipes read the defaults."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.errors import PruningError
@@ -55,6 +56,13 @@ class PruneOptions:
     batch: int = option("Windows at a time.", default=2, least=1, counts=(_READS_TEXT,))
     device: str = CalibrateOptions.device
     dtype: str = CalibrateOptions.dtype
+
+    def check_calibration(self, calibration: Path | None) -> None:
+        """Raise `PruningError` where the method needs a calibration and there is none, or reads none and there is."""
+        if self.method == METHODS[0] and calibration is not None:
+            raise PruningError(f"calibration {calibration}: method {self.method} reads no text; leave it out")
+        if self.method != METHODS[0] and calibration is None:
+            raise PruningError(f"method {self.method}: it needs the inputs of the matrices; give --calibration")
 
     def check(self) -> None:
         """Raise `PruningError` for values that make no sense."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
-from sparsepack.errors import PruningError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -50,17 +49,13 @@ def prune(
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
     """
     options.check()
+    options.check_calibration(calibration)
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
-    if METHODS[options.method].needs == "nothing":
-        if calibration is not None:
-            raise PruningError(f"calibration {calibration}: method {options.method} reads no text; leave it out")
-    else:
-        if calibration is None:
-            raise PruningError(f"method {options.method}: it needs the inputs of the matrices; give --calibration")
+    if calibration is not None:
         read = load_calibration(calibration)
         read.check_model(checkpoint)
         windows, digest = spread_windows(read.windows, options.windows), read.sha256
