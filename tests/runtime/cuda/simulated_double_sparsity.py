@@ -11,7 +11,7 @@ from sparsepack.formats.codecs.labels import encode_labels
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters
-from sparsepack.runtime.cuda.attention.offload import TokenSlots
+from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import double_sparsity
 from sparsepack.runtime.reference import products as reference

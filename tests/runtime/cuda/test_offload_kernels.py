@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.double_sparsity_kv_cache import CudaDoubleSparsityKvCache
-from sparsepack.runtime.cuda.attention.offload import TokenSlots
 from sparsepack.runtime.cuda.attention.offloaded_kv_cache import OffloadedKvCache
+from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
 from sparsepack.runtime.cuda.driver.host_memory import host_tensors
 from sparsepack.runtime.kv_cache import AttentionShape
 

@@ -4,7 +4,6 @@ and appends to the cache."""
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from sparsepack.errors import UserError
 from sparsepack.formats.codecs.labels import padded_channels
 from sparsepack.models.records.sparse_attention import TokenPolicy
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters, Variant
+from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
 from sparsepack.runtime.cuda.driver.kernel import architecture, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.kv_cache import AttentionShape
-
-if TYPE_CHECKING:
-    from sparsepack.runtime.cuda.attention.offload import TokenSlots
 
 CLUSTERS = (1, 2, 4, 8)
 """A key head can be shared by these numbers of blocks."""
@@ -190,7 +187,7 @@ def launch_work(
     positions: Tensor,
     out: Tensor,
     cluster: int,
-    slots: "TokenSlots | None" = None,
+    slots: TokenSlots | None = None,
     *,
     min_context: int | None = None,
 ) -> None:

@@ -7,7 +7,6 @@ what a step reads is what the step before has read, and 90 % is among twice as m
 (`benchmarks/notes/double_sparsity.md`).
 """
 
-from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS
 from sparsepack.runtime.cuda.attention.double_sparsity import DoubleSparsityParameters, Work, cluster_for, launch_work
+from sparsepack.runtime.cuda.attention.token_slots import TokenSlots
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 
 SLOT_THREADS, FETCH_THREADS = 1024, 256
@@ -25,39 +25,6 @@ SLOTS = 2.0
 last, 70 % among half as many."""
 MOST_SLOTS = 1 << 18
 """A key head has at most this many slots: each has a bit in a block's shared memory."""
-
-
-@dataclass(frozen=True)
-class TokenSlots:
-    """The slots of a layer's tokens on the GPU: see `kernels/attention/token_slots.cu`.
-
-    keys, values   -- of the type of the cache: [B, kv_heads, slots, head_dim]
-    slot_of        -- int32 [B, kv_heads, context]
-    token_of       -- int32 [B, kv_heads, slots]
-    last_read      -- int32 [B, kv_heads, slots]
-    listed, counts -- int32 [B, kv_heads, most that a step reads], [B, kv_heads]: slots that the last step read
-    missed         -- int32 [B, kv_heads, most that a step reads, 2]
-    missed_counts  -- int32 [B, kv_heads]: tokens that the last step fetched
-    """
-
-    keys: Tensor
-    values: Tensor
-    slot_of: Tensor
-    token_of: Tensor
-    last_read: Tensor
-    listed: Tensor
-    counts: Tensor
-    missed: Tensor
-    missed_counts: Tensor
-
-    def forget(self, sequence: int, first: int, count: int) -> None:
-        """Forget the slots of positions that are being appended: what lies there is of another text."""
-        self.slot_of[sequence, :, first : first + count] = -1
-
-    def forget_next(self, positions: Tensor) -> None:
-        """Forget the slot of one position in every sequence, int32 [B], which only the device reads."""
-        here = positions.long()[:, None, None].expand(-1, self.slot_of.shape[1], 1)
-        self.slot_of.scatter_(2, here, -1)
 
 
 def token_slots(of: DoubleSparsityParameters, each: float = SLOTS) -> TokenSlots:
