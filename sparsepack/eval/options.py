@@ -96,11 +96,11 @@ class EvalRequest:
 
     def check(self) -> None:
         """Raise `UserError` for a request that measures nothing or makes no sense."""
+        if not self.perplexity and not self.tasks:
+            raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
         check_options(self, UserError)
         if self.against is not None and not self.perplexity:
             raise UserError(f"against {self.against}: it does nothing without perplexity; give both, or neither")
-        if not self.perplexity and not self.tasks:
-            raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
         if self.runtime != "transformers":
             backend_named(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype not in ("auto", "float32"):
