@@ -21,6 +21,9 @@ include_patterns = ["*.md", "docs/*.md", "benchmarks/RESULTS.md"]
 exclude_patterns = [".*", "build", "sparsepack", "tests", "work"]  # not read, so that a build takes seconds
 myst_heading_anchors = 6  # the same as on GitHub
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
 html_title = f"sparsepack {release}"
 
 

@@ -9,12 +9,12 @@ from sparsepack.tables import Table
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What a calibration folder, a trace, a thresholds table or an artifact holds, JSON-able.
+    """What a checkpoint, a calibration folder, a trace, a thresholds table or an artifact holds, JSON-able.
 
     `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibration.channel_report`,
     `attention_tokens`: `calibration.tokens.token_report`, and `neurons`: `tracing.activity_report`), "trace" (its
-    manifest and `neurons`), "thresholds" (the table without its vectors), or the format of an artifact
-    (`formats.inspect.describe`).
+    manifest and `neurons`), "thresholds" (the table without its vectors), "checkpoint" (the model's sizes, what `prune`
+    recorded, and which formats can hold it), or the format of an artifact (`formats.inspect.describe`).
 
     Raises `UserError` subclasses for what is damaged or not ours.
     """
@@ -39,6 +39,47 @@ def _is_calibration(path: Path) -> bool:
     from sparsepack.formats.open import is_artifact
 
     return path.is_dir() and not is_artifact(path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    from sparsepack.formats.open import is_checkpoint_folder
+
+    return path.is_dir() and is_checkpoint_folder(path)
+
+
+def _inspect_checkpoint(path: Path) -> dict[str, Any]:
+    from collections import Counter
+    from math import prod
+
+    from sparsepack.formats.table import holders
+    from sparsepack.models.checkpoint.checkpoint import HEAD, open_checkpoint
+    from sparsepack.models.families import SITES
+    from sparsepack.models.precision import type_name
+    from sparsepack.models.records.pruned import pruning_record
+
+    checkpoint = open_checkpoint(path)
+    record, source = pruning_record(checkpoint.path), checkpoint.source
+    shapes = {name: shape for name, shape in source.shapes.items() if name != HEAD or not checkpoint.tied}
+    pruned = None
+    if record is not None:
+        kept = Counter(f"{pattern.keep} of {pattern.of}" for pattern in record.patterns.values())
+        pruned = {**record.summary, "matrices": dict(kept)}
+    return {
+        "kind": "checkpoint",
+        "path": str(path),
+        "model_type": checkpoint.family.model_type,
+        "sha256": checkpoint.sha256,
+        "layers": checkpoint.layers,
+        "hidden": int(checkpoint.config.hidden_size),
+        "vocabulary": int(checkpoint.config.vocab_size),
+        "context": int(checkpoint.config.max_position_embeddings),
+        "sites": {site: list(checkpoint.stacked_shape(site)) for site in SITES},
+        "weights": sum(prod(shape) for shape in shapes.values()),
+        "bytes": sum(prod(shape) * source.dtypes[name].itemsize for name, shape in shapes.items()),
+        "dtype": type_name(checkpoint.dtype),
+        "pruned": pruned,
+        "formats": holders(checkpoint),
+    }
 
 
 def _inspect_thresholds(path: Path) -> dict[str, Any]:
@@ -83,6 +124,7 @@ def _inspect_trace(path: Path) -> dict[str, Any]:
 
 
 KINDS = (
+    Kind("checkpoint", _is_checkpoint, _inspect_checkpoint),
     Kind("trace", lambda path: (path / "trace.json").is_file(), _inspect_trace),
     Kind("calibration", _is_calibration, _inspect_calibration),
     Kind("thresholds", lambda path: path.suffix == ".json", _inspect_thresholds),

@@ -11,9 +11,11 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.tokenizer.chat import Message, render_chat
+from sparsepack.option import check_type, check_types
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.generate import (
@@ -52,11 +54,13 @@ class Model:
         The engine forgets its text, so that the same prompt gives the same text. Raises `UserError` as
         `runtime.generate.generate` does, before anything runs.
         """
+        check_type("prompt", prompt, str, UserError)
         return generate(self.engine, self.tokenizer, prompt, _with(options, changes))
 
     def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
         """Continue a prompt in each of the engine's sequences; see `runtime.generate.generate_together`."""
-        return generate_together(self.engine, self.tokenizer, prompts, options)
+        check_type("prompts", prompts, tuple[str, ...], UserError)
+        return generate_together(self.engine, self.tokenizer, prompts, _with(options, {}))
 
     def chat(self, messages: Sequence[Message], options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
@@ -68,6 +72,7 @@ class Model:
         `{"role": "assistant", "content": TEXT}` and a new one, and only what is new is prefilled. Raises `UserError`
         also where the model has no chat template, or it refuses the messages.
         """
+        check_type("messages", messages, tuple[dict, ...], UserError)
         options = _with(options or GenerateOptions(CHAT_TOKENS), changes)
         return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
 
@@ -92,6 +97,7 @@ class Model:
         The engine forgets its text. Raises `UserError` for a text that is empty or longer than the context, and for
         an id or a position that there is not.
         """
+        check_type("text", text, str | tuple[int, ...], UserError)
         ids = prompt_tokens(self.tokenizer, text, self.packed.architecture.bos) if isinstance(text, str) else list(text)
         return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
 
@@ -113,6 +119,8 @@ def load(
 
     Raises `ArtifactError` for a file that is damaged or cannot be run, `UserError` for what the engine refuses.
     """
+    check_type("path", path, Path, ArtifactError)
+    check_type("options", options, EngineOptions | None, UserError)
     given = {"device": device, "context": context}
     changes |= {name: value for name, value in given.items() if value is not None}
     options = replace(options or EngineOptions(), **changes)
@@ -127,4 +135,7 @@ def what_runs(engine: Engine) -> tuple[str, ...]:
 
 
 def _with(options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
-    return checked(replace(options or GenerateOptions(), **changes))
+    check_type("options", options, GenerateOptions | None, UserError)
+    options = replace(options or GenerateOptions(), **changes)
+    check_types(options, UserError)
+    return checked(options)

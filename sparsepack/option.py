@@ -6,11 +6,16 @@ there. An option dataclass needs neither click nor pydantic.
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+Asked = TypeVar("Asked", bound=Any)
 _KEY = "option"
 LARGEST_SEED = 2**32 - 1
+LARGEST_COUNT = 2**31 - 1
+"""Kernels count in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +145,67 @@ def idle(
                 break
 
 
-def check_options(asked: Any, error: type[Exception], but: Collection[str] = ()) -> None:
-    """Raise `error`, naming field, value and what was expected, for the first value that its option does not allow, and
-    for the first that differs from its default and does nothing beside the others.
+def check_type(name: str, value: Any, annotation: Any, error: type[Exception]) -> None:
+    """Raise `error`, naming the value and what was expected, where a value is not what `annotation` says.
 
-    but -- fields that are not looked at
+    A whole number may stand for any number, a text for a path, and a list for a tuple. Annotations of other kinds than
+    classes, unions and tuples are not looked at.
     """
+    if not _is_of(value, annotation):
+        raise error(f"{name} {str(value)[:80]!r}: expected {_in_words(annotation)}, not {type(value).__name__}")
+
+
+def _is_of(value: Any, annotation: Any) -> bool:
+    kinds = get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_is_of(value, kind) for kind in kinds)
+    if get_origin(annotation) is tuple and len(kinds) == 2 and kinds[1] is Ellipsis:
+        return isinstance(value, tuple | list) and all(_is_of(each, kinds[0]) for each in value)
+    if annotation in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole or (annotation is float and isinstance(value, float))
+    if annotation is Path:
+        return isinstance(value, str | Path)
+    return not isinstance(annotation, type) or isinstance(value, annotation)
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", Path: "a path"}
+
+
+def _in_words(annotation: Any) -> str:
+    kinds = get_args(annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_in_words(kind) for kind in kinds if kind is not type(None))
+    if get_origin(annotation) is tuple:
+        return f"a tuple, each of it {_in_words(kinds[0])}"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def check_types(asked: Any, error: type[Exception]) -> None:
+    """Raise `error` for the first field of a dataclass whose value is of another type than the field's."""
+    for name, annotation in get_type_hints(type(asked)).items():
+        check_type(name, getattr(asked, name), annotation, error)
+
+
+def with_paths(asked: Asked) -> Asked:
+    """A dataclass with a `Path` wherever a text stands for one."""
+    hints = get_type_hints(type(asked))
+    texts = {
+        name: Path(value)
+        for name, annotation in hints.items()
+        if isinstance(value := getattr(asked, name), str) and Path in {annotation, *get_args(annotation)}
+    }
+    return replace(asked, **texts)
+
+
+def check_options(asked: Any, error: type[Exception], but: Collection[str] = ()) -> None:
+    """Raise `error`, naming field, value and what was expected, for the first value of another type than its field's,
+    or that its option does not allow; then for the first that differs from its default and does nothing beside the
+    others.
+
+    but -- fields of which only the type is looked at
+    """
+    check_types(asked, error)
     declared_of = options_of(type(asked))
     for name, declared in declared_of.items():
         if name in but:

@@ -14,7 +14,7 @@ from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.types import TYPES
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
-from sparsepack.option import check_options, only_with, option
+from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -61,7 +61,8 @@ class PackRequest:
     recipe: Mapping[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise `PackingError` where the parts do not go together."""
+        """Raise `PackingError` for a value of another type or out of range, and where the parts do not go together."""
+        check_types(self, PackingError)
         format = format_of(self.format)
         check_options(self, PackingError)
         if self.allocation is not None:
@@ -140,12 +141,19 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     from sparsepack.formats.containers.safetensors.layout import MANIFEST
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
     from sparsepack.publish.card import model_card
+    from sparsepack.sparsity.find import thresholds_to_come
 
+    check_type("request", request, PackRequest, PackingError)
     request.check()
+    request = with_paths(request)
     format = format_of(request.format)
     check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
     format.check_model(checkpoint)
+    if request.allocation is not None:  # thresholds take long: whatever else does not fit is found before
+        plan_of(
+            checkpoint, request, found_to_come(checkpoint, request, thresholds_to_come(checkpoint, request.allocation))
+        )
     with state_beside(request.output) as state:
         found = find(checkpoint, request, state)
         plan = plan_of(checkpoint, request, found)
@@ -185,10 +193,30 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None
                 "need a folder made by `sparsepack calibrate`"
             )
         return Found(thresholds, neurons=neurons)
+    heavy = find_attention(checkpoint, source, attention) if attention else None
+    if allocation:  # last, since it takes longest
+        thresholds = find_thresholds(checkpoint, source, allocation, state)
+    return Found(thresholds, heavy, neurons)
+
+
+def found_to_come(
+    checkpoint: Checkpoint, request: PackRequest, thresholds: Thresholds | None, pruning: PruningRecord | None = None
+) -> Found:
+    """What is known of `find`'s answer before anything is run: as much, but with values that are not the final ones.
+
+    thresholds -- that are to come, too; pruning -- of a model that is still to be pruned
+
+    Raises `PackingError` for sparse attention that the model cannot have.
+    """
+    from sparsepack.sparsity.attention import attention_to_come
+    from sparsepack.tracing.counts import counts_to_come
+
+    attention = request.sparse_attention
     return Found(
-        thresholds=find_thresholds(checkpoint, source, allocation, state) if allocation else thresholds,
-        attention=find_attention(checkpoint, source, attention) if attention else None,
-        neurons=neurons,
+        thresholds=thresholds,
+        attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
+        neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
+        pruning=pruning,
     )
 
 

@@ -1,7 +1,9 @@
 """What is going on, on stderr so that results on stdout stay clean.
 
 On a terminal there is a bar with the time that is left. Elsewhere (a pipe, a log file, a CI job) there is one line
-every 30 seconds as long as something goes on; a run that takes less says nothing. `be_quiet` silences both, and notes.
+every 30 seconds as long as something goes on; a run that takes less says nothing. Work that will take longer than five
+minutes says so as soon as its first part is done, and what would make it shorter. `be_quiet` silences all of it, and
+notes.
 """
 
 import contextlib
@@ -10,10 +12,25 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
+
+from sparsepack.terminal import printable, tell
 
 EVERY = 30.0
 """Two lines are at least this many seconds apart where stderr is no terminal."""
+LONG = 300.0
+"""Work that takes more seconds than this is announced."""
+_TIMED = 2.0
+"""The first part of it is timed for at least this many seconds."""
+
+
+@dataclass(frozen=True)
+class Shorter:
+    """What would make work shorter: fewer of what an option counts. The time is in proportion to `now`."""
+
+    option: str
+    now: int
 
 
 class Advance(Protocol):
@@ -25,12 +42,35 @@ class Advance(Protocol):
 class _Work:
     """Something that goes on. total: None where it is not known how much there is to do."""
 
-    def __init__(self, label: str, total: int | None = None, done: int = 0) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int | None = None,
+        done: int = 0,
+        first: int = 1,
+        shorter: Shorter | None = None,
+    ) -> None:
         self.label, self.total, self.done, self.before = label, total, done, done
+        self.first, self.shorter, self.announced = first, shorter, False
         self.began = time.monotonic()
 
     def advance(self, steps: int = 1) -> None:
         self.done += steps
+        spent, now = time.monotonic() - self.began, self.done - self.before
+        if not self.announced and self.total is not None and now >= self.first and spent >= _TIMED:
+            self.announced = True
+            whole = spent / now * (self.total - self.before)
+            if whole > LONG:
+                measured = f"by its first {duration(spent)}"
+                say(f"{self.label}: takes about {duration(whole)} in all, {measured}{self._advice(whole)}")
+
+    def _advice(self, whole: float) -> str:
+        if self.shorter is None:
+            return ""
+        fewer = int(self.shorter.now * LONG / whole)
+        if fewer < 1:
+            return ""
+        return f"; {self.shorter.option} {fewer}, now {self.shorter.now}, would take about {duration(LONG)}"
 
     def line(self) -> str:
         spent = time.monotonic() - self.began
@@ -54,9 +94,15 @@ def be_quiet(quiet: bool) -> None:
 
 
 @contextmanager
-def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show how `total` units are worked off, `done` of them finished already; yields the function that advances it."""
-    work = _Work(label, total, done)
+def progress(
+    label: str, total: int, done: int = 0, first: int = 1, shorter: Shorter | None = None
+) -> Iterator[Advance]:
+    """Show how `total` units are worked off, `done` of them finished already; yields the function that advances it.
+
+    first -- so many units say how long all will take: more than one where single ones differ, such as the steps that
+             make up a block
+    """
+    work = _Work(label, total, done, first, shorter)
     with _told(work), _bar(work) as advance:
         yield advance
 
@@ -71,7 +117,12 @@ def going_on(label: str) -> Iterator[None]:
 def say(*lines: str) -> None:
     """Notes: lines on stderr, unless it is to be quiet; nothing where there are none."""
     for line in () if _quiet else lines:
-        print(line, file=sys.stderr, flush=True)
+        tell(printable(line), sys.stderr)
+
+
+def counted(number: int, thing: str) -> str:
+    """In words: 1 thread, 2 threads."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -126,7 +177,7 @@ def _bar(work: _Work) -> Iterator[Advance]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -134,7 +185,7 @@ def _bar(work: _Work) -> Iterator[Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(work.label, total=work.total, completed=work.done)
+        task = bars.add_task(printable(work.label), total=work.total, completed=work.done)
 
         def advance(steps: int = 1) -> None:
             work.advance(steps)

@@ -2,9 +2,11 @@
 
 import html as html_entities
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from sparsepack.terminal import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -51,13 +53,17 @@ def _is_number(text: str) -> bool:
     return text[:1].isdigit() or text[:1] in "+-"
 
 
-def markdown(*parts: str | Table) -> str:
-    """Paragraphs and tables in Markdown, which reads well in a terminal too: columns are padded to one width."""
-    return "\n\n".join(part if isinstance(part, str) else _markdown_table(part) for part in parts)
+def markdown(*parts: str | Table, cell: Callable[[str], str] | None = None) -> str:
+    """Paragraphs and tables in Markdown, which reads well in a terminal too: columns are padded to one width.
+
+    cell -- makes of a cell's text what stands in the table (default: `in_a_line`)
+    """
+    cell = cell or in_a_line
+    return "\n\n".join(part if isinstance(part, str) else _markdown_table(part, cell) for part in parts)
 
 
-def _markdown_table(table: Table) -> str:
-    cells = [[in_a_line(str(cell)) for cell in row] for row in (table.columns, *table.rows)]
+def _markdown_table(table: Table, cell: Callable[[str], str]) -> str:
+    cells = [[cell(str(value)) for value in row] for row in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = table.right
 
@@ -126,4 +132,4 @@ def _text(*values: Any) -> "Text":
     from rich.text import Text
 
     styles = {"good": "green", "bad": "red", "soft": "dim", "heading": "bold"}
-    return Text.assemble(*((str(v), styles[v.style]) if isinstance(v, Styled) else str(v) for v in values))
+    return Text.assemble(*((printable(str(v)), styles[v.style] if isinstance(v, Styled) else "") for v in values))

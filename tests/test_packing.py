@@ -55,6 +55,26 @@ def test_an_activation_without_zeros_is_refused_before_its_calibration_is_read(r
     assert "activation 'silu': its neurons are never exactly inactive" in message
 
 
+def test_thresholds_that_the_format_has_no_place_for_are_refused_before_they_are_computed(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "m", "llama", hidden_act="relu", hidden_size=256, intermediate_size=256)
+    text, options = Text("t", (TEXT[:4000],), ""), CalibrateOptions(context=64, samples=2)
+    calibrate(open_checkpoint(model), text, tmp_path / "c", options)
+    asked = PackRequest(str(model), tmp_path / "m.gguf", "neuron-q4_k", tmp_path / "c", AllocationOptions(0.4))
+
+    def computed(*_: object) -> None:
+        raise AssertionError("computed in vain")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsepack.sparsity.find._sequential", computed)
+        assert "has no place for thresholds there; leave the site dense" in refused(asked)
+        zigzag = replace(asked, format="zigzag-q4_k")
+        too_many = replace(zigzag, sparse_attention=AttentionOptions("double", channels=999))
+        assert "channels 999: expected at most 64" in refused(too_many)
+    only_attention = replace(asked, allocation=AllocationOptions(0.4, include=("blk.*.attn_*",)))
+    assert pack(only_attention).thresholds is not None
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
 def test_a_table_goes_into_the_artifact_with_where_it_came_from(source, request_):
     packed = pack(replace(request_, thresholds=source / "t.json", recipe={"name": "r"}))
     table, artifact = read_thresholds(source / "t.json"), read_packed(request_.output)

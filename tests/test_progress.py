@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sparsepack import progress as module
-from sparsepack.progress import be_quiet, duration, going_on, progress, say
+from sparsepack.progress import Shorter, be_quiet, duration, going_on, progress, say
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,37 @@ def test_the_time_left_is_reckoned_from_what_this_run_has_done():
     assert work.line() == "working: 60/100 (60 %) after 1 min 0 s, about 2 min 0 s left"
     work.advance(50)
     assert "100/100 (100 %)" in work.line()
+
+
+def test_long_work_says_so_as_soon_as_its_first_part_is_done_and_what_would_be_shorter(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress("calibrating", 1024, 0, 1, Shorter("--samples", 128)) as advance:
+        now[0] = 1.0
+        advance()
+        assert capsys.readouterr().err == "", "too short a time to tell"
+        now[0] = 12.0
+        advance()
+        said = capsys.readouterr().err
+        advance(100)
+    whole = "calibrating: takes about 1 h 42 min in all, by its first 12 s"
+    assert said == f"{whole}; --samples 6, now 128, would take about 5 min 0 s\n"
+    assert capsys.readouterr().err == ""
+
+
+def test_work_whose_steps_differ_is_judged_by_its_first_block_and_short_work_says_nothing(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with progress("thresholds", 80, 0, 8) as advance:
+        now[0] = 60.0
+        advance()
+        now[0] = 62.0
+        advance(7)
+        assert capsys.readouterr().err == "thresholds: takes about 10 min 20 s in all, by its first 1 min 2 s\n"
+    with progress("tracing", 10) as advance:
+        now[0] = 82.0
+        advance()
+    assert capsys.readouterr().err == ""
 
 
 def test_of_works_within_each_other_the_innermost_is_told_about(capsys):

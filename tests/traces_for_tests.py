@@ -31,3 +31,15 @@ def texts() -> Text:
 @pytest.fixture(scope="session")
 def traced(relu: Checkpoint, texts: Text, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return trace(relu, texts, Path(tmp_path_factory.mktemp("trace") / "t"), OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def other_text(relu: Checkpoint, texts: Text, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """A trace of text that `traced` does not have."""
+    return trace(relu, reversed_words(texts), Path(tmp_path_factory.mktemp("other") / "t"), OPTIONS)
+
+
+def reversed_words(texts: Text) -> Text:
+    """The long documents of a text, from their last word to their first."""
+    words = [" ".join(reversed(document.split())) for document in texts.documents if len(document) > 100]
+    return Text("other", tuple(words), "other", count=len(words))

@@ -5,6 +5,7 @@ from typing import Any
 
 from sparsepack.models.records.skipped import shown
 from sparsepack.placement.counts import hits_in_words
+from sparsepack.progress import counted
 from sparsepack.tables import Table, markdown
 
 HEADER = (
@@ -79,7 +80,9 @@ def speed_table(result: Mapping[str, Any]) -> Table:
         ]
         for row in result["tests"]
     ]
-    machines = {row["gpu_info"] or f"{row['cpu_info']}, {row['n_threads']} threads" for row in result["tests"]}
+    machines = {
+        row["gpu_info"] or f"{row['cpu_info']}, {counted(row['n_threads'], 'thread')}" for row in result["tests"]
+    }
     hits = (hits_in_words(row["served"]) for row in result["tests"] if "served" in row)
     runs = len(result["tests"][0]["samples_ts"])
     notes = [

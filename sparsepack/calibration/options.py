@@ -11,6 +11,9 @@ CRITERIA = ("magnitude", "column-norm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """`dtype` may be one of these; "auto" is float32 on a CPU and the model's own type on a GPU."""
 
+MOST_SAMPLES, FEWEST_SAMPLES = 128, 8
+"""The number of windows is between these, unless it is given."""
+
 
 @dataclass(frozen=True)
 class CalibrateOptions:
@@ -19,10 +22,11 @@ class CalibrateOptions:
     context: int | None = option(
         "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
     )
-    samples: int = option(
+    samples: int | None = option(
         "Windows drawn at random (of a text beyond 8 million characters, from stretches of it that are drawn first); 0 "
-        "for all, in order.",
-        default=128,
+        f"for all, in order (default: {MOST_SAMPLES}; on a CPU fewer for models beyond 60 million weights, and "
+        f"{FEWEST_SAMPLES} from 900 million on).",
+        default=None,
         least=0,
     )
     seed: int = option(

@@ -18,17 +18,20 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.heads import heads_of
 from sparsepack.calibration.made_from import made_from
 from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.samples import samples_of
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
+from sparsepack.formats.table import holders
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
-from sparsepack.progress import progress
+from sparsepack.option import check_type
+from sparsepack.progress import Shorter, progress, say
 from sparsepack.version import __version__
 
 
@@ -43,20 +46,28 @@ def calibrate(
 
     model -- opened, or what `open_checkpoint` opens; text -- read, or what `read_text` reads
 
-    Raises `CheckpointError`, `CalibrationError`, `TextError` (too short, or tokens beyond the model) and `OutputError`.
+    Before anything is run a note says which formats can hold the model. Raises `CheckpointError`, `CalibrationError`,
+    `TextError` (too short, or tokens beyond the model) and `OutputError`.
     """
+    check_type("model", model, Checkpoint | Path, CalibrationError)
+    check_type("text", text, Text | str | tuple[str, ...], CalibrationError)
+    check_type("output", output, Path, CalibrationError)
+    check_type("options", options, CalibrateOptions | None, CalibrationError)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     text = text if isinstance(text, Text) else read_text(text)
     output = Path(output)
     options = options or CalibrateOptions()
-    options = replace(options, context=window_length(options.context, checkpoint.config.max_position_embeddings))
+    context = window_length(options.context, checkpoint.config.max_position_embeddings)
+    samples = samples_of(checkpoint, options.samples, context, options.device)
+    options = replace(options, context=context, samples=samples)
     options.check()
     folder.check_output(output, overwrite)
     windows = _chosen_windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, windows, options)
+    say(f"note: {holders(checkpoint)}")
     with state_beside(output) as state:
         with torch.inference_mode():
-            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest)))
+            layers = _run(checkpoint, windows, options, ResumeState(state, fingerprint(manifest), checkpoint.layers))
         return folder.save(Calibration(manifest, tuple(layers), windows), output, overwrite)
 
 
@@ -65,7 +76,7 @@ def _chosen_windows(checkpoint: Checkpoint, text: Text, options: CalibrateOption
     context = window_length(options.context, limit)
     if context > limit:
         raise CalibrationError(f"context {context}: {checkpoint.name} was made for at most {limit}")
-    windows = drawn_windows(checkpoint.tokenizer, text, context, options.samples, options.seed)
+    windows = drawn_windows(checkpoint.tokenizer, text, context, options.samples or 0, options.seed)
     if windows.shape[1] <= options.sinks:
         raise CalibrationError(
             f"context {context}, sinks {options.sinks}: without a BOS token a window has "
@@ -110,7 +121,8 @@ def _run(
     if hidden is None:
         hidden = stream.embed(windows)
     batches = -(-len(windows) // options.batch)
-    with progress("calibrating", checkpoint.layers * batches, len(layers) * batches) as advance:
+    shorter = Shorter("--samples", len(windows))
+    with progress("calibrating", checkpoint.layers * batches, len(layers) * batches, 1, shorter) as advance:
         for layer in range(len(layers), checkpoint.layers):
             stream.load(layer)
             statistics: Statistics = {}

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import click
-
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import compute, options_from, overwrite_flag
 from sparsepack.cli.verb import verb
+from sparsepack.terminal import tell
 
 
 @verb(short_help="Collect the statistics of a model over text.")
@@ -36,4 +35,4 @@ def calibrate(
         from sparsepack.calibration.run import calibrate as run_calibration
 
         made = run_calibration(model, texts, output, options, overwrite)
-    click.echo(calibration_table(made.manifest))
+    tell(calibration_table(made.manifest))

@@ -7,6 +7,7 @@ import click
 from sparsepack.cli.options import ARTIFACT, PATH
 from sparsepack.cli.verb import Ruled, verb
 from sparsepack.option import only_with
+from sparsepack.terminal import tell
 
 measured = click.option(
     "--results",
@@ -37,6 +38,6 @@ def card(artifact: Path, results: tuple[Path, ...], name: str | None, output: Pa
         check_output(output, overwrite)
     made = model_card(artifact, results, name)
     if output is None:
-        click.echo(made, nl=False)
+        tell(made, end="")
     else:
         write_bytes(output, made.encode())

@@ -13,6 +13,7 @@ import click
 from sparsepack.cli import streams
 from sparsepack.cli.hints import hint
 from sparsepack.errors import UserError
+from sparsepack.terminal import printable, tell
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status of a program that Ctrl-C ended, as shells and `make` expect it."""
@@ -118,8 +119,10 @@ def _refused_by_the_system(error: OSError) -> int:
         _say("standard output: the disk is full; free some space and run again")
     elif error.errno == errno.ENOMEM:
         _say(_memory_missing(MemoryError()))
-    elif error.errno is None:
-        raise error
+    elif error.errno is None:  # of the loader of libraries, which says no number
+        if not (missing := _memory_missing(error)):
+            raise error
+        _say(missing)
     else:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         _say(f"{where}{error.strerror}")
@@ -155,5 +158,5 @@ def _say(what: object) -> None:
 
 def _print(what: object) -> None:
     with suppress(OSError):  # of a standard error that is closed
-        line = streams.printable(" ".join(str(what).split()))
-        click.echo(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", err=True)
+        line = printable(" ".join(str(what).split()))
+        tell(f"sparsepack: {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}", sys.stderr)

@@ -14,16 +14,18 @@ from sparsepack.cli.verb import Existing, verb
 @click.argument("path", type=Existing("an artifact, a thresholds table, a calibration folder or a trace"))
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:
-    """Show what an artifact, a thresholds table, a calibration folder or a trace holds, and which programs can load an
-    artifact."""
+    """Show what an artifact, a checkpoint, a thresholds table, a calibration folder or a trace holds, and which
+    programs can load an artifact."""
     from sparsepack.cli import tables
     from sparsepack.cli.channels import channels_table
+    from sparsepack.cli.checkpoint import checkpoint_table
     from sparsepack.cli.neurons import neurons_table
     from sparsepack.inspection import kind_of
 
     kind = kind_of(path)
     shown: dict[str, list[Callable[[Any], str]]] = {
         "artifact": [tables.artifact_table],
+        "checkpoint": [checkpoint_table],
         "thresholds": [tables.thresholds_table],
         "calibration": [tables.calibration_table, channels_table, lambda found: neurons_table(found["neurons"])],
         "trace": [tables.trace_table, lambda found: neurons_table(found["neurons"])],

@@ -13,13 +13,14 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.streams import json_text, printable
+from sparsepack.cli.streams import json_text
 from sparsepack.cli.verb import Existing, F, Ruled, group, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.terminal import printable, tell
 
 PATH = click.Path(path_type=Path)
 ARTIFACT = Existing("what `sparsepack pack` made")
@@ -213,7 +214,7 @@ def attention_options(asked: dict[str, Any]) -> AttentionOptions:
 
 def print_json(value: Any) -> None:
     """JSON on standard output."""
-    click.echo(json_text(value, indent=2))
+    tell(json_text(value, indent=2))
 
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
@@ -223,7 +224,7 @@ def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> Non
     if json_path == "-":
         print_json(result)
         return
-    click.echo(printable(table(result)))
+    tell(printable(table(result)))
     if json_path:
         write_json(Path(json_path), result)
 

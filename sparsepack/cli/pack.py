@@ -24,6 +24,7 @@ from sparsepack.cli.options import (
 from sparsepack.cli.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
+from sparsepack.terminal import tell
 
 
 @verb(short_help="Pack a model into one artifact: a GGUF file or a folder.")
@@ -61,4 +62,4 @@ def pack(output: Path, **asked: Any) -> None:
 
     made = make(request)
     say(*(f"note: {note}" for note in made.notes))
-    click.echo(artifact_line(describe(output)))
+    tell(artifact_line(describe(output)))

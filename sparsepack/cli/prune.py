@@ -9,6 +9,7 @@ from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, compute, from_opti
 from sparsepack.cli.verb import Ruled, group, verb
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
+from sparsepack.terminal import tell
 
 
 @verb(short_help="Set a fixed share of the weights of every group to zero.")
@@ -49,4 +50,4 @@ def prune(
     from sparsepack.cli.tables import pruned_table
     from sparsepack.pruning.run import prune as run
 
-    click.echo(pruned_table(run(model, output, options, calibration, overwrite)))
+    tell(pruned_table(run(model, output, options, calibration, overwrite)))

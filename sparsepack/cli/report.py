@@ -6,6 +6,7 @@ import click
 
 from sparsepack.cli.options import PATH
 from sparsepack.cli.verb import verb
+from sparsepack.terminal import tell
 
 
 @verb(short_help="Make one HTML page of a recipe's run.")
@@ -20,4 +21,4 @@ def report(work: Path, output: Path | None) -> None:
     made = report_page(work)
     check_output(output, overwrite=True)
     write_bytes(output, made.encode())
-    click.echo(output)
+    tell(str(output))

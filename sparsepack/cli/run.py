@@ -8,6 +8,7 @@ import click
 
 from sparsepack.cli.options import PATH, json_output, print_json
 from sparsepack.cli.verb import verb
+from sparsepack.terminal import tell
 
 
 def _print_list(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
@@ -15,7 +16,7 @@ def _print_list(context: click.Context, parameter: click.Parameter, asked: bool)
         return
     from sparsepack.recipe.shipped import listed
 
-    click.echo(listed())
+    tell(listed())
     context.exit()
 
 
@@ -26,7 +27,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
 
     from sparsepack.recipe.reference import json_schema, markdown
 
-    click.echo(markdown() if form == "markdown" else json.dumps(json_schema(), indent=2) + "\n", nl=False)
+    tell(markdown() if form == "markdown" else json.dumps(json_schema(), indent=2) + "\n", end="")
     context.exit()
 
 

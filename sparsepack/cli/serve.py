@@ -80,7 +80,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         from sparsepack.serve.server import bound_socket
         from sparsepack.serve.server import serve as serve_model
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        if error.name not in ("llguidance", "prometheus_client", "starlette", "uvicorn"):
             raise
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
     from sparsepack.loading import load, what_runs

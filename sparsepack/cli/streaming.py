@@ -1,7 +1,6 @@
 """Generated text on standard output as it is made, or as JSON; one line about each text on stderr."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.terminal import tell
 
 _ENDED = {
     "eos": "the model ended it",
@@ -39,7 +39,7 @@ class Answers:
     def tell(self, text: str) -> None:
         """Text for people, at once; none where standard output is for JSON."""
         if self._path != "-":
-            _write(text)
+            tell(text, end="")
 
     def add(self, prompt: str, made: Generated) -> None:
         """A text that has ended."""
@@ -47,7 +47,7 @@ class Answers:
         say(summary(made) + (f"; {hits.in_words}" if hits else ""))
         record = self._record(prompt, made) | {"served": hits.to_json() if hits else None}
         if self._path == "-":
-            _write(f"{json_text(record)}\n")
+            tell(json_text(record))
         elif self._path is not None:
             self._lines.append(f"{json.dumps(record, ensure_ascii=False)}\n")
 
@@ -117,8 +117,3 @@ def summary(made: Generated) -> str:
         f"{len(made.tokens)} tokens in {made.decode_seconds:.2f} s{speed} after {prompt} in "
         f"{made.prefill_seconds:.2f} s; {_ENDED[made.reason].format(made.stop)}{skipped}"
     )
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -2,10 +2,12 @@
 
 import errno
 import json
+import logging
 import os
-import re
 import sys
 from typing import Any, TextIO
+
+from sparsepack.terminal import is_terminal, printable
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
@@ -32,21 +34,26 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
+    logging.setLogRecordFactory(_Record)
 
 
-def printable(text: str) -> str:
-    """The text without what would command a terminal: a file may say anything."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+class _Record(logging.LogRecord):
+    """What a library has to say, which may quote a file."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON for standard output, with escapes where its encoding cannot print a character."""
+    """JSON for standard output, with escapes where its encoding cannot print a character or a terminal would obey
+    one."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     try:
         text.encode(sys.stdout.encoding)
     except UnicodeEncodeError:
-        text = json.dumps(value, indent=indent)
-    return text
+        return json.dumps(value, indent=indent)
+    obeyed = is_terminal(sys.stdout) and printable(text) != text
+    return json.dumps(value, indent=indent) if obeyed else text
 
 
 def failure() -> str | None:

@@ -8,6 +8,7 @@ from sparsepack.inspection import programs_table
 from sparsepack.models.records.skipped import shown
 from sparsepack.models.records.sparse_attention import in_words
 from sparsepack.placement.counts import hits_in_words
+from sparsepack.progress import counted
 from sparsepack.tables import Table, markdown
 
 if TYPE_CHECKING:
@@ -184,6 +185,9 @@ def artifact_table(description: Mapping[str, Any]) -> str:
 def verification(report: Mapping[str, Any]) -> str:
     """What `verify` found."""
     parts: list[str | Table] = []
+    verdict = "passed" if report["passed"] else "FAILED"
+    if report["problems"]:  # the reason before hundreds of tensors that follow from it
+        parts.append(f"{report['path']}: {verdict}: {report['problems'][0].removeprefix(report['path'] + ': ')}")
     if report["tensors"]:
         rows = [
             [t["name"], t["type"], f"{t['error']:.5f}", f"{t['bound']:.5f}", "ok" if t["passed"] else "FAIL"]
@@ -191,7 +195,6 @@ def verification(report: Mapping[str, Any]) -> str:
         ]
         parts.append(Table(["tensor", "type", "relative error", "bound", ""], rows))
     parts += [f"problem: {problem}" for problem in report["problems"]]
-    verdict = "passed" if report["passed"] else "FAILED"
     made = f" ({', '.join(report['checked'])})" if report["checked"] else ""
     parts.append(f"{report['path']}: {verdict}{made}")
     return markdown(*parts)
@@ -243,7 +246,7 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     ]
     header = ["rows x columns", *parameters, "us", "slowest us", "GB/s"]
     machine = result.get("gpu_info") or (
-        f"{result['cpu_info']}, {result['instruction_set']}, {result['threads']} threads"
+        f"{result['cpu_info']}, {result['instruction_set']}, {counted(result['threads'], 'thread')}"
     )
     parts: list[str | Table] = [
         f"{machine}, half of the columns active",

@@ -7,6 +7,7 @@ import click
 
 from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, allocation, allocation_options, compute, overwrite_flag
 from sparsepack.cli.verb import group, verb
+from sparsepack.terminal import tell
 
 
 @verb(short_help="Find from which size on a channel counts, for a sparsity.")
@@ -29,4 +30,4 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
     from sparsepack.sparsity.find import make_thresholds
 
     table = make_thresholds(model, calibration, options, output, overwrite)
-    click.echo(thresholds_table(table.summary()))
+    tell(thresholds_table(table.summary()))

@@ -8,6 +8,7 @@ import click
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import CALIBRATION, compute, from_options, options_from, overwrite_flag
 from sparsepack.cli.verb import verb
+from sparsepack.terminal import tell
 from sparsepack.tracing.options import TraceOptions
 
 
@@ -46,4 +47,4 @@ def trace(
         from sparsepack.tracing.collect import trace as run_trace
 
         made = run_trace(model, texts, output, options, calibration, overwrite)
-    click.echo(trace_table(made.manifest))
+    tell(trace_table(made.manifest))

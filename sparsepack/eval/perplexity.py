@@ -14,7 +14,7 @@ import torch
 from sparsepack.eval.protocols import Done, WindowScorer, scored_from
 from sparsepack.eval.softmax import RunningSoftmax, wide
 from sparsepack.eval.standard_error import exp_mean, mean
-from sparsepack.progress import progress
+from sparsepack.progress import Shorter, progress
 
 POSITIONS, WORDS = 1024, 4096
 """The logits that exist at one time are of so many positions and so many tokens of the vocabulary."""
@@ -51,7 +51,8 @@ def score_windows(
     scorers = [scorer] if reference is None else [scorer, reference]
     rows = min(each.rows_at_once(width, batch) for each in scorers)
     found: list[dict[str, torch.Tensor]] = []
-    with progress(f"perplexity ({protocol})", len(inputs)) as advance:
+    shorter = Shorter("--windows", len(inputs))
+    with progress(f"perplexity ({protocol})", len(inputs), shorter=shorter) as advance:
         done = _whole(advance, sum(each.steps for each in scorers))
         for ids, wanted in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
             hidden = []

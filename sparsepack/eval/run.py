@@ -18,6 +18,7 @@ from sparsepack.formats.table import FORMATS
 from sparsepack.models.records.skipped import skipped
 from sparsepack.models.records.sparse_attention import described
 from sparsepack.models.tokenizer.windows import rolling_windows, window_length
+from sparsepack.option import check_type, with_paths
 from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
 from sparsepack.version import __version__
 
@@ -32,7 +33,9 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
 
     Raises `UserError` subclasses.
     """
+    check_type("request", request, EvalRequest, UserError)
     request.check()
+    request = with_paths(request)
     texts = [read(name) for name in request.perplexity]
     table = read_thresholds(request.thresholds) if request.thresholds else None
     subject = subject_of(request, table)

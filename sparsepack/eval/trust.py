@@ -4,6 +4,7 @@ Three ways lead from the YAML file of an lm-eval task to code: `!function MODULE
 a metric that lm-eval does not have, for which Hugging Face's `evaluate` runs a script; and a template, which in plain
 Jinja reaches every object of the program. lm-eval has no switch for any of them, so they are closed where it looks
 them up.
+A template's time is limited too.
 """
 
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ def no_code() -> Iterator[None]:
     import lm_eval.utils
     import yaml
     from jinja2.exceptions import SecurityError
-    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval.api.registry import get_metric, metric_registry
+
+    from sparsepack.models.tokenizer.template_limits import TooMuch, limited
 
     def function(name: str, folder: Path) -> Any:
         # Ours by itself: lm-eval would prefer a file of that name beside the task.
@@ -45,13 +47,7 @@ def no_code() -> Iterator[None]:
             raise UserError(f"the metric {name!r} of a task is none of lm-eval's, a script would run for it; {_REMEDY}")
         return get_metric(name)
 
-    open_templates = lm_eval.utils.env
-    templates = SandboxedEnvironment(
-        loader=open_templates.loader,
-        undefined=open_templates.undefined,
-        keep_trailing_newline=open_templates.keep_trailing_newline,
-    )
-    templates.filters.update(open_templates.filters)
+    templates = limited(lm_eval.utils.env, immutable=False)
     # Without libyaml lm-eval takes a loader that knows Python's names.
     safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     with (
@@ -63,3 +59,5 @@ def no_code() -> Iterator[None]:
             yield
         except SecurityError as error:
             raise UserError(f"a template of a task reaches for code ({error}); {_REMEDY}") from error
+        except TooMuch as error:
+            raise UserError(f"a template of a task asks for too much: {error}; {_REMEDY}") from error

@@ -4,6 +4,8 @@ Its values come in parts, each a JSON-able object: how far the blocks are, how f
 files of their own, each of them a part's. `state.json`, always written after them, holds the values, and the SHA-256 of
 every file and of itself: until it is there, what was committed before is the state. A part that lost a file, or has one
 that changed, is dropped, and so is everything where `state.json` changed: it is computed anew, and the user told.
+Whoever can write there can make hashes anew: what a state with right hashes says is checked, and a run that fails as it
+goes on from one says where it lies.
 """
 
 import json
@@ -14,10 +16,12 @@ from typing import Any
 
 import torch
 
-from sparsepack.errors import OutputError
+from sparsepack.errors import OutputError, UserError
 from sparsepack.files.atomic import atomic_file, remove, write_json
 from sparsepack.files.hashing import fingerprint as hash_of
 from sparsepack.files.hashing import sha256_file
+from sparsepack.files.lock import locked
+from sparsepack.files.stored import Name, Stored, checked, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.progress import say
 
@@ -34,27 +38,65 @@ def unfinished_path(output: Path) -> Path:
 def state_beside(output: Path) -> Iterator[Path]:
     """Yield the folder for the state of the run that makes `output`; it is removed once the output is written.
 
-    An interrupt says whether there is a state to go on from.
+    A run that is refused leaves no state of its own, since the same command would be refused again. An interrupt says
+    whether there is a state to go on from; one stays, too, where the disk refuses the output. Raises `OutputError`
+    where another process is making the output.
     """
     path = unfinished_path(output)
-    try:
-        yield path
-    except KeyboardInterrupt as interrupt:
-        if not path.is_dir():
+    with locked(output):
+        before = _written(path)
+        try:
+            yield path
+        except KeyboardInterrupt as interrupt:
+            if not path.is_dir():
+                raise
+            kept = f"{path} keeps what was done, and the same command goes on from there"
+            raise KeyboardInterrupt(kept) from interrupt
+        except OutputError:
+            raise  # with room on the disk, the same command goes on
+        except UserError:
+            if before is None or _written(path) != before:  # else it is another command's
+                _discard(path)
             raise
-        raise KeyboardInterrupt(f"{path} keeps what was done, and the same command goes on from there") from interrupt
-    _discard(path)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            if path not in _gone_on_from or "alloc" in str(error):  # torch's words for memory that is full
+                raise
+            raise OutputError(
+                f"{path}: going on from what an interrupted run kept there failed ({shown(error)}); remove the folder "
+                "and run again"
+            ) from error
+        finally:
+            _gone_on_from.discard(path)
+        _discard(path)
+
+
+_gone_on_from: set[Path] = set()
+"""The folders from whose states runs of this process go on."""
+
+
+class _File(Stored):
+    part: Name
+    sha256: Name
+
+
+class _State(Stored):
+    fingerprint: Name
+    files: dict[Name, _File]
+    parts: dict[Name, dict[str, Any]]
 
 
 class ResumeState:
     """A run's state in the folder `path` (None keeps nothing).
 
     fingerprint -- of everything the result depends on; the state of a run with another one is removed
+    most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
     """
 
-    def __init__(self, path: Path | None, fingerprint: str) -> None:
-        self.path, self.fingerprint = path, fingerprint
+    def __init__(self, path: Path | None, fingerprint: str, most: int | None = None) -> None:
+        self.path, self.fingerprint, self._most = path, fingerprint, most
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
@@ -145,6 +187,7 @@ class ResumeState:
         try:
             state = json.loads(text)
             intact = state.pop("sha256") == hash_of(state)
+            self._check(state)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             intact = False
         if not intact:
@@ -160,6 +203,16 @@ class ResumeState:
         for entry in path.glob("*.safetensors"):
             if entry.name not in self._files:
                 remove(entry)
+        _gone_on_from.add(path)
+
+    def _check(self, state: Any) -> None:
+        """Raise ValueError or TypeError where a state says what no run of ours keeps."""
+        checked(_State, state)
+        if any(Path(name).name != name for name in state["files"]):
+            raise ValueError("files elsewhere")
+        done = state["parts"].get(_BLOCKS, {}).get("done", 0)
+        if type(done) is not int or done < 0 or (self._most is not None and done > self._most):
+            raise ValueError("another number of blocks than there are")
 
     def _file(self, name: str) -> Path:
         assert self.path is not None
@@ -171,6 +224,14 @@ def _intact(path: Path, file: Mapping[str, str]) -> bool:
         return sha256_file(path) == file["sha256"]
     except OSError:
         return False
+
+
+def _written(path: Path) -> int | None:
+    """When the state was committed last; None where there is none."""
+    try:
+        return (path / _STATE).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _discard(path: Path) -> None:

@@ -49,6 +49,11 @@ class Artifact(ABC):
         """The file or the folder."""
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that it is made of, and no other that may lie beside them."""
+        return (self.path,)
+
+    @property
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorInfo]:
         """What is stored: name, shape, type and bytes of each tensor."""

@@ -70,6 +70,18 @@ class _Pruning(Stored):
     model_sha256: Name
 
 
+class _Calibration(Stored):
+    sha256: Name
+
+
+class _Calibrate(Stored):
+    text: Name | list[Name] | None = None
+
+
+class _Recipe(Stored):
+    calibrate: _Calibrate | None = None
+
+
 class _ArtifactManifest(Stored):
     """What is read of a manifest, by whomever."""
 
@@ -77,7 +89,9 @@ class _ArtifactManifest(Stored):
     model: _Source
     tensors: dict[Name, _Shape]
     notes: list[Name]
-    calibration: dict[str, Any] | None = None
+    versions: dict[Name, Name] | None = None
+    calibration: _Calibration | None = None
+    recipe: _Recipe | None = None
     thresholds: _Thresholds | None = None
     pruning: _Pruning | None = None
     attention: AttentionSection | None = None

@@ -8,7 +8,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.containers.gguf.container import is_ours, open_gguf
 from sparsepack.formats.containers.safetensors.container import open_folder
-from sparsepack.formats.containers.safetensors.layout import MANIFEST
+from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, METHOD
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.table import FORMATS
 
@@ -17,6 +17,11 @@ def open_artifact(path: Path) -> Artifact:
     """Open what `pack` wrote, a file or a folder; raises `ArtifactError` where it is not that, damaged or too new."""
     path = Path(path)
     container: Any
+    if is_checkpoint_folder(path):
+        packed = f"{path.resolve().name}.gguf"
+        raise ArtifactError(
+            f"{path}: a checkpoint, which is not packed yet; pack it first: sparsepack pack {path} -o {packed}"
+        )
     if path.is_dir():
         container, manifest = open_folder(path)
     else:
@@ -39,6 +44,15 @@ def read_packed(path: Path, verify: bool = True) -> PackedModel:
     if artifact.format.runs and verify:
         artifact.check_bytes()
     return artifact.packed()
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether a folder holds a model as others write it, by its names and by what its config.json says alone."""
+    try:
+        ours = (path / MANIFEST).exists() or f'"quant_method": "{METHOD}"' in (path / CONFIG).read_text()
+    except (OSError, ValueError):  # whoever reads it says what is wrong with it
+        return False
+    return not ours
 
 
 def is_artifact(path: Path) -> bool:

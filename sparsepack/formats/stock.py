@@ -11,7 +11,9 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
 from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.config_check import check_architecture
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.architecture import architecture_of
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD
 from sparsepack.models.families import FAMILIES, Family
 from sparsepack.models.records.rule import Rules, SiteKey
@@ -82,12 +84,12 @@ def stock_config(packed: PackedModel) -> Any:
         raise ArtifactError(
             f"config.json inside the artifact is not understood ({shown(error)}); pack it again"
         ) from error
-    numbers, blocks = packed.architecture, getattr(config, "num_hidden_layers", None)
-    if (config.model_type, blocks) != (numbers.model_type, numbers.layers):
+    try:
+        check_architecture(architecture_of(config, packed.architecture.bos), packed.architecture)
+    except Exception as error:  # as above, of a configuration that no model can be made of
         raise ArtifactError(
-            f"config.json inside the artifact means {blocks} blocks of a {config.model_type} model, its tensors are "
-            f"{numbers.layers} of a {numbers.model_type} model; pack it again"
-        )
+            f"config.json inside the artifact means another model than its tensors are ({shown(error)}); pack it again"
+        ) from error
     return config
 
 

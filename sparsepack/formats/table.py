@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from sparsepack.errors import PackingError
+from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
 
 if TYPE_CHECKING:
@@ -117,6 +117,24 @@ def format_of(name: str) -> Format:
     if name not in FORMATS:
         raise PackingError(f"format {name!r}: expected one of {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def holders(checkpoint: "Checkpoint") -> str:
+    """Which formats can hold a model, as a sentence for people; or that none can, and why the default one cannot."""
+    able: list[str] = []
+    reasons: dict[str, str] = {}
+    for name, format in FORMATS.items():
+        try:
+            format.check_model(checkpoint)
+        except (CheckpointError, PackingError) as error:
+            reasons[name] = str(error)
+        else:
+            able.append(f"{name} once pruned" if format.weight_sparsity else name)
+    reason = reasons.get(DEFAULT_FORMAT)
+    if not able:
+        return f"no format can hold {checkpoint.name}: {reason}"
+    cannot = "" if reason is None else f"; {DEFAULT_FORMAT} cannot: {reason}"
+    return f"formats that can hold {checkpoint.name}: {', '.join(able)}{cannot}"
 
 
 def those_with(what: str) -> str:

@@ -13,6 +13,7 @@ from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
 from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.option import check_type
 
 ERROR_BOUNDS = {
     **{"Q4_K": 0.12, "Q6_K": 0.05, "Q8_0": 0.015, "Q5_0": 0.08, "F16": 1e-3, "F32": 1e-6},
@@ -76,6 +77,8 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
 
     Raises `ArtifactError` where there is nothing to check.
     """
+    check_type("path", path, Path, ArtifactError)
+    check_type("against", against, Checkpoint | Path | None, ArtifactError)
     checkpoint = against if against is None or isinstance(against, Checkpoint) else open_checkpoint(against)
     path = Path(path)
     if not path.exists():

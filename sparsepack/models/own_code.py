@@ -23,6 +23,8 @@ def tell_own_code(file: Path) -> None:
     Nothing is said where the file is none that can be read: whoever needs it says so.
     """
     try:
+        if not file.is_file():  # nor a device, which has no end
+            return
         named = json.loads(file.read_text(encoding="utf-8"))["auto_map"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return

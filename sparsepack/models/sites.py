@@ -16,13 +16,17 @@ def site_name(layer: int, site: str) -> str:
     return f"blk.{layer}.{site}"
 
 
-def chosen_sites(checkpoint: Checkpoint, include: Sequence[str], ignore: Sequence[str]) -> list[SiteKey]:
+def chosen_sites(
+    checkpoint: Checkpoint, include: Sequence[str], ignore: Sequence[str], called: str = "include"
+) -> list[SiteKey]:
     """The sites that `include` matches (all where it is empty) and `ignore` does not, in order of execution.
+
+    called -- what the user calls `include`, for messages
 
     Raises `SiteError` for a pattern that matches nothing, or where no site is left.
     """
     names = {site_name(layer, site): (layer, site) for layer in range(checkpoint.layers) for site in SITES}
-    wanted = set(names) if not include else {n for pattern in include for n in _matching(pattern, names, "include")}
+    wanted = set(names) if not include else {n for pattern in include for n in _matching(pattern, names, called)}
     wanted -= {name for pattern in ignore for name in _matching(pattern, names, "ignore")}
     if not wanted:
         raise SiteError("no site is left; loosen the include and ignore lists")

@@ -4,14 +4,17 @@ After each block its new tensors and the hidden states that enter the next one a
 `.NAME.unfinished`, from which a run that was killed goes on.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.errors import PruningError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -25,7 +28,8 @@ from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.progress import progress
+from sparsepack.option import check_type
+from sparsepack.progress import Shorter, progress
 from sparsepack.pruning.block import prune_block
 from sparsepack.pruning.inputs import Sums
 from sparsepack.pruning.methods import METHODS
@@ -48,6 +52,10 @@ def prune(
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
     """
+    check_type("model", model, Checkpoint | Path, PruningError)
+    check_type("output", output, Path, PruningError)
+    check_type("options", options, PruneOptions, PruningError)
+    check_type("calibration", calibration, Path | None, PruningError)
     options.check()
     options.check_calibration(calibration)
     output = Path(output)
@@ -61,7 +69,7 @@ def prune(
         windows, digest = spread_windows(read.windows, options.windows), read.sha256
     asked = {"model": checkpoint.sha256, "calibration": digest, "options": asdict(options)}
     with state_beside(output) as state:
-        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}))
+        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}), checkpoint.layers)
         with torch.inference_mode():
             matrices = _run(checkpoint, windows, patterns, options, resume)
         made = Pruned(checkpoint.name, checkpoint.sha256, digest, asdict(options), tuple(matrices))
@@ -75,7 +83,9 @@ def site_patterns(checkpoint: Checkpoint, options: PruneOptions) -> dict[SiteKey
     numbers = dict.fromkeys(chosen, (options.keep, options.of))
     for other in options.sites:
         numbers |= {
-            key: (other.keep, other.of) for key in chosen_sites(checkpoint, (other.site,), ()) if key in numbers
+            key: (other.keep, other.of)
+            for key in chosen_sites(checkpoint, (other.site,), (), called="site")
+            if key in numbers
         }
     return {key: Pattern(keep, of) for key, (keep, of) in numbers.items() if keep < of}
 
@@ -90,13 +100,14 @@ def _run(
     """Prune the blocks that are not finished; the matrices of all. windows: int64 [N, S], or None where no input
     matters."""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
-    matrices = [PrunedMatrix(**row) for row in resume.value("matrices", [])]
+    matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
     hidden = None if windows is None else resume.hidden()
     if hidden is None and windows is not None:
         hidden = stream.embed(windows)
     batches = 0 if hidden is None else -(-len(hidden) // options.batch)
     each = 1 + 2 * batches
-    with progress("pruning", checkpoint.layers * each, resume.done * each) as advance:
+    shorter = None if hidden is None else Shorter("--windows", len(hidden))
+    with progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance:
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)

@@ -1,5 +1,6 @@
 """The model card of an artifact: a README.md for people and the hub, from its manifest and what was measured."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,7 @@ from sparsepack.eval.tables import accuracy_tables
 from sparsepack.formats.inspect import describe
 from sparsepack.inspection import programs_table
 from sparsepack.publish.results import read_results
-from sparsepack.publish.templates import render
-from sparsepack.tables import markdown
+from sparsepack.publish.templates import render, table
 from sparsepack.version import __version__
 
 MARK = "<!-- Made by `sparsepack card`. -->"
@@ -47,13 +47,20 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         head=Markup(yaml.safe_dump(_head(description), sort_keys=False, allow_unicode=True)),
         heading=name or f"{Path(description['provenance']['model']['name']).name}, {description['kind']}",
         artifact=description,
+        texts=_calibrated_on(description["provenance"]["recipe"]),
         file=file or Path(path).name,
         version=__version__,
         compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
-        measured=[Markup(markdown(table)) for table in measured],
-        speed=[Markup(markdown(table)) for table in speed],
-        programs=Markup(markdown(programs_table(description))),
+        measured=[table(found) for found in measured],
+        speed=[table(found) for found in speed],
+        programs=table(programs_table(description)),
     )
+
+
+def _calibrated_on(recipe: Mapping[str, Any] | None) -> list[str]:
+    """The texts that a recipe's manifest names, if it does."""
+    named = ((recipe or {}).get("calibrate") or {}).get("text") or []
+    return [named] if isinstance(named, str) else list(named)
 
 
 def _head(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +71,6 @@ def _head(description: Mapping[str, Any]) -> dict[str, Any]:
     if Path(description["path"]).suffix == ".gguf":
         tags.append("gguf")
     head: dict[str, Any] = {"pipeline_tag": "text-generation", "tags": tags}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model["name"]) and not Path(model["name"]).exists():
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model["name"]) and not os.path.exists(model["name"]):
         head |= {"base_model": model["name"], "base_model_relation": "quantized"}
     return head

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsepack.files.atomic import remove_leftovers
 from sparsepack.files.hashing import sha256_bytes
+from sparsepack.files.lock import remove_lock
 from sparsepack.progress import going_on, say
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Job, Stage
@@ -64,6 +65,7 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
         if work.current(stage.name, fingerprint):
             for name in {Path(output).parts[0] for output in outputs}:
                 remove_leftovers(job.folder / name)  # a stage that runs does it itself
+                remove_lock(job.folder / name)
             known = work.finished(stage.name)
             say(f"{stage.name}: up to date (took {known.seconds:.1f} s)")
             outcomes.append(Outcome(stage.name, "up to date", known.seconds))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsepack.errors import TextError
 from sparsepack.recipe.section import Recipe
 from sparsepack.tables import Part
 
@@ -44,14 +45,18 @@ class Job:
             self, checkpoint=replace(open_checkpoint(self.folder / stage.makes), name=named), made=stage.makes
         )
 
-    def text(self, names: Sequence[str]) -> "Text":
-        """Several texts as one, read once. Raises `TextError` where one cannot be."""
+    def text(self, names: Sequence[str], key: str = "") -> "Text":
+        """Several texts as one, read once. Raises `TextError` where one cannot be, naming the recipe's `key`."""
         from sparsepack.files.text import read_text
 
-        key = tuple(names)
-        if key not in self._texts:
-            self._texts[key] = read_text(key)
-        return self._texts[key]
+        asked = tuple(names)
+        if asked not in self._texts:
+            try:
+                self._texts[asked] = read_text(asked)
+            except TextError as error:
+                where = f"{key}: " if key else ""
+                raise TextError(f"{where}{error}{f'; for a text of yours: --set {key}=FILE' if key else ''}") from error
+        return self._texts[asked]
 
     def too_long(self, name: str, tokens: int | None) -> Iterator[str]:
         """What is wrong with so many tokens at a time, if they are more than the model was made for."""

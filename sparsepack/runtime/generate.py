@@ -89,7 +89,7 @@ class Generation(Iterator[str]):
         return self.results()[0]
 
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the one text's tokens that were chosen since the last call, where the options ask for them."""
+        """The logprobs of the one text's tokens chosen since the last call, where the options ask for them."""
         return self._samplers[0].taken_logprobs()
 
     def results(self) -> list[Generated]:
@@ -136,6 +136,7 @@ class Generation(Iterator[str]):
                 return
             chosen = self._step(chosen, going) if made else self._first()
             for n in going:
+                self._samplers[n].check()
                 if piece := self._answers[n].take(chosen[n]):
                     yield piece
             going = self._unended(going)

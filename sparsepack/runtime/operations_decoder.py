@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
+from sparsepack.progress import counted
 from sparsepack.runtime.decoder import attention_of
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
@@ -56,7 +57,7 @@ class OperationsDecoder:
 
     @property
     def description(self) -> str:
-        return f"{self.threads} threads" if self._device.type == "cpu" else str(self._device)
+        return counted(self.threads, "thread") if self._device.type == "cpu" else str(self._device)
 
     @property
     def hit_counts(self) -> HitCounts | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_SEED, check_options, not_with, only_with, option
+from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -72,6 +72,8 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
+        if self.cached is not None and self.threads == 1:
+            raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,11 @@ class GenerateOptions:
     )
     temperature: float = option("How freely tokens are drawn; 0 takes the likeliest each time.", default=0.0, least=0)
     top_k: int | None = option(
-        "Draw among so many likeliest tokens (default: all).", default=None, least=1, counts=_DRAWN
+        "Draw among so many likeliest tokens (default: all).",
+        default=None,
+        least=1,
+        most=LARGEST_COUNT,
+        counts=_DRAWN,
     )
     top_p: float | None = option(
         "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1, counts=_DRAWN
@@ -107,6 +113,7 @@ class GenerateOptions:
         "How many of the last tokens count as there before; -1 for all.",
         default=64,
         least=-1,
+        most=LARGEST_COUNT,
         counts=(not_with("repeat_penalty", 1),),
     )
     frequency_penalty: float = option(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, UserError
+from sparsepack.option import LARGEST_COUNT
 
 LARGEST_PENALTY = 100.0
 """A frequency or presence penalty is at most so large, either way; OpenAI takes up to 2."""
@@ -18,7 +19,7 @@ LEAST_LOGPROB = -9999.0
 
 
 class Constraint(Protocol):
-    """What a text may be, told token by token; made anew for each text."""
+    """What a text may be, told token by token; made anew for each text. Its methods may raise `UserError`."""
 
     def allowed(self) -> Tensor:
         """Which tokens may come next: bool [vocabulary] on the host, of which at least one is true."""
@@ -78,14 +79,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature {self.temperature}: expected 0 (always the likeliest token) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top-k {self.top_k}: expected at least 1")
+        if self.top_k is not None and not 1 <= self.top_k <= LARGEST_COUNT:
+            raise UserError(f"top-k {self.top_k}: expected 1 to {LARGEST_COUNT}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top-p {self.top_p}: expected more than 0 and at most 1")
         if not 0 < self.repeat_penalty < float("inf"):
             raise UserError(f"repeat penalty {self.repeat_penalty}: expected more than 0; 1 does nothing")
-        if self.repeat_last_n < -1:
-            raise UserError(f"repeat-last-n {self.repeat_last_n}: expected 0 (none) or more, or -1 (all)")
+        if not -1 <= self.repeat_last_n <= LARGEST_COUNT:
+            raise UserError(f"repeat-last-n {self.repeat_last_n}: expected 0 (none) to {LARGEST_COUNT}, or -1 (all)")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UserError(f"min-p {self.min_p}: expected 0 (all) to 1 (only the likeliest)")
         for name in ("frequency_penalty", "presence_penalty"):
@@ -123,19 +124,30 @@ class Sampler:
         self._made = Counter[int]()
         self._constraint = None if sampling.constraint is None else sampling.constraint()
         self._logprobs: list[TokenLogprob] = []
+        self._failure: UserError | None = None
 
     def choose(self, logits: Tensor) -> int:
         """A token id from the logits, [vocabulary] of any device. Raises `ArtifactError` where they are not numbers."""
         logits = logits.detach().to("cpu", torch.float64)
         if not (best := logits.max()).isfinite():
             raise not_finite(float(best))
-        id = self._chosen(self._changed(logits))
-        if self.sampling.on_host:
-            self._took(id, logits)
+        try:
+            id = self._chosen(self._changed(logits))
+            if self.sampling.on_host:
+                self._took(id, logits)
+        except UserError as error:
+            self._failure = error
+            return 0
         return id
 
+    def check(self) -> None:
+        """Raise the `UserError` of the constraint where it has failed. What `choose` returned is no token then. The
+        error waits here, so that of several texts that are decoded together only one fails."""
+        if self._failure is not None:
+            raise self._failure
+
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the tokens that were chosen since the last call, in their order; none unless `sampling` asks for them."""
+        """Those of the tokens that were chosen since the last call, in order; none unless `sampling` asks for them."""
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
 

@@ -12,6 +12,7 @@ import torch
 
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
+from sparsepack.files.lock import locked
 from sparsepack.progress import progress
 
 Shape = tuple[int, int]
@@ -38,9 +39,17 @@ _BYTES_PER_ROW = 1024
 
 def tuned_path(kind: str, *machine: Any) -> Path:
     """The file that keeps what was measured on a kind of machine: below $XDG_CACHE_HOME, or ~/.cache."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
-    return base / "sparsepack" / f"{kind}-{key}.json"
+    return _cache_folder() / "sparsepack" / f"{kind}-{key}.json"
+
+
+def _cache_folder() -> Path:
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry of the user: nothing was kept, and `check_room` says how to
+        return Path(os.devnull)
 
 
 def read_rows(path: Path, schema: int, config: Callable[[Mapping[str, Any]], object]) -> dict[Shape, dict[str, Any]]:
@@ -52,7 +61,7 @@ def read_rows(path: Path, schema: int, config: Callable[[Mapping[str, Any]], obj
         content = json.loads(path.read_text())
         rows = content["shapes"] if content["schema"] == schema else []
         return {(int(row["rows"]), int(row["columns"])): row for row in rows if config(row)}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}
 
 
@@ -65,16 +74,21 @@ def measure_shapes(
 ) -> dict[str, Any]:
     """Measure every shape once, keep what was found beside what is `known`, and return it as JSON-able values.
 
-    Raises `OutputError` where that is impossible, before anything is measured.
+    What other processes have kept meanwhile stays, too. Raises `OutputError` where nothing can be kept, before anything
+    is measured.
     """
     wanted = list(dict.fromkeys(shapes))
-    rows = dict(known)
+    rows: dict[Shape, dict[str, Any]] = {}
     check_room(path, len(known) + len(wanted))
+    before = read_rows(path, head["schema"], bool)
     with progress("tune", len(wanted)) as advance:
         for shape in wanted:
             rows[shape] = best(shape)
             advance()
-    write_json(path, {**head, "shapes": list(rows.values())})
+    with locked(path, wait=True):
+        there = read_rows(path, head["schema"], bool)
+        meanwhile = {shape: row for shape, row in there.items() if repr(row) != repr(before.get(shape))}
+        write_json(path, {**head, "shapes": list({**known, **meanwhile, **rows}.values())})
     return {**head, "path": str(path), "shapes": [rows[shape] for shape in wanted]}
 
 

@@ -20,14 +20,20 @@ class Metrics:
     def __init__(self, making: Callable[[], float], waiting: Callable[[], float]) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
-            "sparsepack_requests", "Requests that were answered.", ["path", "status"], registry=registry
+            "sparsepack_requests_total", "Requests that were answered.", ["path", "status"], registry=registry
         )
-        self._prompt = Counter("sparsepack_prompt_tokens", "Tokens of prompts whose texts ended.", registry=registry)
+        self._prompt = Counter(
+            "sparsepack_prompt_tokens_total", "Tokens of prompts whose texts ended.", registry=registry
+        )
         self._cached = Counter(
-            "sparsepack_cached_prompt_tokens", "Tokens of prompts that were not computed again.", registry=registry
+            "sparsepack_cached_prompt_tokens_total",
+            "Tokens of prompts that were not computed again.",
+            registry=registry,
         )
-        self._made = Counter("sparsepack_completion_tokens", "Tokens that were made.", registry=registry)
-        self._ended = Counter("sparsepack_texts", "Texts that ended, by why they did.", ["reason"], registry=registry)
+        self._made = Counter("sparsepack_completion_tokens_total", "Tokens that were made.", registry=registry)
+        self._ended = Counter(
+            "sparsepack_texts_total", "Texts that ended, by why they did.", ["reason"], registry=registry
+        )
         self._first = Histogram(
             "sparsepack_first_piece_seconds",
             "From a request to the first piece of its text.",

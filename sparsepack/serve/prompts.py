@@ -34,7 +34,7 @@ class Prompts:
         self._architecture = model.engine.architecture
         self.context = model.engine.context
         self.bytes_of = TokenBytes(self._tokenizer)
-        longest = self.bytes_of.most()
+        longest = self.bytes_of.most
         self.most_bytes = None if longest is None else self.context * longest
         needed = MOST_BYTES if self.most_bytes is None else BYTES_IN_JSON * self.most_bytes + BYTES_BESIDE
         self.most_body = min(MOST_BYTES, needed)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from sparsepack.option import LARGEST_COUNT
 from sparsepack.serve.messages import CONTENT, ChosenTool, Message, Tool, unsupported
 from sparsepack.serve.refusals import Refusal
 
@@ -44,7 +45,7 @@ MOST_PARAMETERS = 100
 MOST_CHOICES = 16
 """A request asks for at most this many texts after one prompt."""
 
-LONGEST_GRAMMAR = 2**16
+LONGEST_GRAMMAR = 2**14
 """A grammar has at most this many characters."""
 
 MOST_STOPS = 4
@@ -107,7 +108,7 @@ class TextParameters(BaseModel):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     max_tokens: Count | None = None

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -94,6 +95,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         super().__init__(uvicorn_config(create_app(service), service.options))
+        self._signals = 0
         self._name, self._worker, self._options = service.name, service.worker, service.options
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -117,9 +119,24 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal, which may come while the worker is being asked something: hence later, in the loop."""
-        super().handle_exit(sig, frame)
-        self._loop.call_soon_threadsafe(self._end_texts)
+        """Called by a signal, which may come while the worker is being asked something: hence later, in the loop.
+
+        The first one lets texts come to their end, the second one breaks them off, and their clients are told so. The
+        third one cuts connections, at which uvicorn would log each request that it cancels.
+        """
+        self._signals += 1
+        if self._signals == 1:
+            self.should_exit = True
+            self._loop.call_soon_threadsafe(self._end_texts)
+        elif self._signals == 2:
+            self._loop.call_soon_threadsafe(self._break_off)
+        else:
+            logging.getLogger("uvicorn.error").disabled = True
+            self.force_exit = True
+
+    def _break_off(self) -> None:
+        say("interrupted again: texts in the making are broken off")
+        self._worker.break_off()
 
     def _end_texts(self) -> None:
         self._worker.refuse_more()

@@ -17,7 +17,7 @@ from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import play
 from sparsepack.progress import progress
-from sparsepack.simulation.groups import ORDERS, Known, grouped_frequency, groups_of, needed_of
+from sparsepack.simulation.groups import Known, grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.tracing.counts import calibration_or_trace, neuron_counts
 from sparsepack.tracing.trace import Trace, load
@@ -52,8 +52,8 @@ def simulate(
         active neurons; of single neurons only
 
     Raises `PlacementError`, `CalibrationError`: they are not of one model, the calibration has not counted neurons, or
-    has counted others than the trace has, which is of those above thresholds; or groups by METIS are asked for, and it
-    is no trace, or one of sessions that are played. Raises `UserError` where pymetis is missing for these.
+    has counted others than the trace has, which is of those above thresholds; it is a trace of sessions that are
+    played; or groups by METIS are asked for, and it is no trace. Raises `UserError` where pymetis is missing for these.
     """
     options = options or SimulateOptions()
     options.check()
@@ -64,7 +64,10 @@ def simulate(
     trace = trace if isinstance(trace, Trace) else load(trace)
     made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
     frequency = _frequency(trace, made)
-    groups = _groups(trace, made, frequency, options)
+    sessions = made if isinstance(made, Trace) else None
+    if sessions is not None:
+        _check_apart(trace, sessions)
+    groups = groups_of(Known(frequency, sessions), options.order, options.group)
     outcomes, limits = _played(trace, grouped_frequency(frequency, groups), groups, setting)
     total = _total(next(iter(outcomes.values())))
     density = total.needed / total.tokens / frequency.size  # the share of the neurons that a decoded token needs
@@ -108,16 +111,13 @@ def _frequency(trace: Trace, calibration: Calibration | Trace) -> np.ndarray:
     return counts.frequency.numpy()
 
 
-def _groups(
-    trace: Trace, calibration: Calibration | Trace, frequency: np.ndarray, options: SimulateOptions
-) -> np.ndarray:
-    sessions = calibration if isinstance(calibration, Trace) else None
-    if sessions is not None and ORDERS[options.order].together and not _ids(trace).isdisjoint(_ids(sessions)):
+def _check_apart(trace: Trace, calibration: Trace) -> None:
+    """Raise `PlacementError` where the counts that give out slots are of sessions that are played."""
+    if not _ids(trace).isdisjoint(_ids(calibration)):
         raise PlacementError(
-            f"--order {options.order}: a session of {trace.path} is in the calibration {sessions.path} too, and would "
-            "be played with groups that were formed of it; give as --calibration a trace of other text"
+            f"--calibration {calibration.path}: a session of {trace.path} is in it too, and would be played with slots "
+            "that were given out by it; give a trace of other text, or a folder made by `sparsepack calibrate`"
         )
-    return groups_of(Known(frequency, sessions), options.order, options.group)
 
 
 def _ids(trace: Trace) -> set[bytes]:

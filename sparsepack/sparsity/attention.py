@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
 from torch import Tensor
 
 from sparsepack.calibration.channels import importance
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.tokens import MEASURED, missed
 from sparsepack.errors import CalibrationError, PackingError
+from sparsepack.files.hashing import NO_HASH
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.records.sparse_attention import SparseAttention
@@ -47,6 +49,16 @@ def find_attention(checkpoint: Checkpoint, calibration: Calibration, options: At
         dense, notes = _dense_by_themselves(checkpoint, calibration, options)
     channels = tuple(None if layer in dense else heaviest(of.product, count) for layer, of in enumerate(layers))
     return FoundAttention(SparseAttention(options.policy, channels), calibration.sha256, notes)
+
+
+def attention_to_come(checkpoint: Checkpoint, options: AttentionOptions) -> FoundAttention:
+    """Sparse attention of about as many channels as there will be: which layers are dense is not known before the
+    calibration is read. Raises `PackingError` as `find_attention`."""
+    heads, count = heads_of_config(checkpoint.config), channels_asked(checkpoint, options)
+    channels = torch.arange(heads.head_dim - count, heads.head_dim).expand(heads.kv_heads, -1)
+    dense = options.dense or ()
+    layers = tuple(None if layer in dense else channels for layer in range(checkpoint.layers))
+    return FoundAttention(SparseAttention(options.policy, layers), NO_HASH)
 
 
 def channels_asked(checkpoint: Checkpoint, options: AttentionOptions) -> int:

@@ -1,6 +1,7 @@
 """`thresholds`: from a calibration and a target to a thresholds table, by one of the allocations."""
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -10,12 +11,12 @@ import torch
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.files.atomic import check_output
-from sparsepack.files.hashing import fingerprint
+from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
-from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
+from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.tokenizer.windows import spread_windows
@@ -28,6 +29,8 @@ from sparsepack.version import __version__
 
 BATCH = 2
 """This many windows are run at a time."""
+_TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest's table
+_TYPICAL_IN_CURVE = 0.12345
 
 
 def make_thresholds(
@@ -66,7 +69,7 @@ def find_thresholds(
     calibration.check_model(checkpoint)
     sites = chosen_sites(checkpoint, options.include, options.ignore)
     weights = weights_of(checkpoint, sites)
-    resume = ResumeState(state, _fingerprint(checkpoint, calibration, options))
+    resume = ResumeState(state, _fingerprint(checkpoint, calibration, options), checkpoint.layers)
     rules: Rules
     if options.sparsity == 0:
         rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
@@ -75,9 +78,38 @@ def find_thresholds(
         choose = module.chooser(checkpoint, calibration, options, weights, resume)
         take = _from_histograms if options.upstream == "dense" else _sequential
         rules = take(checkpoint, calibration, options, choose, resume)
+    return _table(checkpoint, calibration.sha256, options, rules, sites)
+
+
+def thresholds_to_come(checkpoint: Checkpoint, options: AllocationOptions) -> Thresholds:
+    """A table as long as the one that will be found, with vectors where there will be vectors: what is known of it
+    before anything is run.
+
+    Raises `SiteError` for a pattern that matches no site.
+    """
+    per_channel = ALLOCATIONS[options.allocation].per_channel or options.criterion != "magnitude"
+    rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
+    sites = chosen_sites(checkpoint, options.include, options.ignore)
+    for layer, site in sites if options.sparsity else ():
+        columns = checkpoint.stacked_shape(site, layer)[1]
+        rules[layer, site] = SiteRule(
+            threshold=_TYPICAL,
+            offset=torch.zeros(columns) if options.offsets else None,
+            channel_weights=torch.ones(columns) if per_channel else None,
+            sparsity=options.sparsity,
+            realised=_TYPICAL,
+            curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
+        )
+    return _table(checkpoint, NO_HASH, options, rules, sites)
+
+
+def _table(
+    checkpoint: Checkpoint, calibration: str, options: AllocationOptions, rules: Rules, sites: Collection[SiteKey]
+) -> Thresholds:
+    """calibration -- its hash; sites -- those that may be sparse"""
     return Thresholds(
         model_sha256=checkpoint.sha256,
-        calibration_sha256=calibration.sha256,
+        calibration_sha256=calibration,
         allocation=options.allocation,
         criterion=options.criterion,
         sparsity=options.sparsity,

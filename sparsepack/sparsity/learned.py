@@ -29,7 +29,7 @@ from sparsepack.models.records.rule import SiteKey, SiteRule
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.progress import progress
+from sparsepack.progress import Shorter, progress
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
@@ -76,7 +76,8 @@ def learn_rules(
     model = load_model(checkpoint, options.device, dtype)
     parameters = _start(checkpoint, calibration, options, model, weights)
     training = _Training(parameters, options, resume)
-    with progress("learning thresholds", options.steps, training.step) as advance:
+    shorter = Shorter("--steps", options.steps)
+    with progress("learning thresholds", options.steps, training.step, 1, shorter) as advance:
         while training.step < options.steps:
             ids = _slices(calibration.windows, options, training.generator).to(options.device)
             training.descend(*_divergence(model, checkpoint, ids, parameters, weights))
@@ -147,6 +148,8 @@ class _Training:
     def _resume(self) -> None:
         kept = self.resume.parts["learning"]
         self.step, self.price = kept["step"], kept["price"]
+        if type(self.step) is not int or not 0 < self.step <= self.options.steps:
+            raise ValueError(f"step {str(self.step)[:60]} of {self.options.steps}")
         tensors = self.resume.load(_kept_at(self.step))
         self.generator.set_state(tensors.pop("generator"))
         for n, parameter in enumerate(self._trained()):

@@ -17,7 +17,7 @@ from sparsepack.models.families import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import SiteFunction, site_hooks
-from sparsepack.progress import progress
+from sparsepack.progress import Shorter, progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
 
 Chooser = Callable[[int, BlockStream], Mapping[str, SiteRule]]
@@ -34,7 +34,8 @@ def sequential_thresholds(
     if hidden is None:
         hidden = stream.embed(windows)
     done = len(rules) // len(SITES)
-    with progress("thresholds", layers * batches, done * batches) as advance:
+    shorter = Shorter("--windows", len(windows))
+    with progress("thresholds", layers * batches, done * batches, batches, shorter) as advance:
         for layer in range(done, layers):
             stream.load(layer)
             found = _block_rules(stream, layer, hidden, choose(layer, stream), batch)

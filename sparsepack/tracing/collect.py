@@ -25,7 +25,7 @@ from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, session_windows
-from sparsepack.progress import progress, say
+from sparsepack.progress import Shorter, progress, say
 from sparsepack.tracing import trace as traces
 from sparsepack.tracing.options import TraceOptions
 from sparsepack.tracing.trace import Trace
@@ -61,7 +61,7 @@ def trace(
     windows, documents = _windows(checkpoint, text, options)
     manifest = _manifest(checkpoint, text, options, rule, windows, documents)
     with state_beside(output) as folder:
-        state = ResumeState(folder, fingerprint([manifest, windows.tolist()]))
+        state = ResumeState(folder, fingerprint([manifest, windows.tolist()]), checkpoint.layers)
         with torch.inference_mode():
             _run(checkpoint, windows, options, rule, state)
         return traces.save(manifest, _files(windows, state), output, overwrite)
@@ -140,7 +140,8 @@ def _run(
     if hidden is None:
         hidden = stream.embed(windows)
     batches = -(-len(windows) // options.batch)
-    with progress("tracing", checkpoint.layers * batches, state.done * batches) as advance:
+    shorter = Shorter("--sessions", len(windows))
+    with progress("tracing", checkpoint.layers * batches, state.done * batches, 1, shorter) as advance:
         for layer in range(state.done, checkpoint.layers):
             stream.load(layer)
             found: list[tuple[float, bytes]] = []  # of each session the share that is active, and the bit sets

@@ -9,7 +9,9 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.neurons import Activity, activity
 from sparsepack.errors import PackingError, PlacementError
+from sparsepack.files.hashing import NO_HASH
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.families import MLP_MID
 from sparsepack.models.records.neurons import NeuronCounts
 from sparsepack.tracing.activity_report import added, trace_activity
 from sparsepack.tracing.trace import Trace, is_trace, load
@@ -32,6 +34,12 @@ def neuron_counts(source: Calibration | Trace) -> NeuronCounts:
         raise PlacementError(f"blocks of {min(widths)} to {max(widths)} neurons; expected as many in each")
     origin = "trace" if isinstance(source, Trace) else "calibration"
     return NeuronCounts(torch.stack([layer.active for layer in layers]), layers[0].tokens, source.sha256, origin)
+
+
+def counts_to_come(checkpoint: Checkpoint) -> NeuronCounts:
+    """Counts of the number that there will be: which neurons are active is not known yet."""
+    shape = (checkpoint.layers, checkpoint.stacked_shape(MLP_MID)[1])
+    return NeuronCounts(torch.zeros(shape, dtype=torch.int64), 1, NO_HASH)
 
 
 def counts_of_zeros(source: Calibration | Trace, checkpoint: Checkpoint) -> NeuronCounts:

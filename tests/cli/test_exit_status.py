@@ -99,3 +99,11 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
             line = fails("pack", "notok", "--format", kind, "-o", "m.gguf")
             assert "notok" in line or "give --calibration" in line
             assert not re.match(r"sparsepack: (.+?): \1: ", line), line
+
+
+def test_a_library_that_finds_no_memory_to_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_to_load(path: Path) -> None:
+        raise OSError("libgomp.so.1: failed to map segment from shared object")
+
+    monkeypatch.setattr("sparsepack.inspection.kind_of", fails_to_load)
+    assert "out of memory" in fails("inspect", "m.gguf", code=1)

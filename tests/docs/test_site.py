@@ -20,11 +20,14 @@ def test_the_site_builds_without_a_warning_and_has_every_page(tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
     pages = [page for name in PAGES for page in ((ROOT / name).glob("*.md") if name == "docs" else [ROOT / name])]
     assert [page for page in pages if not (tmp_path / page.relative_to(ROOT)).with_suffix(".html").exists()] == []
+    first = (tmp_path / "README.html").read_text(encoding="utf-8")
+    assert "_static/site.css" in first, "lines of code take another line there, where they would be cut"
+    assert "Copyright" not in first, "the project names no holder"
 
 
 def test_a_link_to_a_heading_that_is_not_there_ends_the_build(tmp_path: Path) -> None:
     root = tmp_path / "project"
-    for name in ("docs/conf.py", "docs/README.md", "sparsepack/version.py"):
+    for name in ("docs/conf.py", "docs/static/site.css", "docs/README.md", "sparsepack/version.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     (root / "docs" / "README.md").write_text("# Documentation\n[a](a.md)\n")

@@ -1,12 +1,18 @@
 """The state of a run that has not finished."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from models_for_tests import make_model
 
-from sparsepack.errors import OutputError
+import sparsepack
+from sparsepack.errors import CalibrationError, OutputError, PlacementError
+from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
+from sparsepack.pruning.options import PruneOptions
 
 
 def test_a_state_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -116,3 +122,86 @@ def test_what_is_not_needed_any_more_stays_until_the_next_commit(tmp_path: Path)
     state.save_block(1, {})
     assert not (tmp_path / "s" / "hidden-00001.safetensors").exists()
     assert (tmp_path / "s" / "hidden-00002.safetensors").exists()
+
+
+def test_a_refused_run_leaves_no_state_but_one_without_room_and_that_of_another_command_stay(tmp_path: Path) -> None:
+    def ends(error: Exception, commits: bool) -> list[str]:
+        with pytest.raises(type(error)), state_beside(tmp_path / "out") as path:
+            if commits:
+                ResumeState(path, "fingerprint").keep("blocks", "x", {"x": torch.zeros(1)})
+                ResumeState(path, "fingerprint").commit("blocks", done=1)
+            raise error
+        return [entry.name for entry in tmp_path.iterdir()]
+
+    assert ends(PlacementError("nothing to leave out"), True) == []
+    assert ends(OutputError("the disk is full"), True) == [".out.unfinished"]
+    assert ends(CalibrationError("no such folder"), False) == [".out.unfinished"]
+    assert ends(PlacementError("nothing to leave out"), True) == []
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    """A state that says something else, with a right hash."""
+    state = json.loads((folder / "state.json").read_text())
+    del state["sha256"]
+    state |= changes
+    (folder / "state.json").write_text(json.dumps({**state, "sha256": fingerprint(state)}))
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "blocks": {"parts": {"blocks": {"done": 10**12}}},
+    "less than none": {"parts": {"blocks": {"done": -1}}},
+    "words": {"parts": {"blocks": {"done": "two"}}},
+    "no parts": {"parts": [1]},
+    "a part that is none": {"parts": {"blocks": 3}},
+    "no files": {"files": None},
+    "a file that is none": {"files": {"block-00000.safetensors": "x"}},
+    "a file elsewhere": {"files": {"../x": {"part": "blocks", "sha256": "0"}}},
+    "no fingerprint": {"fingerprint": [1]},
+}
+
+
+@pytest.mark.parametrize("changes", HOSTILE.values(), ids=HOSTILE)
+def test_a_state_with_a_right_hash_that_no_run_keeps_is_forgotten_and_said(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / ".x.unfinished"
+    ResumeState(folder, "run", 3).save_block(0, {"a": torch.ones(2)})
+    resealed(folder, **changes)
+    again = ResumeState(folder, "run", 3)
+    assert (again.done, again.parts) == (0, {})
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_as_it_goes_on_says_where_the_state_lies(tmp_path: Path) -> None:
+    output = tmp_path / "x"
+    for resumed, expected in ((False, RuntimeError), (True, OutputError)):
+        with pytest.raises(expected, match="sizes") as failed, state_beside(output) as folder:
+            ResumeState(folder, "run", 3).save_block(0, {"a": torch.ones(2)})
+            raise RuntimeError("sizes of\ntensors")
+        if resumed:
+            assert f"{tmp_path / '.x.unfinished'}: going on" in str(failed.value)
+            assert "\n" not in str(failed.value)
+
+
+def test_pruning_goes_on_from_no_hostile_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, options = make_model(tmp_path / "m"), PruneOptions(6, 8, method="magnitude")
+    saved, stop = ResumeState.save_block, 1
+
+    def interrupted(self: ResumeState, layer: int, *found: Any, **values: Any) -> None:
+        if layer == stop:
+            raise KeyboardInterrupt
+        saved(self, layer, *found, **values)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ResumeState, "save_block", interrupted)
+        sparsepack.prune(model, tmp_path / "p", options)
+    folder = tmp_path / ".p.unfinished"
+    good = json.loads((folder / "state.json").read_text())["parts"]["blocks"]
+    for matrices in ([{}], [3], "x", [{**good["matrices"][0], "error": "much"}], [{"matrix": None}]):
+        resealed(folder, parts={"blocks": {**good, "matrices": matrices}})
+        with pytest.raises(OutputError, match=r"\.p\.unfinished: going on .* remove the folder") as refused:
+            sparsepack.prune(model, tmp_path / "p", options)
+        assert "\n" not in str(refused.value)
+    resealed(folder, parts={"blocks": good})
+    sparsepack.prune(model, tmp_path / "p", options)
+    assert not folder.exists()

@@ -132,7 +132,7 @@ def _resealed(model: Path, folder: Path) -> Target:
 
     def read(inside: Path) -> None:
         path = next(inside.glob("*.gguf"))
-        for use in (_inspected, _verified, _stock, _run_natively, _run_in_torch, _as_source):
+        for use in (_inspected, _verified, _carded, _stock, _run_natively, _run_in_torch, _as_source):
             try:
                 use(path)
             except UserError:  # the next one may take another way
@@ -143,6 +143,10 @@ def _resealed(model: Path, folder: Path) -> Target:
 
 def _inspected(path: Path) -> None:
     command("inspect", path)
+
+
+def _carded(path: Path) -> None:
+    command("card", path)
 
 
 def _verified(path: Path) -> None:

@@ -14,7 +14,7 @@ from models_for_tests import make_model
 from sparsepack import prune
 from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
-from sparsepack.errors import CalibrationError, OutputError, PruningError, SiteError
+from sparsepack.errors import CalibrationError, CheckpointError, OutputError, PruningError, SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
@@ -225,6 +225,6 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(PruningError, match=r"layers\.1\.mlp\.up_proj: weights that are not finite"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has values that are NaN or infinite"):
         prune(model, tmp_path / "pruned", BY_SIZE)
     assert not (tmp_path / "pruned").exists()

@@ -1,17 +1,25 @@
 """The model card says what the manifest and the results say, of this artifact and no other."""
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from artifacts_for_tests import plan_zigzag
 from commands_for_tests import fails, succeeds
+from markdown_it import MarkdownIt
 
 from sparsepack.errors import UserError
 from sparsepack.eval.standard_error import with_error
 from sparsepack.formats.inspect import describe
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.publish.card import MARK, model_card
-from sparsepack.publish.templates import render
+from sparsepack.publish.templates import table
+from sparsepack.tables import Table
+from sparsepack.terminal import printable
+from tests.formats.forged import edited
 
 
 def test_the_card_names_model_format_calibration_and_figures(work: Path) -> None:
@@ -88,15 +96,79 @@ def test_a_damaged_result_is_refused_in_one_line(work: Path, tmp_path: Path, dam
         assert "\n" not in str(refused.value)
 
 
-def test_a_stranger_s_words_open_no_html_and_no_cell(work: Path) -> None:
-    description = describe(work / "model.gguf")
-    description["notes"] = ["<script>alert(1)</script> | a\n# heading"]
-    card = render(
-        "card.md.jinja", mark="", head="", heading="x", artifact=description, file="m", measured=[], speed=[],
-        programs="", version="0",
-    )  # fmt: skip
-    assert "<script" not in card
-    assert "&lt;script>alert(1)&lt;/script> \\| a # heading" in card
+def forged(path: Path, **changes: object) -> Path:
+    """An artifact with right hashes whose manifest says something else."""
+    plan = plan_zigzag(open_checkpoint("shipped:tiny"), {})
+    replace(plan, values=edited(plan.values, "sparsepack.manifest", **changes)).write(path, overwrite=True)
+    return path
+
+
+HOSTILE = (
+    "[click](https://evil.example)",
+    "![pixel](https://evil.example/p.png)",
+    "https://evil.example/x and www.evil.example, me@evil.example",
+    "<img src=https://evil.example/p.png>",
+    "`` ` [a](https://evil.example) `",
+    "x | y\n# heading\n[a]: https://evil.example",
+    "\x1b]8;;https://evil.example\x07\u202etxet",
+)
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_names_of_a_manifest_are_data_in_a_card(tmp_path: Path, hostile: str) -> None:
+    path = forged(
+        tmp_path / "m.gguf",
+        model={"name": hostile, "sha256": hostile, "model_type": hostile},
+        notes=[hostile],
+        versions={hostile: hostile},
+        calibration={"sha256": hostile},
+        recipe={"calibrate": {"text": [hostile]}},
+        pruning={"method": hostile, "permute": True, "model": hostile, "model_sha256": hostile},
+    )
+    card = model_card(path)
+    body = card.split("---\n", 2)[2].replace(MARK, "")
+    parsed = MarkdownIt("commonmark").enable("table").parse(body)
+    tokens = [token for block in parsed for token in (block, *(block.children or ()))]
+    assert not {token.type for token in tokens} & {"link_open", "image", "html_inline", "html_block"}
+    assert sum(token.type == "heading_open" for token in tokens) == 3
+    texts = [token.content for token in tokens if token.type == "text"]
+    assert [text for text in texts if "://" in text or "www." in text or "@" in text] == []
+    assert printable(card) == card
+
+
+def test_a_command_of_a_card_runs_nothing_else(tmp_path: Path) -> None:
+    name = "x; touch owned $(id)"
+    card = model_card(forged(tmp_path / "m.gguf", model={"name": name, "sha256": "0", "model_type": "llama"}))
+    (line,) = [line for line in card.splitlines() if "--against" in line]
+    assert shlex.split(line)[-2:] == ["--against", name]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recipe": []},
+        {"recipe": {"calibrate": 3}},
+        {"recipe": {"calibrate": {"text": {"a": 1}}}},
+        {"recipe": {"calibrate": {"text": [[1]]}}},
+        {"calibration": {}},
+        {"versions": [1]},
+        {"versions": {"torch": {}}},
+    ],
+    ids=str,
+)
+def test_a_forged_manifest_is_refused_in_one_line(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert "not understood" in fails("card", forged(tmp_path / "m.gguf", **changes))
+
+
+def test_a_recipe_that_says_no_text_has_a_card(tmp_path: Path) -> None:
+    for recipe in ({}, {"calibrate": None}, {"calibrate": {}}):
+        assert "calibration" not in model_card(forged(tmp_path / "m.gguf", recipe=recipe)).split("## Accuracy")[0]
+
+
+def test_a_page_and_a_table_of_a_card_open_no_html_and_no_cell() -> None:
+    drawn = table(Table(["name"], [["<script>alert(1)</script> | a"]], notes=["<b>"]))
+    assert "| `<script>alert(1)</script> \\| a` |" in drawn
+    assert "`<b>`" in drawn
 
 
 def test_the_command_writes_the_file_once(work: Path, tmp_path: Path) -> None:

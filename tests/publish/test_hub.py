@@ -1,13 +1,19 @@
 """What goes up to the hub: the checked file and its card, in one commit; a card written by hand stays."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from commands_for_tests import fails, succeeds
 from huggingface_hub.errors import HFValidationError
 
+import sparsepack
 from sparsepack.errors import ArtifactError, UserError
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
 from sparsepack.publish.card import MARK
 from sparsepack.publish.hub import push
 
@@ -19,8 +25,6 @@ class Hub:
         self.card, self.commits, self.created = card, [], []
 
     def create_repo(self, name: str, **asked: Any) -> None:
-        if "/" not in name:
-            raise HFValidationError(f"Repo id must be in the form 'owner/name': {name}")
         self.created.append((name, asked))
 
     def file_exists(self, name: str, file: str, revision: str | None) -> bool:
@@ -76,10 +80,80 @@ def test_a_damaged_artifact_stays_here(work: Path, hub: Hub, tmp_path: Path) -> 
     assert hub.created == []
 
 
-def test_what_the_hub_says_is_told_in_one_line(work: Path, hub: Hub) -> None:
-    with pytest.raises(UserError, match="owner/name") as refused:
-        push(work / "model.gguf", "tiny")
+@pytest.mark.parametrize("name", ["tiny", "", "me/", "me/a/b", "../tiny", "me/tiny.git", "me/t iny", "me/x\n"])
+def test_a_name_that_no_repository_can_have_is_refused_before_the_hub_or_the_artifact_is_asked(
+    hub: Hub, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(UserError, match=r"expected OWNER/NAME") as refused:
+        push(tmp_path / "none.gguf", name)
+    assert "no such file" not in str(refused.value)
+    assert hub.created == []
+
+
+def test_what_the_hub_says_is_told_in_one_line(work: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(name: str, **asked: Any) -> None:
+        raise HFValidationError("no repository\nof that name")
+
+    monkeypatch.setattr(hub, "create_repo", refuses)
+    with pytest.raises(UserError, match="no repository") as refused:
+        push(work / "model.gguf", "me/tiny")
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact that is a folder."""
+    folder = tmp_path_factory.mktemp("slid")
+    sparsepack.prune("shipped:tiny", folder / "pruned", PruneOptions(6, 8, method="magnitude"))
+    pack(PackRequest(str(folder / "pruned"), folder / "slid", format="slide-int8"))
+    return folder / "slid"
+
+
+@pytest.fixture
+def littered(packed: Path, tmp_path: Path) -> Path:
+    """That folder, with what people have lying about."""
+    folder = tmp_path / "slid"
+    shutil.copytree(packed, folder)
+    (folder / ".env").write_text("TOKEN=secret")
+    (folder / "notes.txt").symlink_to("/etc/passwd")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("[remote]")
+    (folder / "more").mkdir()
+    (folder / "more" / "draft.md").write_text("x")
+    (folder / "README.md").write_text("mine")
+    return folder
+
+
+def test_only_the_files_that_the_manifest_lists_and_the_card_go_up(
+    littered: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    push(littered, "me/tiny")
+    [(files, asked)] = hub.commits
+    listed = json.loads((littered / "sparsepack.json").read_text())["files"]
+    assert set(files) == {"README.md", "sparsepack.json", *listed}
+    assert MARK.encode() in files["README.md"].path_or_fileobj
+    assert asked["commit_message"] == "Add slid"
+    assert "4 other files or folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "sparsepack.json"])
+def test_a_link_in_the_place_of_a_file_is_not_followed(littered: Path, hub: Hub, tmp_path: Path, name: str) -> None:
+    (littered / name).rename(tmp_path / "elsewhere")
+    (littered / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match=rf"{name}: not uploaded, since it is a link"):
+        push(littered, "me/tiny")
+    assert hub.created == []
+
+
+def test_a_dry_run_lists_files_and_bytes_and_asks_no_hub(littered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
+    said = succeeds("push", littered, "me/tiny", "--dry-run")
+    for name in ("config.json", "model.safetensors", "sparsepack.json"):
+        assert f"| {name} | {(littered / name).stat().st_size:,} |" in " ".join(said.split())
+    assert "| README.md |" in " ".join(said.split())
+    assert "bytes would go up; 4 other files or folders stay here" in said
+    assert ".env" not in said
+    assert "expected OWNER/NAME" in fails("push", littered, "tiny", "--dry-run")
 
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from commands_for_tests import sparsepack
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.runtime.sampling import LEAST_LOGPROB, Sampler, Sampling, penalised
@@ -45,6 +46,15 @@ def test_top_p_keeps_the_fewest_that_have_the_probability(top_p: float, kept: se
 
 def test_top_p_is_a_share_of_what_top_k_kept() -> None:
     assert set(draws(Sampling(temperature=1.0, top_k=2, top_p=0.7))) == {0}
+
+
+@pytest.mark.parametrize("field", ["top_k", "repeat_last_n"])
+def test_a_count_that_kernels_cannot_hold_is_refused(field: str) -> None:
+    with pytest.raises(UserError, match="2147483647"):
+        Sampling(**{field: 2**63})
+    asked = sparsepack("generate", "m.gguf", "--prompt", "x", f"--{field.replace('_', '-')}", 2**63)
+    assert asked.exit_code == 2
+    assert "2147483647" in asked.stderr
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
@@ -206,6 +216,19 @@ def test_only_tokens_that_a_constraint_allows_are_chosen_and_each_text_has_its_o
     logits = torch.tensor([float("-inf")] * 4 + [1.0])
     sampler = Sampler(Sampling(constraint=Alternating))
     assert [sampler.choose(logits) for _ in range(2)] == [4, 1], "an impossible token where nothing else is allowed"
+
+
+class Failing(Alternating):
+    def take(self, id: int) -> None:
+        raise UserError("the grammar cannot be followed")
+
+
+def test_a_constraint_that_fails_tells_so_when_asked_and_not_where_other_texts_would_fail_too() -> None:
+    sampler = Sampler(Sampling(constraint=Failing))
+    sampler.check()
+    assert sampler.choose(LOGITS) == 0
+    with pytest.raises(UserError, match="cannot be followed"):
+        sampler.check()
 
 
 @pytest.mark.parametrize(

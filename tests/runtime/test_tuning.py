@@ -1,11 +1,33 @@
 """What `tune` finds is kept, or nothing is measured."""
 
+import pwd
 import resource
 
 import pytest
 
 from sparsepack.errors import OutputError
-from sparsepack.runtime.tuning import measure_shapes
+from sparsepack.runtime.tuning import measure_shapes, read_rows, tuned_path
+
+
+def test_a_cache_of_many_brackets_is_ignored_and_rewritten(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("[" * 100_000)
+    assert read_rows(path, 1, dict) == {}
+    measure_shapes([(256, 512)], path, {"schema": 1}, {}, lambda shape: {"rows": shape[0], "columns": shape[1]})
+    assert list(read_rows(path, 1, dict)) == [(256, 512)]
+
+
+def test_without_a_home_nothing_was_measured_and_one_line_says_where_to_keep_it(monkeypatch):
+    def no_entry(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    path = tuned_path("cpu", 1)
+    assert read_rows(path, 1, dict) == {}
+    with pytest.raises(OutputError, match="set XDG_CACHE_HOME"):
+        measure_shapes([(256, 256)], path, {}, {}, dict)
 
 
 def test_a_cache_without_room_is_told_before_anything_is_measured(tmp_path):
@@ -20,3 +42,18 @@ def test_a_cache_without_room_is_told_before_anything_is_measured(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_two_at_once_keep_the_rows_of_both(tmp_path):
+    path, head = tmp_path / "x.json", {"schema": 1}
+
+    def row(shape):
+        return {"rows": shape[0], "columns": shape[1]}
+
+    def disturbed(shape):  # another process measures another shape while this one is measured
+        measure_shapes([(512, 256)], path, head, {}, row)
+        return row(shape)
+
+    measure_shapes([(256, 256)], path, head, {}, disturbed)
+    assert set(read_rows(path, 1, bool)) == {(256, 256), (512, 256)}
+    assert list(tmp_path.iterdir()) == [path]

@@ -43,7 +43,7 @@ def model(artifact: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def hit_counts(model: Model) -> Iterator[Served]:
+def served(model: Model) -> Iterator[Served]:
     """A server with the usual options."""
     with Served(model, ServeOptions()) as running:
         yield running

@@ -79,6 +79,7 @@ def test_a_parameter_that_the_protocol_does_not_have_is_refused_in_openai_s_word
         ("top_p", 0),
         ("top_p", 1.1),
         ("top_k", 0),
+        ("top_k", 2**63),
         ("seed", 2**63),
         ("seed", 1.5),
         ("max_tokens", -1),

@@ -105,6 +105,27 @@ def test_after_its_time_a_text_is_broken_off_and_its_client_told(artifact: Path)
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("times", [2, 3])
+def test_ctrl_c_again_breaks_a_text_off_without_a_traceback(artifact: Path, times: int) -> None:
+    with process(artifact, "--backend", "reference", "--grace", "60") as server:
+        asked = threading.Thread(target=_ask, args=(server,))
+        asked.start()
+        time.sleep(1)
+        for _ in range(times - 1):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert server.end(signal.SIGINT) in (0, 130, -signal.SIGINT)
+        asked.join(30)
+        assert "Traceback" not in "".join(server.said)
+        assert any("broken off" in line for line in server.said)
+
+
+def _ask(server: Process) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 1000, "stream": True}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
 def test_the_key_may_come_from_the_environment_and_stays_secret(artifact: Path) -> None:
     with process(artifact, env={"SPARSEPACK_API_KEY": "secret"}) as server:
         assert server.client("secret").models.list().data[0].id == "tiny"
@@ -136,13 +157,14 @@ def test_what_cannot_be_is_one_line(artifact: Path, tmp_path: Path) -> None:
     assert "nothing.gguf" in fails(tmp_path / "nothing.gguf", "--port", 0)
 
 
+@pytest.mark.parametrize("library", ["llguidance", "prometheus_client", "uvicorn"])
 def test_without_its_libraries_one_line_says_how_to_install_them(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     for name in [name for name in sys.modules if name.startswith(("sparsepack.serve.", "uvicorn", "starlette"))]:
         if name != "sparsepack.serve.options":
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, library, None)
     assert fails(artifact) == (
-        "sparsepack: serve needs uvicorn, which is not installed: pip install 'sparsepack[serve]'"
+        f"sparsepack: serve needs {library}, which is not installed: pip install 'sparsepack[serve]'"
     )

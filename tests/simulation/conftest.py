@@ -1,3 +1,3 @@
-"""The model of `traces_for_tests`, its text and its trace."""
+"""The model of `traces_for_tests`, its text, and traces of that and of another text."""
 
-from traces_for_tests import relu, texts, traced  # noqa: F401
+from traces_for_tests import other_text, relu, texts, traced  # noqa: F401

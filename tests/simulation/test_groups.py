@@ -1,6 +1,5 @@
 """Groups: each way to form them gives every neuron one, and METIS is asked about text that is not played."""
 
-import re
 import sys
 
 import numpy as np
@@ -9,24 +8,12 @@ import pytest
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import PlacementError, UserError
-from sparsepack.files.text import Text
 from sparsepack.simulation.groups import ORDERS, Known, grouped_frequency, groups_of, needed_of
 from sparsepack.simulation.options import ORDERS as NAMES
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
-from sparsepack.tracing.collect import trace
-from sparsepack.tracing.options import TraceOptions
-from sparsepack.tracing.trace import Trace, merge_folders
 
 METIS = SimulateOptions(cached="0.2", policy="static,momentum", group=10, order="metis")
-
-
-@pytest.fixture(scope="module")
-def other_text(relu, texts, tmp_path_factory) -> Trace:
-    """A trace of text that `traced` does not have."""
-    words = [" ".join(reversed(document.split())) for document in texts.documents if len(document) > 100]
-    other = Text("other", tuple(words), "other", count=len(words))
-    return trace(relu, other, tmp_path_factory.mktemp("other") / "t", TraceOptions(sessions=3, tokens=48, prompt=8))
 
 
 def test_the_options_name_every_order():
@@ -59,15 +46,6 @@ def test_metis_forms_groups_of_another_text_than_is_played(traced, other_text):
     assert momentum["moves"] > 0
 
 
-def test_metis_gives_no_groups_of_the_sessions_that_are_played(traced, other_text, tmp_path):
-    merged = merge_folders(other_text.path, traced.path, tmp_path / "both")
-    for calibration in (traced, merged):
-        told = f"a session of {re.escape(str(traced.path))} is in the calibration .* give as --calibration a trace of"
-        with pytest.raises(PlacementError, match=told) as caught:
-            simulate(traced, calibration, METIS)
-        assert "\n" not in str(caught.value)
-
-
 def test_metis_needs_a_trace_as_calibration(relu, traced, texts, tmp_path):
     calibration = calibrate(relu, texts, tmp_path / "c", CalibrateOptions(context=48, samples=8))
     with pytest.raises(PlacementError, match=r"--order metis: the calibration counts each neuron alone") as caught:
@@ -83,6 +61,6 @@ def test_without_pymetis_one_line_names_the_extra(traced, other_text, monkeypatc
 
 
 @pytest.mark.parametrize("order", ["random", "metis"])
-def test_an_order_without_groups_is_refused(traced, order):
+def test_an_order_without_groups_is_refused(traced, other_text, order):
     with pytest.raises(PlacementError, match=f"order {order}: it does nothing with group 1"):
-        simulate(traced, traced, SimulateOptions(order=order))
+        simulate(traced, other_text, SimulateOptions(order=order))

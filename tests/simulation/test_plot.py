@@ -14,8 +14,8 @@ from sparsepack.simulation.run import simulate
 
 
 @pytest.fixture(scope="module")
-def result(traced):
-    return simulate(traced, traced, SimulateOptions(cached="0.3,0.1", policy=",".join(NAMES)))
+def result(traced, other_text):
+    return simulate(traced, other_text, SimulateOptions(cached="0.3,0.1", policy=",".join(NAMES)))
 
 
 @pytest.fixture
@@ -91,8 +91,9 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_line_draws(matplotlib, traced, tmp_path):
-    given = ["simulate", str(traced.path), "--calibration", str(traced.path), "--cached", "0.1", "--policy", "static"]
+def test_the_command_line_draws(matplotlib, traced, other_text, tmp_path):
+    given = ["simulate", str(traced.path), "--calibration", str(other_text.path)]
+    given += ["--cached", "0.1", "--policy", "static"]
     done = CliRunner().invoke(main, [*given, "--plot", str(tmp_path / "p.svg")])
     assert done.exit_code == 0, done.output
     assert "| static |" in done.output

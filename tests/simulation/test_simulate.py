@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from traces_for_tests import reversed_words
 
 from sparsepack.calibration import folder
 from sparsepack.calibration.neurons import activity
@@ -22,6 +23,7 @@ from sparsepack.simulation.options import SimulateOptions
 from sparsepack.simulation.run import simulate
 from sparsepack.tracing.collect import trace
 from sparsepack.tracing.options import TraceOptions
+from sparsepack.tracing.trace import merge_folders
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +146,22 @@ def test_a_calibration_of_another_model_is_refused(traced, small_foreign):
         simulate(traced, small_foreign)
 
 
-def test_another_trace_can_say_how_often_each_neuron_is_active(traced, calibration):
-    result = simulate(traced, traced, SimulateOptions(cached="0.25", policy="static"))
-    frequency = np.stack([traced.session(session) for session in range(3)]).mean((0, 1)).reshape(3, 500)
+def test_another_trace_can_say_how_often_each_neuron_is_active(traced, other_text):
+    result = simulate(traced, other_text, SimulateOptions(cached="0.25", policy="static"))
+    frequency = np.stack([other_text.session(session) for session in range(3)]).mean((0, 1)).reshape(3, 500)
     resident = across_blocks(frequency, 375).resident.ravel()
     decoded = np.concatenate([traced.session(session)[8:] for session in range(3)])
     assert result["results"][0]["hit_rate"]["value"] == pytest.approx(decoded[:, resident].sum() / decoded.sum())
-    assert result["calibration"]["sha256"] == traced.sha256
+    assert result["calibration"]["sha256"] == other_text.sha256
+
+
+def test_a_trace_is_not_scored_by_itself_nor_by_one_that_has_a_session_of_it(traced, other_text, tmp_path):
+    merged = merge_folders(other_text.path, traced.path, tmp_path / "both")
+    for calibration in (traced, merged):
+        told = f"--calibration {calibration.path}: a session of {traced.path} is in it too, .* give a trace of other"
+        with pytest.raises(PlacementError, match=told) as caught:
+            simulate(traced, calibration)
+        assert "\n" not in str(caught.value)
 
 
 def test_counts_of_what_is_not_zero_give_no_places_to_what_is_above_a_threshold(relu, texts, calibration, tmp_path):
@@ -158,7 +169,8 @@ def test_counts_of_what_is_not_zero_give_no_places_to_what_is_above_a_threshold(
     above = trace(relu, texts, tmp_path / "t", options, calibration)
     with pytest.raises(PlacementError, match="give as --calibration a trace of other text that was made with the same"):
         simulate(above, calibration)
-    assert simulate(above, above, SimulateOptions(cached="0.3", policy="static"))["density"] < 0.3
+    other = trace(relu, reversed_words(texts), tmp_path / "other", options, calibration)
+    assert simulate(above, other, SimulateOptions(cached="0.3", policy="static"))["density"] < 0.3
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.stock import StockModel, stock_of
+from sparsepack.formats.stock import StockModel, stock_config, stock_of
 from sparsepack.formats.zigzag.layout import RULE_VECTORS
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
@@ -36,7 +36,7 @@ class ZigzagArtifact(GgufArtifact):
         return self.packed().attention
 
     def check_shapes(self) -> None:
-        self.packed()
+        stock_config(self.packed())
 
     def holds_weights(self, name: str) -> bool:
         return not name.endswith(RULE_VECTORS)

@@ -14,6 +14,7 @@ from sparsepack.files.stored import shown
 from sparsepack.formats.attention import sparse_attention_of
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
+from sparsepack.formats.config_check import check_config
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.packed import DenseMlp, Mlp, PackedLayer, PackedModel, PackedSite
 from sparsepack.formats.zigzag.layout import NUMBERS, norm_widths, site_shapes
@@ -58,7 +59,7 @@ class ModelReader:
             embedding=embedding,
             output_norm=output_norm,
             output=output,
-            config_json=self.text(OWN_CONFIG),
+            config_json=self._config(),
             tokenizer_json=self.text(OWN_TOKENIZER),
             manifest=self.manifest,
             chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
@@ -155,6 +156,15 @@ class ModelReader:
 
     def wrong(self, what: str) -> ArtifactError:
         return ArtifactError(f"{self.file.path}: {what}; pack the model again")
+
+    def _config(self) -> str:
+        """The stock configuration, which must mean the model that engines run."""
+        text = self.text(OWN_CONFIG)
+        try:
+            check_config(text, self.architecture)
+        except (ValueError, RecursionError) as error:
+            raise self.wrong(f"{OWN_CONFIG} and {NUMBERS} contradict each other ({shown(error)})") from error
+        return text
 
     def _architecture(self) -> Architecture:
         try:

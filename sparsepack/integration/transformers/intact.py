@@ -83,7 +83,7 @@ def _manifest_beside(file: Path, folder: Path, model: str) -> Path | None:
     snapshot = _snapshot_of(file)
     if Path(model).is_dir() or snapshot is None:
         place = folder / MANIFEST
-        return place if place.is_file() else None
+        return place if os.path.lexists(place) else None
     found = cached_file(
         model,
         MANIFEST,

@@ -35,8 +35,10 @@ class SlidConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.format, self.patterns, self.attention = format, patterns, attention
         known = slid_formats()
-        if format not in known:
-            raise ArtifactError(f"format {format!r}: transformers loads {', '.join(known)}; update sparsepack")
+        if not isinstance(format, str) or format not in known:
+            raise ArtifactError(
+                f"format {str(format)[:60]!r}: transformers loads {', '.join(known)}; update sparsepack"
+            )
 
     @property
     def slides(self) -> dict[str, Slide]:

@@ -13,12 +13,14 @@ MANIFEST, METHOD = "sparsepack.json", "sparsepack"
 
 def is_saved_copy(folder: Path) -> bool:
     """Whether a folder says in config.json that it was packed, and has no manifest."""
+    path = folder / "config.json"
+    if not path.is_file() or (folder / MANIFEST).exists():  # a device has no end
+        return False
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        packed: bool = config["quantization_config"]["quant_method"] == METHOD
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return bool(config["quantization_config"]["quant_method"] == METHOD)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
-    return packed and not (folder / MANIFEST).is_file()
 
 
 def told_of_copy(name: str | Path) -> str:

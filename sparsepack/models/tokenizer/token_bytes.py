@@ -18,15 +18,19 @@ class TokenBytes:
     """The bytes of a tokenizer's tokens.
 
     tokenizer -- byte-level BPE, or pieces of SentencePiece with or without a fallback to bytes
+
+    most -- how many bytes of a text become one token at most; None where no number can be told, because a part of the
+            text may come to nothing: the tokenizer removes or changes characters, or has none for some
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         read: Mapping[str, Any] = json.loads(tokenizer.to_str())
-        self._tokenizer, self._read = tokenizer, read
+        self._tokenizer = tokenizer
         self._added = {id: str(token.content) for id, token in tokenizer.get_added_tokens_decoder().items()}
         self._byte_level = any(
             step["type"] == "ByteLevel" for part in ("pre_tokenizer", "normalizer") for step in _steps(read.get(part))
         )
+        self.most = self._longest(read)  # what was read is large, and not kept
 
     def of(self, id: int) -> bytes:
         """The bytes of a token; none where there is no such token."""
@@ -35,10 +39,7 @@ class TokenBytes:
         token = self._tokenizer.id_to_token(id)
         return b"" if token is None else self._decoded(token)
 
-    def most(self) -> int | None:
-        """How many bytes of a text become one token at most; None where no number can be told, because a part of the
-        text may come to nothing: the tokenizer removes or changes characters, or has none for some."""
-        read = self._read
+    def _longest(self, read: Mapping[str, Any]) -> int | None:
         normalizing, cutting = (list(_steps(read.get(part))) for part in ("normalizer", "pre_tokenizer"))
         factor = _COMPOSED if any(step["type"] == "NFC" for step in normalizing) else 1
         whole = (

@@ -27,7 +27,7 @@ class Calibrate(Section):
         min_length=1, description="What to run: a file, a data set of the hub or shipped:train; several are one text."
     )
     context: int | None
-    samples: int
+    samples: int | None
     seed: int
     sinks: int
     batch: int
@@ -40,7 +40,7 @@ def _problems(recipe: Recipe, asked: Calibrate) -> Iterator[str]:
 
 def _misfits(job: Job, asked: Calibrate) -> Iterator[str]:
     yield from job.too_long("calibrate.context", asked.context)
-    job.text(asked.text)
+    job.text(asked.text, f"{Calibrate.key}.text")
 
 
 def _settings(job: Job, asked: Calibrate) -> dict[str, Any]:
@@ -68,11 +68,13 @@ def files_of(folder: str) -> tuple[str, ...]:
 
 def windows(job: Job, asked: Calibrate) -> tuple[int, int]:
     """How many windows are run, and of how many tokens each."""
+    from sparsepack.calibration.samples import samples_of
     from sparsepack.models.tokenizer.windows import window_length
     from sparsepack.recipe.estimates import windows_in
 
     context = window_length(asked.context, job.checkpoint.config.max_position_embeddings)
-    return windows_in(job, asked.text, context, asked.samples), context
+    samples = samples_of(job.checkpoint, asked.samples, context, job.recipe.device)
+    return windows_in(job, asked.text, context, samples), context
 
 
 def _tokens(job: Job, asked: Calibrate) -> int:

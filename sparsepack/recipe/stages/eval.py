@@ -51,7 +51,7 @@ def _misfits(job: Job, asked: Eval) -> Iterator[str]:
     if asked.perplexity:
         yield from job.too_long("eval.context", asked.context)
     for name in asked.perplexity:
-        job.text([name])
+        job.text([name], f"{Eval.key}.perplexity")
 
 
 def _settings(job: Job, asked: Eval) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from sparsepack.tables import Part, Table
 
 if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan
-    from sparsepack.models.records.neurons import NeuronCounts
-    from sparsepack.sparsity.attention import FoundAttention
 
 DESCRIPTION = "pack.json"
 _MADE_FROM = ("name", "model", "dtype", "calibrate", "prune", "activation_sparsity", "pack")
@@ -134,48 +132,11 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
 
 def _planned(job: Job, asked: Pack) -> "Plan":
     """The artifact as far as it is known before the stages in front of it have run."""
-    from sparsepack.packing import Found, plan_of
+    from sparsepack.packing import found_to_come, plan_of
 
-    found = Found(
-        thresholds=thresholds_to_come(job),
-        attention=_attention_to_come(job, asked),
-        neurons=_neurons_to_come(job, asked),
-        pruning=record_to_come(job),
-    )
-    return plan_of(job.checkpoint, request_of(job, asked), found)
-
-
-def _attention_to_come(job: Job, asked: Pack) -> "FoundAttention | None":
-    """Sparse attention of about as many channels as there will be: which layers are dense is not known yet."""
-    import torch
-
-    from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.heads import heads_of_config
-    from sparsepack.models.records.sparse_attention import SparseAttention
-    from sparsepack.sparsity.attention import FoundAttention, channels_asked
-
-    options = asked.sparse_attention
-    if not options.sparse:
-        return None
-    heads, count = heads_of_config(job.checkpoint.config), channels_asked(job.checkpoint, options)
-    channels = torch.arange(heads.head_dim - count, heads.head_dim).expand(heads.kv_heads, -1)
-    dense = options.dense or ()
-    layers = tuple(None if layer in dense else channels for layer in range(job.checkpoint.layers))
-    return FoundAttention(SparseAttention(options.policy, layers), NO_HASH)
-
-
-def _neurons_to_come(job: Job, asked: Pack) -> "NeuronCounts | None":
-    """Counts of the number that there will be: which neurons are active is not known yet."""
-    import torch
-
-    from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.families import MLP_MID
-    from sparsepack.models.records.neurons import NeuronCounts
-
-    if not FORMATS[asked.format].mlp.by_count:
-        return None
-    shape = (job.checkpoint.layers, job.checkpoint.stacked_shape(MLP_MID)[1])
-    return NeuronCounts(torch.zeros(shape, dtype=torch.int64), 1, NO_HASH)
+    request = request_of(job, asked)
+    found = found_to_come(job.checkpoint, request, thresholds_to_come(job), record_to_come(job))
+    return plan_of(job.checkpoint, request, found)
 
 
 def _run(job: Job, asked: Pack) -> None:

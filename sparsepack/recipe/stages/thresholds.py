@@ -1,6 +1,5 @@
 """`activation_sparsity`: which channels a decoded token may skip, as a table of thresholds."""
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from sparsepack.sparsity.thresholds import Thresholds
 
 TABLE = "thresholds.json"
-_TYPICAL = 0.12345678901234567  # a threshold as long as most, for the manifest's table
-_TYPICAL_IN_CURVE = 0.12345
 
 
 class ActivationSparsity(Section):
@@ -67,9 +64,7 @@ def _run(job: Job, asked: ActivationSparsity) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.sparsity.find import make_thresholds
 
-    recipe = job.recipe
-    options = AllocationOptions(**asked.model_dump(), device=recipe.device, dtype=recipe.dtype)
-    make_thresholds(job.checkpoint, folder_of(job), options, job.folder / TABLE, overwrite=True)
+    make_thresholds(job.checkpoint, folder_of(job), _options(job, asked), job.folder / TABLE, overwrite=True)
 
 
 def _tokens(job: Job, asked: ActivationSparsity) -> int:
@@ -105,34 +100,17 @@ def _plan(job: Job, asked: ActivationSparsity | None) -> dict[str, Any]:
 
 
 def thresholds_to_come(job: Job) -> "Thresholds | None":
-    """Thresholds as long as those that will be found, with vectors where there will be vectors; None: none will be."""
-    import torch
+    """What will be known of the thresholds; None: none will be."""
+    from sparsepack.sparsity import find
 
-    from sparsepack.files.hashing import NO_HASH
-    from sparsepack.models.families import SITES
-    from sparsepack.models.records.rule import CURVE_SHARES, SiteRule
-    from sparsepack.models.sites import chosen_sites
-    from sparsepack.sparsity.thresholds import Thresholds
+    asked = ActivationSparsity.asked_in(job.recipe)
+    return (
+        None if asked is None or not asked.sparsity else find.thresholds_to_come(job.checkpoint, _options(job, asked))
+    )
 
-    asked, checkpoint = ActivationSparsity.asked_in(job.recipe), job.checkpoint
-    if asked is None or not asked.sparsity:
-        return None
-    per_channel = ALLOCATIONS[asked.allocation].per_channel or asked.criterion != "magnitude"
-    rules = {(layer, site): SiteRule() for layer in range(checkpoint.layers) for site in SITES}
-    allowed = frozenset(chosen_sites(checkpoint, asked.include, asked.ignore))
-    for layer, site in allowed:
-        columns = checkpoint.stacked_shape(site, layer)[1]
-        rules[layer, site] = SiteRule(
-            threshold=_TYPICAL,
-            offset=torch.zeros(columns) if asked.offsets else None,
-            channel_weights=torch.ones(columns) if per_channel else None,
-            sparsity=asked.sparsity,
-            realised=_TYPICAL,
-            curve=(_TYPICAL_IN_CURVE,) * len(CURVE_SHARES),
-        )
-    where = (checkpoint.sha256, NO_HASH, asked.allocation, asked.criterion)
-    weights = {(layer, site): math.prod(checkpoint.stacked_shape(site, layer)) for layer, site in rules}
-    return Thresholds(*where, asked.sparsity, asked.upstream, rules, weights, allowed)
+
+def _options(job: Job, asked: ActivationSparsity) -> AllocationOptions:
+    return AllocationOptions(**asked.model_dump(), device=job.recipe.device, dtype=job.recipe.dtype)
 
 
 def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:

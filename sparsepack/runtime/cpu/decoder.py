@@ -12,6 +12,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.families import ATTENTION_SITES, SITES
+from sparsepack.progress import counted
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
@@ -64,7 +65,7 @@ class NativeDecoder:
 
     @property
     def description(self) -> str:
-        return f"{self.instruction_set}, {self.threads} threads"
+        return f"{self.instruction_set}, {counted(self.threads, 'thread')}"
 
     @property
     def stepped(self) -> int:

@@ -34,7 +34,7 @@ def kept_links(of: Mapping[str, Any]) -> Links | None:
         content = json.loads(links_path(of).read_text())
         links = Links(**{field.name: float(content["together"][field.name]) for field in fields(Links)})
         known = {key: content[key] for key in ("schema", *of)}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     speeds = (links.resident, links.bus, links.worker, links.handover)
     return links if known == {"schema": SCHEMA, **of} and all(0 < each < math.inf for each in speeds) else None

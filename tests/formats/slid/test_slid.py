@@ -1,5 +1,6 @@
 """The slid folder: a pruned model without its zeros, intact, of that model, and what transformers makes of it."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -307,6 +308,33 @@ def test_sparse_attention_goes_through_a_slid_folder(pruned: Path, tmp_path: Pat
     assert "sparse attention" in report.checked
     assert "those that 8 channels rank best" in (path / "README.md").read_text()
     assert torch.isfinite(loaded(path)(IDS).logits).all()
+
+
+def test_a_configuration_that_no_model_can_have_is_refused_with_sparse_attention(
+    slid: dict[str, Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(slid["slide-int8"], tmp_path / "s"))
+    config = json.loads((path / "config.json").read_text()) | {"vocab_size": -256}
+    (path / "config.json").write_text(json.dumps(config))
+    inside = unsealed(path / "sparsepack.json")
+    data = (path / "config.json").read_bytes()
+    inside["files"]["config.json"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    sparse = SparseAttention(TokenPolicy(Fraction(1, 8)), (None, torch.tensor([[1, 2], [1, 2]])))
+    heads = Heads(4, 2, 64, RotaryChannels("half-split", 64))
+    inside["manifest"] |= {"schema": 3, "attention": attention_section(sparse, heads, "0" * 64)}
+    del inside["sha256"]
+    (path / "sparsepack.json").write_bytes(sealed(inside))
+    assert not verify(path).passed
+    with pytest.raises(ArtifactError):
+        open_artifact(path).stock()
+
+
+@pytest.mark.parametrize("format", [{}, [], 3, None], ids=str)
+def test_a_format_that_is_no_name_is_refused(format: Any) -> None:
+    from sparsepack.integration.transformers.quantizer import SlidConfig
+
+    with pytest.raises(ArtifactError, match="transformers loads"):
+        SlidConfig(format, {})
 
 
 def test_attention_of_other_heads_than_the_folders_is_found(slid: dict[str, Path], tmp_path: Path) -> None:

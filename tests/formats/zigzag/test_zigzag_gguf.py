@@ -21,7 +21,7 @@ from sparsepack.formats.codecs import q4_k
 from sparsepack.formats.codecs.matrices import decode_matrix
 from sparsepack.formats.containers.gguf.values import MANIFEST as KEY
 from sparsepack.formats.containers.gguf.values import string, u32
-from sparsepack.formats.open import read_packed
+from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import dequantised, stock_config, stock_tokenizer
 from sparsepack.formats.verify import verify
@@ -295,6 +295,15 @@ FORGED = {
         lambda v, t: (edited(v, KEY, neurons={"order": "activity"}), t),
         "zigzag-q4_k has no place for neurons",
     ),
+    "another width in the configuration": (
+        lambda v, t: (edited(v, "sparsepack.config", hidden_size=512), t),
+        r"contradict each other \(hidden_size is 512 in config.json, 256 for engines\)",
+    ),
+    "another norm in the configuration": (lambda v, t: (edited(v, "sparsepack.config", rms_norm_eps=0.5), t), "rms_n"),
+    "another head in the configuration": (
+        lambda v, t: (edited(v, "sparsepack.config", tie_word_embeddings="yes"), t),
+        "tie_word_embeddings is yes",
+    ),
     "older schema": (lambda v, t: (edited(v, KEY, schema=1), t), "schema '1'"),
     "unknown family": (lambda v, t: (edited(v, NUMBERS, model_type="opt"), t), "'opt'"),
 }
@@ -308,6 +317,17 @@ def test_inconsistent_files_are_refused(checkpoints: Checkpoints, tmp_path: Path
         read_packed(path)
     assert "\n" not in str(caught.value)
     assert not verify(path).passed
+
+
+def test_verify_and_eval_find_rotary_frequencies_that_the_configuration_does_not_mean(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    path = forged(checkpoints["llama"], tmp_path / "m.gguf", lambda v, t: (edited(v, "sparsepack.config", **rope), t))
+    (problem,) = verify(path).problems
+    assert "means another model than its tensors are (inv_freq is" in problem
+    with pytest.raises(ArtifactError, match="another model"):
+        open_artifact(path).stock()
 
 
 def test_configuration_that_is_not_understood_is_refused(zigzag_files: Files) -> None:

@@ -32,7 +32,7 @@ def test_tokens_have_the_bytes_of_their_text_and_at_most_as_many_each_as_is_told
 ) -> None:
     tokens, ids = TokenBytes(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
     assert b"".join(map(tokens.of, ids)) == text.encode()
-    most = tokens.most()
+    most = tokens.most
     assert most is not None
     assert len(text.encode()) <= len(ids) * most
 
@@ -54,7 +54,7 @@ def test_tokens_have_the_bytes_of_their_text_and_at_most_as_many_each_as_is_told
     ids=str,
 )
 def test_nothing_is_told_where_a_part_of_a_text_may_come_to_nothing(changes: dict[str, object]) -> None:
-    assert TokenBytes(fallback(**changes)).most() is None
+    assert TokenBytes(fallback(**changes)).most is None
 
 
 def test_what_is_no_token_has_no_bytes() -> None:

@@ -137,7 +137,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> 
     table = CliRunner().invoke(main, ["tune", "--threads", "1"])
     assert table.exit_code == 0, table.output
     path = str(tuned_path(instruction_set(), 1))
-    for expected in ("1100 x 24", "300 x 16", "GB/s", f"{instruction_set()}, 1 threads", f"kept in {path}"):
+    for expected in ("1100 x 24", "300 x 16", "GB/s", f"{instruction_set()}, 1 thread, ", f"kept in {path}"):
         assert expected in table.stdout
     measured = CliRunner().invoke(main, ["tune", "--threads", "1", "--json", "-"])
     assert measured.exit_code == 0, measured.output

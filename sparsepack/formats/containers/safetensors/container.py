@@ -166,6 +166,10 @@ class FolderArtifact(Artifact):
         return self.folder.path
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(self.path / name for name in (MANIFEST, *sorted((*self.folder.texts, *self.folder.raw))))
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self.folder.tensors
 

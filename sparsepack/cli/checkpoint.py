@@ -1,0 +1,28 @@
+"""What `inspect` knows of a checkpoint, as text for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsepack.tables import Table, markdown
+
+
+def checkpoint_table(found: Mapping[str, Any]) -> str:
+    """A model as it is before it is packed."""
+    rows = [[site, f"{outputs:,} x {inputs:,}"] for site, (outputs, inputs) in found["sites"].items()]
+    return markdown(
+        f"{found['path']}: a checkpoint, {found['model_type']} ({found['sha256'][:12]}), {found['weights']:,} weights, "
+        f"{found['bytes']:,} bytes, most of them in {found['dtype']}",
+        f"{found['layers']} blocks of {found['hidden']:,} channels, {found['vocabulary']:,} tokens, made for texts of "
+        f"{found['context']:,}",
+        Table(["site", "outputs x inputs, in each block"], rows),
+        _pruned(found["pruned"]),
+        found["formats"],
+    )
+
+
+def _pruned(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "not pruned by sparsepack"
+    patterns = ", ".join(f"keep {pattern} in {count} matrices" for pattern, count in record["matrices"].items())
+    permuted = ", inputs in another order" if record["permute"] else ""
+    return f"pruned from {record['model']} ({record['model_sha256'][:12]}) by {record['method']}{permuted}: {patterns}"

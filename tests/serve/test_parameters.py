@@ -1,0 +1,283 @@
+"""What requests may ask beside a plain text, as the official client of OpenAI's protocol asks it."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from serving import Served
+
+from sparsepack.errors import UserError
+from sparsepack.loading import Model
+from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.grammar import GrammarConstraint
+from sparsepack.serve.options import ServeOptions
+
+PROMPT = "There was a king who had"
+MESSAGES = [{"role": "user", "content": "Who was there?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}, "kind": {"enum": ["king", "queen"]}},
+    "required": ["age", "kind"],
+    "additionalProperties": False,
+}
+NAMED = {"name": "person", "schema": SCHEMA}
+
+
+def made(model: Model, **options: object) -> str:
+    """What the model says without a server."""
+    return model.generate(PROMPT, GenerateOptions(**options)).result().text  # type: ignore[arg-type]
+
+
+def completion(served: Served, **asked: Any) -> Any:
+    return served.client().completions.create(**{"model": "tiny", "prompt": PROMPT, "max_tokens": 16, **asked})
+
+
+def chat(served: Served, **asked: Any) -> Any:
+    messages = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16}
+    return served.client().chat.completions.create(**{**messages, **asked})
+
+
+def test_several_texts_are_those_of_following_seeds_and_each_comes_in_its_own_chunks(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.model.engine, "dense", True)  # what is skipped may depend on the texts beside one
+    expected = [made(served.model, tokens=16, temperature=1.0, seed=seed) for seed in (3, 4, 5)]
+    answer = completion(served, n=3, seed=3)
+    assert [(choice.index, choice.text) for choice in answer.choices] == list(enumerate(expected))
+    chunks = list(completion(served, n=3, seed=3, stream=True, stream_options={"include_usage": True}))
+    texts = ["", "", ""]
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+    assert chunks[-1].usage == answer.usage
+    assert answer.usage.completion_tokens <= 48
+    ends = [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason]
+    assert len(ends) == 3
+
+
+def test_several_texts_are_all_in_the_queue_or_none(model: Model) -> None:
+    with (
+        Served(model, ServeOptions(queue=1)) as small,
+        pytest.raises(openai.InternalServerError, match="queue is full"),
+    ):
+        completion(small, n=16, max_tokens=900, extra_body={"top_k": 1})
+    assert small.worker.waiting == 0
+
+
+def logprobs_of(model: Model, text: str) -> torch.Tensor:
+    ids = model.tokenizer.encode(text).ids
+    model.engine.reset()
+    return model.engine.prefill([0, *ids]).double().log_softmax(0)
+
+
+def test_logprobs_of_a_completion_are_the_model_s_and_its_tokens_are_the_text(served: Served) -> None:
+    answer = completion(served, logprobs=3, temperature=0).choices[0]
+    told = answer.logprobs
+    assert "".join(told.tokens) == answer.text
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset) == 16
+    assert [
+        answer.text[at : at + len(token)] for at, token in zip(told.text_offset, told.tokens, strict=True)
+    ] == told.tokens
+    expected = logprobs_of(served.model, PROMPT)
+    assert told.token_logprobs[0] == pytest.approx(float(expected.max()), abs=1e-3)
+    assert sorted(told.top_logprobs[0].values()) == pytest.approx(sorted(expected.topk(3).values.tolist()), abs=1e-3)
+    assert completion(served, temperature=0).choices[0].logprobs is None
+    chunks = [chunk.choices[0] for chunk in completion(served, logprobs=3, temperature=0, stream=True)]
+    streamed = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+    assert [token for part in streamed for token in part.tokens] == told.tokens
+    assert [at for part in streamed for at in part.text_offset] == told.text_offset
+
+
+def test_logprobs_of_a_chat_have_bytes_and_the_likeliest_others(served: Served) -> None:
+    answer = chat(served, logprobs=True, top_logprobs=2, temperature=0).choices[0]
+    content = answer.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in content).decode() == answer.message.content
+    for token in content:
+        assert [len(token.top_logprobs), token.top_logprobs[0].token] == [2, token.token]
+        assert math.exp(token.top_logprobs[0].logprob) + math.exp(token.top_logprobs[1].logprob) <= 1.0001
+    assert chat(served, logprobs=True, temperature=0).choices[0].logprobs.content[0].top_logprobs == []
+    streamed = list(chat(served, logprobs=True, top_logprobs=2, temperature=0, stream=True))
+    told = [token for chunk in streamed for token in (chunk.choices[0].logprobs or _nothing()).content]
+    assert [token.token for token in told] == [token.token for token in content]
+
+
+def _nothing() -> Any:
+    return type("Nothing", (), {"content": []})
+
+
+def test_the_end_of_a_text_is_no_token_of_the_logprobs(served: Served) -> None:
+    answer = completion(served, logprobs=0, extra_body={"grammar": 'root ::= "yes"'})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("yes", "stop")
+    assert len(answer.choices[0].logprobs.tokens) == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+        ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
+        ({"logit_bias": {"300": 100, "5": -100}}, {"logit_bias": ((300, 100.0), (5, -100.0))}),
+        ({"extra_body": {"min_p": 0.3}}, {"min_p": 0.3}),
+    ],
+    ids=str,
+)
+def test_what_changes_the_choice_of_tokens_reaches_it(
+    served: Served, asked: dict[str, Any], options: dict[str, Any]
+) -> None:
+    plain = {"tokens": 40, "temperature": 1.0, "seed": 5}
+    expected = made(served.model, **plain, **options)
+    assert completion(served, max_tokens=40, seed=5, **asked).choices[0].text == expected
+    assert expected != made(served.model, **plain)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("temperature", [0, 1, 2])
+def test_a_text_keeps_to_a_json_schema(served: Served, temperature: float, stream: bool) -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": NAMED}, "max_tokens": 200, "seed": 1}
+    answer = chat(served, **asked, temperature=temperature, stream=stream)
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        text = answer.choices[0].message.content
+        assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(text)
+    assert 1 <= found["age"] <= 99
+    assert found["kind"] in ("king", "queen")
+    assert len(found) == 2
+
+
+def test_a_text_is_a_json_object_or_of_a_grammar(served: Served) -> None:
+    answer = chat(served, response_format={"type": "json_object"}, temperature=0, max_tokens=500)
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    assert answer.choices[0].message.content.startswith("{")
+    for grammar in ('root ::= ("king" | "queen") "s"', 'start: ("king" | "queen") "s"'):
+        assert completion(served, extra_body={"grammar": grammar}).choices[0].text in ("kings", "queens")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}}, "no"),
+        ({"extra_body": {"grammar": 'root ::= "yes'}}, "Unexpected end"),
+        ({"extra_body": {"grammar": "start: missing"}}, "missing"),
+        ({"extra_body": {"grammar": "(" * 16_000}}, "cannot be kept to"),
+    ],
+    ids=["schema", "gbnf", "lark", "deep"],
+)
+def test_what_is_no_schema_or_grammar_is_refused_in_one_line(served: Served, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        (chat if "response_format" in asked else completion)(served, **asked)
+    message = caught.value.body["message"]  # type: ignore[index]
+    assert says in message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def test_a_grammar_that_fails_while_a_text_is_made_is_the_request_s_error(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: GrammarConstraint) -> torch.Tensor:
+        raise UserError("the grammar cannot be followed (too complex); give a simpler one")
+
+    monkeypatch.setattr(GrammarConstraint, "allowed", fails)
+    with pytest.raises(openai.BadRequestError, match="give a simpler one"):
+        chat(served, response_format={"type": "json_object"})
+    with pytest.raises(openai.APIError, match="give a simpler one"):
+        list(chat(served, response_format={"type": "json_object"}, stream=True))
+
+
+# tools
+
+HERMES = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}In <tool_call></tool_call>.\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}\n{% endfor %}"
+)
+LLAMA = HERMES.replace("<tool_call></tool_call>", '{"name": NAME, "parameters": ARGUMENTS}')
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[HERMES, LLAMA], ids=["hermes", "llama"])
+def with_tools(model: Model, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with Served(replace(model, chat_template=request.param), ServeOptions()) as running:
+        yield running
+
+
+def test_a_call_that_must_be_made_is_made_and_what_it_gave_goes_into_the_chat(with_tools: Served) -> None:
+    asked = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "temperature": 1, "seed": 3}
+    choice = chat(with_tools, **asked).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    chunks = list(chat(with_tools, **asked, stream=True))
+    (streamed,) = (chunk.choices[0].delta.tool_calls[0] for chunk in chunks if chunk.choices[0].delta.tool_calls)
+    assert (streamed.index, streamed.function.arguments) == (0, call.function.arguments)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    given = [*MESSAGES, choice.message.model_dump(exclude_none=True)]
+    given.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    assert chat(with_tools, messages=given, tools=[WEATHER]).choices[0].message.role == "assistant"
+
+
+def test_the_template_is_told_of_the_tools_that_may_be_called(with_tools: Served) -> None:
+    def prompt_tokens(**asked: Any) -> int:
+        return int(chat(with_tools, max_tokens=0, **asked).usage.prompt_tokens)
+
+    assert prompt_tokens(tools=[WEATHER]) > prompt_tokens() == prompt_tokens(tools=[WEATHER], tool_choice="none")
+
+
+def test_without_a_call_the_answer_is_text(with_tools: Served) -> None:
+    answer = chat(with_tools, tools=[WEATHER], temperature=0).choices[0]
+    assert answer.message.tool_calls is None
+    assert answer.message.content
+    assert answer.finish_reason == "length"
+
+
+def test_tools_are_refused_where_the_template_would_not_tell_of_them(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="this model's chat template takes none"):
+        chat(served, tools=[WEATHER])
+
+
+def test_metrics_count_requests_texts_and_tokens(model: Model) -> None:
+    with Served(model, ServeOptions()) as fresh, fresh.http() as http:
+        answer = completion(fresh, temperature=0, max_tokens=7)
+        with pytest.raises(openai.BadRequestError):
+            completion(fresh, n=0)
+        found = http.get("/metrics")
+        assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = dict(line.rsplit(" ", 1) for line in found.text.splitlines() if not line.startswith("#"))
+        assert lines['sparsepack_requests_total{path="/v1/completions",status="200"}'] == "1.0"
+        assert lines['sparsepack_requests_total{path="/v1/completions",status="400"}'] == "1.0"
+        assert float(lines["sparsepack_completion_tokens_total"]) == 7
+        assert float(lines["sparsepack_prompt_tokens_total"]) == answer.usage.prompt_tokens
+        assert lines['sparsepack_texts_total{reason="length"}'] == "1.0"
+        assert lines["sparsepack_first_piece_seconds_count"] == lines["sparsepack_text_seconds_count"] == "1.0"
+        assert lines["sparsepack_texts_making"] == lines["sparsepack_texts_waiting"] == "0.0"
+
+
+def test_the_documentation_names_every_metric(served: Served) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    with served.http() as http:
+        found = http.get("/metrics").text
+    names = {line.split()[2] for line in found.splitlines() if line.startswith("# TYPE")}
+    assert len(names) > 5
+    assert {name for name in names if not name.endswith("_created") and f"`{name}`" not in text} == set()

@@ -1,0 +1,102 @@
+"""Nothing that a model or a file says commands a terminal; where output is no terminal, it stays as it is."""
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from artifacts_for_tests import write_zigzag
+
+from sparsepack.cli import streams
+from sparsepack.cli.streaming import Answers
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.progress import progress, say
+from sparsepack.tables import Table, show
+from sparsepack.terminal import printable, tell
+
+HOSTILE = "a\x1b]0;owned\x07\x9b31m\u202eb\u2066c\x7f\rd"
+HARMLESS = "a?]0;owned??31m?b?c??d"
+
+
+class Screen(io.StringIO):
+    """What looks like a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_control_and_bidirectional_characters_are_replaced_and_letters_of_all_languages_stay() -> None:
+    assert printable(HOSTILE) == HARMLESS
+    for text in ("one\ttwo\r\nthree\n", "caf\u00e9 \u2713 \u05e9\u05dc\u05d5\u05dd \u200f\U0001d11e"):
+        assert printable(text) == text
+
+
+def test_what_a_model_writes_is_replaced_on_a_terminal_and_raw_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, expected in ((Screen(), HARMLESS), (io.StringIO(), HOSTILE)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        tell(HOSTILE, end="")
+        assert stream.getvalue() == expected
+
+
+def test_a_generated_text_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.cli.streaming.what_runs", lambda engine: [])
+    for stream, expected in ((Screen(), HARMLESS), (io.StringIO(), HOSTILE)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        Answers(object(), None).tell(HOSTILE)
+        assert stream.getvalue() == expected
+
+
+def test_notes_progress_tables_and_messages_of_libraries_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.prepare()
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", screen)
+    say(HOSTILE)
+    with progress(f"[red]{HOSTILE}", 2) as advance:
+        advance()
+    show([HOSTILE, Table(["name"], [[HOSTILE]], HOSTILE, [HOSTILE])])
+    logging.lastResort.emit(logging.getLogger("x").makeRecord("x", 40, "f", 1, "said %s", (HOSTILE,), None))
+    said = screen.getvalue()
+    assert "\x1b]0;" not in said
+    assert not set("\x07\x9b\u202e\u2066\x7f") & set(said)
+    assert said.count("?]0;owned") >= 6
+    assert "[red]" in said
+
+
+def test_json_on_a_terminal_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Screen())
+    text = streams.json_text({"name": HOSTILE, "é": 1})
+    assert printable(text) == text
+    assert json.loads(text)["name"] == HOSTILE
+
+
+def test_generate_and_errors_on_a_real_terminal_command_nothing(tmp_path: Path) -> None:
+    """Standard output and error are the two ends of a pseudo terminal."""
+    import pty
+
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, tmp_path / "m.gguf")
+    command = [sys.executable, "-m", "sparsepack.cli", "generate"]
+    for asked in (["m.gguf", "--prompt", HOSTILE, "-n", "1"], [f"none{HOSTILE}.gguf", "--prompt", "x"]):
+        ours, theirs = pty.openpty()
+        done = subprocess.Popen([*command, *asked], stdout=theirs, stderr=theirs, cwd=tmp_path)
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            shown += piece
+        done.wait()
+        os.close(ours)
+        assert b"?]0;owned" in shown
+        assert b"\x1b]0;" not in shown
+        assert "\u202e".encode() not in shown
