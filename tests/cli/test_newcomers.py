@@ -91,7 +91,7 @@ def test_options_of_verbs_with_many_stand_in_groups_of_at_most_fourteen(verb: st
         (["pack", "m", "--nonsense"], "No such option '--nonsense'"),
         (["bench", "m", "--batch", "x"], "Invalid value for '--batch'"),
         (["--nonsense"], "No such option '--nonsense'"),
-        (["thresholds", "m", "--calibration", "c", "-o", "t"], "give --sparsity"),
+        (["thresholds", "m", "--calibration", ".", "-o", "t"], "give --sparsity"),
     ],
 )
 def test_what_click_finds_wrong_is_one_line(arguments: list[str], said: str) -> None:
