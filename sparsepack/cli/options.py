@@ -87,11 +87,16 @@ def _usable_device(context: click.Context, parameter: click.Parameter, name: str
     return name
 
 
+_THREADS = "sparsepack.threads"
+"""Under this name click's context has the threads that were asked for, which the engine is told, too."""
+
+
 def _use_threads(context: click.Context, parameter: click.Parameter, threads: int | None) -> None:
     if threads:
         import torch
 
         torch.set_num_threads(threads)
+        context.meta[_THREADS] = threads
 
 
 def _writable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
@@ -149,7 +154,11 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
     Refuses --offload together with --dense.
     """
     others = () if beside is None else [field.name for field in fields(beside)]
-    options = EngineOptions(**_taken(asked, EngineOptions, others))
+    taken = _taken(asked, EngineOptions, others)
+    context = click.get_current_context(silent=True)
+    if context is not None and _THREADS in context.meta:
+        taken.setdefault("threads", context.meta[_THREADS])
+    options = EngineOptions(**taken)
     if options.offload and options.dense:
         raise click.UsageError(
             "--dense reads every token at each step, which takes too long from the host's memory: give --dense or "
