@@ -21,12 +21,22 @@ __all__ = [
     "Model",
     "PackRequest",
     "PruneOptions",
+    "RecipeOutcome",
+    "SimulateOptions",
+    "TraceOptions",
     "UserError",
     "calibrate",
+    "card",
     "evaluate",
     "load",
     "pack",
     "prune",
+    "push",
+    "report",
+    "run",
+    "simulate",
+    "thresholds",
+    "trace",
     "verify",
 ]
 
@@ -41,10 +51,20 @@ if TYPE_CHECKING:
     from sparsepack.packing import PackRequest, pack
     from sparsepack.pruning.options import PruneOptions
     from sparsepack.pruning.run import prune
+    from sparsepack.publish.card import model_card as card
+    from sparsepack.publish.hub import push
+    from sparsepack.publish.page import report_page as report
+    from sparsepack.recipe.run import RecipeOutcome
+    from sparsepack.recipe.run import run_recipe as run
     from sparsepack.runtime.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
+    from sparsepack.simulation.options import SimulateOptions
+    from sparsepack.simulation.run import simulate
     from sparsepack.sparsity.attention_options import AttentionOptions
+    from sparsepack.sparsity.find import make_thresholds as thresholds
     from sparsepack.sparsity.options import AllocationOptions
+    from sparsepack.tracing.collect import trace
+    from sparsepack.tracing.options import TraceOptions
 
 _HOMES = {
     "AllocationOptions": "sparsepack.sparsity.options",
@@ -57,20 +77,32 @@ _HOMES = {
     "Model": "sparsepack.loading",
     "PackRequest": "sparsepack.packing",
     "PruneOptions": "sparsepack.pruning.options",
+    "RecipeOutcome": "sparsepack.recipe.run",
+    "SimulateOptions": "sparsepack.simulation.options",
+    "TraceOptions": "sparsepack.tracing.options",
     "UserError": "sparsepack.errors",
     "calibrate": "sparsepack.calibration.run",
+    "card": "sparsepack.publish.card:model_card",
     "evaluate": "sparsepack.eval.run",
     "load": "sparsepack.loading",
     "pack": "sparsepack.packing",
     "prune": "sparsepack.pruning.run",
+    "push": "sparsepack.publish.hub",
+    "report": "sparsepack.publish.page:report_page",
+    "run": "sparsepack.recipe.run:run_recipe",
+    "simulate": "sparsepack.simulation.run",
+    "thresholds": "sparsepack.sparsity.find:make_thresholds",
+    "trace": "sparsepack.tracing.collect",
     "verify": "sparsepack.formats.verify",
 }
+"""The module of each name, and after a colon what the name is called there where that is another."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    home, _, function = _HOMES[name].partition(":")
+    value = getattr(import_module(home), function or name)
     globals()[name] = value
     return value
 

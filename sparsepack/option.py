@@ -5,7 +5,7 @@ there. An option dataclass needs neither click nor pydantic.
 """
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -19,12 +19,67 @@ LARGEST_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
+class Condition:
+    """What another field must be for an option to count; where it is not, an option that is given is refused.
+
+    field  -- the other field, of the same dataclass or the same verb
+    values -- those with which the option counts; none: all but those of `but`
+    but    -- those with which the option does nothing
+    given  -- whether the other field must have been given, or must not have been; None: its value decides
+    """
+
+    field: str
+    values: tuple[Any, ...] = ()
+    but: tuple[Any, ...] = ()
+    given: bool | None = None
+
+    def holds(self, other: Any) -> bool:
+        """Whether the option counts with this value of the other field."""
+        if self.given is not None:
+            return self.given != _missing(other)
+        return other in self.values if self.values else other not in self.but
+
+    def refusal(self, value: Any, other: Any, spelt: Callable[[str], str], name: str) -> str:
+        """The line that refuses `value` of the field `name`; `spelt` writes a field as the user knows it."""
+        given, field = _given(spelt(name), value), spelt(self.field)
+        names = " or ".join(map(str, self.values))
+        if _missing(other):
+            return f"{given}: it does nothing without {f'{field} {names}'.strip()}; give both, or neither"
+        if names:
+            return f"{given}: it is for {field} {names}, not {other}; leave it out, or take {field} {self.values[0]}"
+        return f"{given}: it does nothing with {_given(field, other)}; leave one of them out"
+
+
+def _missing(value: Any) -> bool:
+    """Whether a value says that nobody gave one; zero is one."""
+    return value is None or value is False or value in ((), "")
+
+
+def _given(name: str, value: Any) -> str:
+    """A field and its value, as in "--keep 4"; a flag is its name."""
+    if isinstance(value, tuple):
+        value = ", ".join(map(str, value))
+    return name if value is True else f"{name} {value if not isinstance(value, str) else value or repr(value)}"
+
+
+def only_with(field: str, *values: Any) -> Condition:
+    """An option counts where another field has one of these values; without any, where it is given."""
+    return Condition(field, values=values, given=None if values else True)
+
+
+def not_with(field: str, *values: Any) -> Condition:
+    """An option does nothing where another field has one of these values; without any, where it is given."""
+    return Condition(field, but=values, given=None if values else False)
+
+
+@dataclass(frozen=True)
 class Option:
     """What is declared of a field beside its type and default.
 
     help    -- a sentence for people, the same on the command line and in the reference of recipes
     choices -- the names that it may have; none: any
     least, most, above, below -- limits of a number, the last two left out themselves
+    counts  -- what other fields must be for it to count, each of these; given elsewhere it is refused
     everywhere -- whether each verb, and each section of a recipe, that is told any of these options takes this one,
                   too, without naming it
     """
@@ -35,6 +90,7 @@ class Option:
     most: float | None = None
     above: float | None = None
     below: float | None = None
+    counts: tuple[Condition, ...] = ()
     everywhere: bool = False
 
     def problem(self, value: Any) -> str | None:
@@ -67,6 +123,26 @@ def default_of(options: type, name: str) -> Any:
     """The default of a field; None where it has to be given."""
     (found,) = (each.default for each in fields(options) if each.name == name)
     return None if found is MISSING else found
+
+
+def idle(
+    given: Iterable[str],
+    value_of: Callable[[str], Any],
+    counts_of: Callable[[str], Collection[Condition]],
+    spelt: Callable[[str], str] = str,
+) -> Iterator[str]:
+    """A line for each field that was given and does nothing beside the others.
+
+    given     -- the fields that somebody gave a value
+    value_of  -- the value of any field, its default where nobody gave one
+    counts_of -- the conditions of a field
+    spelt     -- writes a field as the user knows it
+    """
+    for name in given:
+        for condition in counts_of(name):
+            if not condition.holds(other := value_of(condition.field)):
+                yield condition.refusal(value_of(name), other, spelt, name)
+                break
 
 
 def check_type(name: str, value: Any, annotation: Any, error: type[Exception]) -> None:
@@ -124,14 +200,19 @@ def with_paths(asked: Asked) -> Asked:
 
 def check_options(asked: Any, error: type[Exception], but: Collection[str] = ()) -> None:
     """Raise `error`, naming field, value and what was expected, for the first value of another type than its field's,
-    or that its option does not allow.
+    or that its option does not allow; then for the first that differs from its default and does nothing beside the
+    others.
 
     but -- fields of which only the type is looked at
     """
     check_types(asked, error)
-    for name, declared in options_of(type(asked)).items():
+    declared_of = options_of(type(asked))
+    for name, declared in declared_of.items():
         if name in but:
             continue
         value = getattr(asked, name)
         if (expected := declared.problem(value)) is not None:
             raise error(f"{name} {value!r}: expected {expected}")
+    changed = [name for name in declared_of if getattr(asked, name) != default_of(type(asked), name)]
+    for line in idle(changed, lambda name: getattr(asked, name, None), lambda name: declared_of[name].counts):
+        raise error(line)

@@ -14,7 +14,7 @@ from sparsepack.errors import PackingError
 from sparsepack.formats.codecs.types import TYPES
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
-from sparsepack.option import check_type, check_types, option, with_paths
+from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sparsepack.models.records.pruned import PruningRecord
     from sparsepack.sparsity.attention import FoundAttention
     from sparsepack.sparsity.thresholds import Thresholds
+
+_SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight_sparsity))
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,14 @@ class PackRequest:
         "Nonzero weights in a group, of a model that was pruned elsewhere (default: what `prune` recorded).",
         default=None,
         least=1,
+        counts=(only_with("of"), _SLID),
     )
     of: int | None = option(
-        "Inputs in a group (default: what `prune` recorded).", default=None, least=2, most=LARGEST_GROUP
+        "Inputs in a group (default: what `prune` recorded).",
+        default=None,
+        least=2,
+        most=LARGEST_GROUP,
+        counts=(only_with("keep"), _SLID),
     )
     device: str = "cpu"
     overwrite: bool = False
@@ -57,6 +64,7 @@ class PackRequest:
         """Raise `PackingError` for a value of another type or out of range, and where the parts do not go together."""
         check_types(self, PackingError)
         format = format_of(self.format)
+        check_options(self, PackingError)
         if self.allocation is not None:
             self.allocation.check()
         sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)
@@ -65,10 +73,6 @@ class PackRequest:
                 f"format {format.name}: it has no place for thresholds; "
                 f"leave sparsity out or use {those_with('thresholds')}"
             )
-        if (self.keep is None) != (self.of is None):
-            raise PackingError("--keep and --of go together: give both, or neither for what `prune` recorded")
-        if self.keep is not None and not format.weight_sparsity:
-            raise PackingError(f"format {format.name}: it keeps zeros; --keep is for {those_with('weight_sparsity')}")
         if format.weight_sparsity and (self.output_type, self.embedding_type) != ("auto", "auto"):
             raise PackingError(f"format {format.name}: embedding and output matrix stay in the model's own type")
         if self.thresholds is not None and self.allocation is not None and self.allocation.sparsity > 0:

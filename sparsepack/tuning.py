@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparsepack.errors import UserError
 from sparsepack.formats.codecs.matrices import ZIGZAG
 from sparsepack.formats.open import read_packed
 from sparsepack.runtime.backend_module import opened
@@ -23,6 +24,8 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
     What was found is kept below ~/.cache and returned, JSON-able. Raises `UserError` without kernels for the device,
     `OutputError` where it cannot be kept.
     """
+    if threads is not None and device != "cpu":
+        raise UserError(f"threads {threads}: it is for device cpu, not {device}; give both, or neither")
     backend = tuning_backend(EngineOptions(device))
     module = opened(backend)
     models = [read_packed(path, verify=False) for path in paths]

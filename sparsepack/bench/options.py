@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.option import LARGEST_SEED, check_options, not_with, option
 from sparsepack.runtime.backends import backend_named, most_sequences
 from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.options import EngineOptions
@@ -21,7 +21,7 @@ class BenchSettings:
     prompt: int = option("Tokens of the prefill test; 0: none.", default=512, least=0)
     generate: int = option("Tokens of the decoding test; 0: none.", default=128, least=0)
     repetitions: int = option("How often each test is run, in turns.", default=5, least=1)
-    seed: int = option("Of the random tokens.", default=0, least=0, most=LARGEST_SEED)
+    seed: int = option("Of the random tokens.", default=0, least=0, most=LARGEST_SEED, counts=(not_with("text"),))
     batch: int = option(
         "Decode so many sequences together, skipping what is inactive in all of them. No prefill test then.",
         default=1,
@@ -45,6 +45,8 @@ class BenchSettings:
         engine = self.engine
         if engine.backend is not None:
             backend_named(engine.backend).check_device(engine.device)
+        if self.batch > 1 and self.prompt not in (0, type(self).prompt):
+            raise UserError(f"prompt {self.prompt}: there is no prefill test with batch {self.batch}; leave it out")
         if self.batch > 1 and engine.cached is not None:
             raise UserError(f"batch {self.batch}: cached is for one text at a time; give one of them")
         if self.batch > 1 and not self.generate:

@@ -11,6 +11,7 @@ from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.models.tokenizer.windows import tokenise
 from sparsepack.runtime.generate import open_tokenizer
+from sparsepack.runtime.options import EngineOptions
 
 
 def bench(path: Path, settings: BenchSettings | None = None, text: str | None = None) -> dict[str, Any]:
@@ -23,6 +24,8 @@ def bench(path: Path, settings: BenchSettings | None = None, text: str | None = 
     artifact = open_artifact(path)
     if artifact.format.weight_sparsity:
         return _bench_products(artifact, settings, text)
+    if text and settings.seed != BenchSettings.seed:
+        raise UserError(f"seed {settings.seed}: it does nothing with text {text}; leave one of them out")
     packed = read_packed(path)
     ids = None
     if text:
@@ -40,6 +43,14 @@ def _bench_products(artifact: Artifact, settings: BenchSettings, text: str | Non
         raise UserError(f"{artifact.path}: the products of a slid folder take random inputs; leave --text out")
     if settings.engine.device.partition(":")[0] != "cuda":
         raise UserError(f"{artifact.path}: the products of a slid folder are timed on an NVIDIA GPU; add --device cuda")
+    for name in ("prompt", "generate", "seed", "batch"):
+        if (value := getattr(settings, name)) != getattr(BenchSettings, name):
+            raise UserError(f"{artifact.path}: {name} {value} does nothing with a slid folder; leave it out")
+    if settings.engine != EngineOptions(device=settings.engine.device):
+        raise UserError(
+            f"{artifact.path}: of what is said of the engine, the device alone counts with a slid folder; leave out "
+            "backend, cached, policy and threads"
+        )
     shapes = {name: artifact.logical_shape(f"{name}.weight") for name in artifact.slides}
     patterns = sorted({*PATTERNS, *(how.pattern for how in artifact.slides.values())}, key=lambda p: (p.of, p.keep))
     linears = linears_of({name: (rows, columns) for name, (rows, columns) in shapes.items()})

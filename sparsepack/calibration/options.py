@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sparsepack.errors import CalibrationError
-from sparsepack.option import LARGEST_SEED, check_options, option
+from sparsepack.option import LARGEST_SEED, check_options, not_with, option
 
 CRITERIA = ("magnitude", "column-norm")
 """The scores of these criteria are counted; see `calibration.criteria`."""
@@ -29,7 +29,9 @@ class CalibrateOptions:
         default=None,
         least=0,
     )
-    seed: int = option("Which windows are drawn.", default=0, least=0, most=LARGEST_SEED)
+    seed: int = option(
+        "Which windows are drawn.", default=0, least=0, most=LARGEST_SEED, counts=(not_with("samples", 0),)
+    )
     sinks: int = option("First positions of a window left out of the statistics.", default=4, least=0)
     batch: int = option("Windows at a time.", default=2, least=1)
     device: str = option("Where models run: cpu, cuda, cuda:1, mps.", default="cpu")

@@ -73,27 +73,12 @@ def main() -> None:
     """
 
 
-VERBS = (
-    calibrate,
-    thresholds,
-    prune,
-    pack,
-    inspect,
-    verify,
-    evaluate,
-    bench,
-    tune,
-    generate,
-    serve,
-    trace,
-    simulate,
-    run,
-    report,
-    card,
-    push,
-)
-for verb in VERBS:
-    main.add_command(verb)
+main.add_verbs("Make", calibrate, thresholds, prune, pack, run)
+main.add_verbs("Check", inspect, verify, evaluate, bench)
+main.add_verbs("Run", generate, serve, tune)
+main.add_verbs("Study", trace, simulate)
+main.add_verbs("Publish", report, card, push)
+for verb in main.commands.values():
     add_quiet(verb)
 for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)

@@ -7,7 +7,8 @@ import click
 
 from sparsepack.bench.options import BenchSettings
 from sparsepack.cli.options import (
-    PATH,
+    ARTIFACT,
+    RUNS,
     backend_option,
     device_option,
     emit,
@@ -18,11 +19,12 @@ from sparsepack.cli.options import (
     options_from,
     slots,
 )
+from sparsepack.cli.verb import group, verb
 from sparsepack.runtime.options import EngineOptions
 
 
-@click.command()
-@click.argument("path", type=PATH)
+@verb(short_help="Measure tokens per second, dense and sparse.")
+@click.argument("path", type=ARTIFACT)
 @from_options(BenchSettings, "-p", "--prompt")
 @from_options(BenchSettings, "-n", "--generate")
 @from_options(BenchSettings, "-r", "--repetitions")
@@ -32,7 +34,7 @@ from sparsepack.runtime.options import EngineOptions
 @engine_flags
 @device_option
 @backend_option
-@from_options(EngineOptions, "--threads")
+@group(RUNS, from_options(EngineOptions, "--threads"))
 @json_output
 def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> None:
     """Measure tokens per second of an artifact, dense and sparse in turns, with the bytes that each token needs.
@@ -40,8 +42,9 @@ def bench(path: Path, text: str | None, json_path: str | None, **asked: Any) -> 
     Of a slid folder, with --device cuda: the products of its Linears at 64 to 16384 tokens, beside dense BF16, INT8 and
     FP8 and other patterns; of the options, --repetitions and --device count.
     """
+    settings = BenchSettings(engine=engine_options(asked), **asked)
     from sparsepack.bench.run import bench as measure
     from sparsepack.bench.table import bench_table, linears_table
 
-    result = measure(path, BenchSettings(engine=engine_options(asked), **asked), text)
+    result = measure(path, settings, text)
     emit(result, json_path, linears_table if "products" in result else bench_table)

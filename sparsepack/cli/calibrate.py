@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import click
-
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.merging import merges, over_texts
 from sparsepack.cli.options import compute, options_from, overwrite_flag
+from sparsepack.cli.verb import verb
 from sparsepack.terminal import tell
 
 
-@click.command()
+@verb(short_help="Collect the statistics of a model over text.")
 @over_texts("The calibration folder to make.")
 @options_from(CalibrateOptions, "--context", "--samples", "--seed", "--sinks", "--batch")
 @compute
@@ -24,6 +23,8 @@ def calibrate(
     One pass, one decoder block in memory at a time. A run that was killed goes on where it stopped when the same
     command is given again.
     """
+    options = CalibrateOptions(**asked)
+    options.check()
     from sparsepack.cli.tables import calibration_table
 
     if merges("calibrate", "calibration folders", model, folders, texts):
@@ -33,5 +34,5 @@ def calibrate(
     else:
         from sparsepack.calibration.run import calibrate as run_calibration
 
-        made = run_calibration(model, texts, output, CalibrateOptions(**asked), overwrite)
+        made = run_calibration(model, texts, output, options, overwrite)
     tell(calibration_table(made.manifest))

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, overwrite_flag
+from sparsepack.cli.options import ARTIFACT, PATH
+from sparsepack.cli.verb import Ruled, verb
+from sparsepack.option import only_with
 from sparsepack.terminal import tell
 
 measured = click.option(
@@ -15,12 +17,18 @@ measured = click.option(
 )
 
 
-@click.command()
-@click.argument("artifact", type=PATH)
+@verb(short_help="Write the model card of an artifact.")
+@click.argument("artifact", type=ARTIFACT)
 @measured
 @click.option("--name", help="Its heading (default: the source model's name).")
 @click.option("-o", "--output", type=PATH, help="README.md beside the artifact, say (default: standard output).")
-@overwrite_flag
+@click.option(
+    "--overwrite",
+    cls=Ruled,
+    is_flag=True,
+    help="Replace an output that exists.",
+    counts=(only_with("output"),),
+)
 def card(artifact: Path, results: tuple[Path, ...], name: str | None, output: Path | None, overwrite: bool) -> None:
     """Write the model card of an ARTIFACT: what was done, how accurate and fast it is, how to load it."""
     from sparsepack.files.atomic import check_output, write_bytes

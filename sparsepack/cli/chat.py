@@ -1,5 +1,6 @@
 """A conversation on a terminal, or with the lines of a file or a pipe."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -11,8 +12,10 @@ from sparsepack.progress import say
 from sparsepack.runtime.generate import Generated, Generation
 from sparsepack.runtime.options import GenerateOptions
 
-_HELP = "Type a message. /clear forgets the conversation, Ctrl-C stops an answer, Ctrl-D ends."
-_FORGET = "/clear"
+_FORGET, _END, _EXPLAIN = "/clear", ("/exit", "/quit", "/bye"), "/help"
+_HELP = f"Type a message. {_FORGET} forgets the conversation, {_END[0]} or Ctrl-D ends, Ctrl-C stops an answer."
+_COMMAND = re.compile(r"/[a-z?]+")
+"""A line that is such a word alone is no message."""
 
 
 def converse(
@@ -34,8 +37,13 @@ def converse(
         model.chat_prompt([*begun, {"role": "user", "content": "Hello"}])  # whether it can, before anybody types
     answers = Answers(model.engine, json_path)
     for text in _messages(first, typed):
-        if typed and text.strip() == _FORGET:
-            messages = list(begun)
+        if typed and _COMMAND.fullmatch(command := text.strip()):
+            if command in _END:
+                break
+            if command == _FORGET:
+                messages = list(begun)
+            else:
+                say(_HELP if command == _EXPLAIN else f"{command}: no such command. {_HELP}")
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from sparsepack.cli import streams
+from sparsepack.cli.hints import hint
 from sparsepack.errors import UserError
 from sparsepack.terminal import printable, tell
 
@@ -28,10 +29,47 @@ _NO_MEMORY = (
 
 
 class Verbs(click.Group):
-    """Lists the verbs in the order in which they are used, and says what ended one in one line."""
+    """Lists the verbs by what they are for, and says what ended one in one line."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.headings: dict[str, tuple[str, ...]] = {}
+
+    def add_verbs(self, heading: str, *verbs: click.Command) -> None:
+        """Add verbs that the help lists under a heading, in this order."""
+        self.headings[heading] = tuple(str(verb.name) for verb in verbs)
+        for verb in verbs:
+            self.add_command(verb)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each verb with its summary, which is one line and whole."""
+        width = max(map(len, self.commands))
+        for heading, names in self.headings.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name.ljust(width), str(self.commands[name].short_help)) for name in names], col_max=width
+                )
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            raise click.UsageError(f"{args[0]}: no such verb; {hint(args[0], self.commands)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            _say(_misused(error))
+            sys.exit(error.exit_code)
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
         streams.prepare()
@@ -48,6 +86,9 @@ class Verbs(click.Group):
         except UserError as error:
             _say(error)
             ctx.exit(2)
+        except click.UsageError as error:
+            _say(_misused(error))
+            ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
             _say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
             ctx.exit(INTERRUPTED)
@@ -58,6 +99,14 @@ class Verbs(click.Group):
                 raise
             _say(missing)
             ctx.exit(1)
+
+
+def _misused(error: click.UsageError) -> str:
+    """What click found wrong, in one line that says where there is more."""
+    where = error.ctx.command_path if error.ctx is not None else "sparsepack"
+    verb = where.rpartition(" ")[2] if " " in where else ""
+    message = error.format_message().rstrip(".")
+    return f"{f'{verb}: ' if verb else ''}{message}; see sparsepack {f'{verb} ' if verb else ''}--help"
 
 
 def _refused_by_the_system(error: OSError) -> int:

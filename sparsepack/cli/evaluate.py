@@ -4,9 +4,11 @@ from typing import Any
 
 import click
 
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options import (
     PATH,
-    compute,
+    RUNS,
+    device_option,
     emit,
     engine_flags,
     engine_options,
@@ -16,40 +18,54 @@ from sparsepack.cli.options import (
     slots,
     torch_threads,
 )
+from sparsepack.cli.verb import Ruled, group, verb
 from sparsepack.eval.options import EvalRequest
+from sparsepack.option import only_with
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
-@click.command(name="eval")
+@verb(name="eval", short_help="Measure accuracy: perplexity, KL divergence, lm-eval tasks.")
 @click.argument("subject")
 @click.option("--thresholds", type=PATH, help="Run a checkpoint with this table.")
 @from_options(EvalRequest, "--perplexity", metavar="TEXT")
 @options_from(EvalRequest, "--protocol", "--context", "--windows")
-@click.option("--against", metavar="MODEL", help="The source model: adds KL divergence and top-token agreement.")
-@from_options(
-    EvalRequest,
-    "--tasks",
-    multiple=False,
-    default="",
-    show_default=False,
-    callback=_names,
-    help="lm-eval tasks, comma-separated.",
+@click.option(
+    "--against",
+    cls=Ruled,
+    metavar="MODEL",
+    help="The source model: adds KL divergence and top-token agreement.",
+    counts=(only_with("perplexity"),),
 )
-@options_from(
-    EvalRequest, "--task-path", "--trust-tasks", "--limit", "--num-fewshot", "--apply-chat-template", "--batch"
+@group(
+    "Tasks of lm-eval",
+    from_options(
+        EvalRequest,
+        "--tasks",
+        multiple=False,
+        default="",
+        show_default=False,
+        callback=_names,
+        help="lm-eval tasks, comma-separated.",
+    ),
+    options_from(
+        EvalRequest, "--task-path", "--trust-tasks", "--limit", "--num-fewshot", "--apply-chat-template", "--batch"
+    ),
 )
-@from_options(EvalRequest, "--backend", "runtime")
+@group(RUNS, from_options(EvalRequest, "--backend", "runtime"))
 @slots
 @engine_flags
-@compute
+@device_option
+@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("runtime", "transformers"),)))
 @torch_threads
 @json_output
 def evaluate(json_path: str | None, **asked: Any) -> None:
     """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact."""
+    request = EvalRequest(engine=engine_options(asked, EvalRequest), **asked)
+    request.check()
     from sparsepack.cli.tables import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
-    emit(measure(EvalRequest(engine=engine_options(asked, EvalRequest), **asked)), json_path, evaluation_table)
+    emit(measure(request), json_path, evaluation_table)

@@ -1,11 +1,13 @@
 """`sparsepack generate`."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sparsepack.cli.options import (
+    ARTIFACT,
     PATH,
     backend_option,
     device_option,
@@ -19,35 +21,56 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
+from sparsepack.cli.verb import Ruled, group, verb
+from sparsepack.option import not_with, only_with, options_of
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 
-
-@click.command()
-@click.argument("path", type=PATH)
-@click.option(
-    "--prompt",
-    "prompts",
-    multiple=True,
-    help=f"Text to continue. Repeats, up to {most_sequences()} times: all are continued together.",
+_CHAT = (only_with("chat"),)
+_SUGGESTED = (
+    f"{options_of(GenerateOptions)['temperature'].help} What is not given of --temperature, --top-k, --top-p, "
+    "--min-p and --repeat-penalty is as the model's makers suggest in its generation_config.json, where they do."
 )
-@click.option("--prompt-file", "files", multiple=True, type=PATH, help="A file with such a text; - is standard input.")
-@click.option("--chat", is_flag=True, help="Converse: on a terminal, or answer each line of standard input.")
-@click.option("--system", help="What --chat tells the model before the conversation.")
-@click.option("--chat-template", type=PATH, help="A file with the template for --chat, in place of the model's own.")
-@from_options(GenerateOptions, "-n", "--tokens")
-@options_from(
-    GenerateOptions,
-    "--stop",
-    "--temperature",
-    "--top-k",
-    "--top-p",
-    "--min-p",
-    "--repeat-penalty",
-    "--repeat-last-n",
-    "--frequency-penalty",
-    "--presence-penalty",
-    "--seed",
+
+
+@verb(short_help="Continue a text, or converse, with a packed model.")
+@click.argument("path", type=ARTIFACT)
+@group(
+    "Text",
+    click.option(
+        "--prompt",
+        "prompts",
+        multiple=True,
+        help=f"Text to continue. Repeats, up to {most_sequences()} times: all are continued together.",
+    ),
+    click.option(
+        "--prompt-file", "files", multiple=True, type=PATH, help="A file with such a text; - is standard input."
+    ),
+    click.option(
+        "--no-display-prompt",
+        cls=Ruled,
+        is_flag=True,
+        counts=(not_with("chat"), not_with("json_path", "-")),
+        help="Print what is generated alone, not the prompt before it.",
+    ),
+    click.option("--chat", is_flag=True, help="Converse: on a terminal, or answer each line of standard input."),
+    click.option("--system", cls=Ruled, counts=_CHAT, help="What --chat tells the model before the conversation."),
+    click.option(
+        "--chat-template",
+        cls=Ruled,
+        type=PATH,
+        counts=_CHAT,
+        help="A file with the template for --chat, in place of the model's own.",
+    ),
+)
+@group(
+    "How tokens are chosen",
+    from_options(GenerateOptions, "-n", "--tokens"),
+    from_options(GenerateOptions, "--stop"),
+    from_options(GenerateOptions, "--temperature", help=_SUGGESTED),
+    *(from_options(GenerateOptions, flag, counts=()) for flag in ("--top-k", "--top-p", "--min-p")),
+    options_from(GenerateOptions, "--repeat-penalty", "--repeat-last-n", "--frequency-penalty", "--presence-penalty"),
+    from_options(GenerateOptions, "--seed", counts=()),
 )
 @for_texts
 @slots
@@ -63,6 +86,7 @@ def generate(
     path: Path,
     prompts: tuple[str, ...],
     files: tuple[Path, ...],
+    no_display_prompt: bool,
     chat: bool,
     system: str | None,
     chat_template: Path | None,
@@ -71,11 +95,12 @@ def generate(
 ) -> None:
     """Continue a prompt with a packed model, or converse with it.
 
-    Text goes to standard output, what ran and how fast to stderr. With --json each text is a line of JSON: the text,
-    its tokens, why it ended, tokens per second, the share of the weights that was skipped.
+    On a terminal a prompt that is not given is asked for. Text goes to standard output, what ran and how fast to
+    stderr. With --json each text is a line of JSON: the text, its tokens, why it ended, tokens per second, the share of
+    the weights that was skipped.
     """
-    if not chat and (system is not None or chat_template is not None):
-        raise click.UsageError("--system and --chat-template are for conversations: give --chat too")
+    if not chat and not prompts and not files:
+        prompts = _asked_for()
     if not chat and not prompts and not files:
         raise click.UsageError("nothing to continue: give --prompt TEXT, --prompt-file FILE or --chat")
     if len(files) != len(set(files)):
@@ -90,14 +115,26 @@ def generate(
     from dataclasses import replace
 
     from sparsepack.cli.chat import converse
+    from sparsepack.cli.sampling import chosen
     from sparsepack.cli.streaming import print_texts
     from sparsepack.loading import load
 
-    options = GenerateOptions(**asked)
     model = load(path, options=engine, sequences=1 if chat else len(texts))
+    options = chosen(called, GenerateOptions(**asked), model.packed.generation)
     if chat:
         if called.get_parameter_source("tokens") is click.core.ParameterSource.DEFAULT:
             options = replace(options, tokens=CHAT_TOKENS)
         converse(replace(model, chat_template=template or model.chat_template), texts, options, system, json_path)
     else:
-        print_texts(model, texts, options, json_path)
+        print_texts(model, texts, options, json_path, not no_display_prompt)
+
+
+def _asked_for() -> tuple[str, ...]:
+    """The prompt that somebody at a terminal types when asked; none elsewhere, or where nothing is typed."""
+    if not sys.stdin.isatty():
+        return ()
+    try:
+        typed = click.prompt("Text to continue", default="", show_default=False, err=True)
+    except click.Abort:  # by Ctrl-C or Ctrl-D
+        return ()
+    return (typed,) if typed.strip() else ()

@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, emit, json_output
+from sparsepack.cli.options import emit, json_output
+from sparsepack.cli.verb import Existing, verb
 
 
-@click.command()
-@click.argument("path", type=PATH)
+@verb(short_help="Show what an artifact, calibration, table or trace holds.")
+@click.argument("path", type=Existing("an artifact, a thresholds table, a calibration folder or a trace"))
 @json_output
 def inspect(path: Path, json_path: str | None) -> None:
     """Show what an artifact, a checkpoint, a thresholds table, a calibration folder or a trace holds, and which

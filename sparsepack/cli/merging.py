@@ -5,7 +5,11 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, F, together
+from sparsepack.cli.options import OUTPUT, PATH
+from sparsepack.cli.verb import F, group, together, was_given
+
+_MERGES = ("model", "folders", "output", "overwrite", "quiet")
+"""What a merge takes."""
 
 
 def over_texts(output: str) -> Callable[[F], F]:
@@ -14,7 +18,7 @@ def over_texts(output: str) -> Callable[[F], F]:
         click.argument("model"),
         click.argument("folders", nargs=-1, type=PATH),
         click.option("--text", "texts", multiple=True, help="What to run; repeats."),
-        click.option("-o", "--output", type=PATH, required=True, help=output),
+        group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help=output)),
     )
 
 
@@ -23,6 +27,10 @@ def merges(verb: str, what: str, model: str, folders: tuple[Path, ...], texts: t
     if model == "merge":
         if len(folders) != 2 or texts:
             raise click.UsageError(f"merge takes two {what} and -o: sparsepack {verb} merge A B -o C")
+        ctx = click.get_current_context()
+        for option in ctx.command.params:
+            if option.name not in _MERGES and was_given(ctx, str(option.name)):
+                raise click.UsageError(f"{max(option.opts, key=len)}: merge runs nothing; leave it out")
         return True
     if folders or not texts:
         raise click.UsageError(f"give one MODEL and --text: sparsepack {verb} MODEL --text FILE -o FOLDER")

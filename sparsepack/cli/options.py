@@ -3,18 +3,18 @@
 Defaults are those of the option dataclasses; nothing heavy is imported at the top.
 """
 
-import functools
 import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.streams import json_text
+from sparsepack.cli.verb import Existing, F, Ruled, group, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions
@@ -22,17 +22,14 @@ from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.terminal import printable, tell
 
-F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
+ARTIFACT = Existing("what `sparsepack pack` made")
+CALIBRATION = Existing("a folder made by `sparsepack calibrate`")
 
 
-def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Several decorators as one, the first outermost."""
-    return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
-
-
-class Declared(click.Option):
-    """An option of a verb that stands in an option dataclass: default, help and limits are those of its field."""
+class Declared(Ruled):
+    """An option of a verb that stands in an option dataclass: default, help, limits and what it counts with are those
+    of its field."""
 
     def __init__(self, *args: Any, options: type, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -45,7 +42,7 @@ def from_options(options: type, *flags: str, **settings: Any) -> Callable[[F], F
     name = max(flags, key=lambda flag: (not flag.startswith("-"), len(flag))).strip("-").replace("-", "_")
     found = {"default": default_of(options, name), "show_default": True}
     if (declared := options_of(options).get(name)) is not None:
-        found |= {"help": declared.help, **_kind(get_type_hints(options)[name], declared)}
+        found |= {"help": declared.help, "counts": declared.counts, **_kind(get_type_hints(options)[name], declared)}
         if found.get("multiple") and "multiple" not in settings:
             found["help"] = f"{declared.help} Repeats."
     return click.option(*flags, cls=Declared, options=options, **{**found, **settings})
@@ -111,25 +108,33 @@ def _writable(context: click.Context, parameter: click.Parameter, path: str | No
     return path
 
 
-device_option = from_options(CalibrateOptions, "--device", callback=_usable_device)
-backend_option = from_options(
-    EngineOptions,
-    "--backend",
-    type=click.Choice(("auto", *options_of(EngineOptions)["backend"].choices)),
-    default="auto",
-    callback=lambda context, parameter, name: None if name == "auto" else name,
+SKIPPED, RUNS, OUTPUT = "What is skipped", "How it runs", "Output"
+"""Headings that the help of several verbs has."""
+
+device_option = group(RUNS, from_options(CalibrateOptions, "--device", callback=_usable_device))
+backend_option = group(
+    RUNS,
+    from_options(
+        EngineOptions,
+        "--backend",
+        type=click.Choice(("auto", *options_of(EngineOptions)["backend"].choices)),
+        default="auto",
+        callback=lambda context, parameter, name: None if name == "auto" else name,
+    ),
 )
-engine_flags = together(
+engine_flags = group(
+    RUNS,
     *(
         from_options(EngineOptions, f"--{name.replace('_', '-')}")
         for name, declared in options_of(EngineOptions).items()
         if declared.everywhere
-    )
+    ),
 )
 """What every verb asks that has an engine."""
 
-slots = options_from(EngineOptions, "--cached", "--policy")
-for_texts = together(
+slots = group(RUNS, options_from(EngineOptions, "--cached", "--policy"))
+for_texts = group(
+    RUNS,
     from_options(EngineOptions, "--dense"),
     click.option("--context", type=click.IntRange(2), help=options_of(EngineOptions)["context"].help),
     from_options(EngineOptions, "--offload"),
@@ -162,16 +167,24 @@ def engine_options(asked: dict[str, Any], beside: type | None = None) -> EngineO
     return options
 
 
-compute = together(device_option, from_options(CalibrateOptions, "--dtype"))
-overwrite_flag = click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
-json_output = click.option(
-    "--json", "json_path", metavar="FILE", callback=_writable, help="Write the result as JSON; - for standard output."
+compute = together(device_option, group(RUNS, from_options(CalibrateOptions, "--dtype")))
+overwrite_flag = group(OUTPUT, click.option("--overwrite", is_flag=True, help="Replace an output that exists."))
+json_output = group(
+    OUTPUT,
+    click.option(
+        "--json",
+        "json_path",
+        metavar="FILE",
+        callback=_writable,
+        help="Write the result as JSON; - for standard output.",
+    ),
 )
-torch_threads = from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False)
+torch_threads = group(RUNS, from_options(EngineOptions, "--threads", callback=_use_threads, expose_value=False))
 """Verbs without threads of their own set the number of torch's threads in the whole process."""
 
 
-allocation = together(
+allocation = group(
+    SKIPPED,
     from_options(AllocationOptions, "--sparsity", type=float),  # whose limits the verbs tell in a line of their own
     options_from(AllocationOptions, "--allocation", "--criterion", "--include", "--ignore"),
     from_options(
@@ -196,7 +209,8 @@ def allocation_options(asked: dict[str, Any]) -> AllocationOptions | None:
     return None if values["sparsity"] is None else AllocationOptions(**values, **shared)
 
 
-attention = together(
+attention = group(
+    "Attention",
     options_from(AttentionOptions, "--attention", "--channels", "--tokens", "--sinks", "--recent"),
     options_from(AttentionOptions, "--min-context", "--dense-layers"),
 )

@@ -5,47 +5,61 @@ from typing import Any
 
 import click
 
+from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.cli.options import (
+    CALIBRATION,
+    OUTPUT,
     PATH,
+    RUNS,
+    SKIPPED,
     allocation,
     allocation_options,
     attention,
     attention_options,
-    compute,
+    device_option,
     from_options,
     options_from,
     overwrite_flag,
 )
+from sparsepack.cli.verb import group, verb
+from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 from sparsepack.terminal import tell
 
 
-@click.command()
+@verb(short_help="Pack a model into one artifact: a GGUF file or a folder.")
 @click.argument("model")
 @from_options(PackRequest, "--format")
 @click.option(
     "--calibration",
-    type=PATH,
+    type=CALIBRATION,
     help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k, "
     "for which a trace does, too.",
 )
-@click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity.")
+@group(
+    SKIPPED,
+    click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity."),
+)
 @allocation
 @attention
-@options_from(PackRequest, "--output-type", "--embedding-type", "--keep", "--of")
-@click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make.")
-@compute
+@group("Types", options_from(PackRequest, "--output-type", "--embedding-type"))
+@group("Pruned models", options_from(PackRequest, "--keep", "--of"))
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
+@device_option
+@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity"),)))
 @overwrite_flag
 def pack(output: Path, **asked: Any) -> None:
     """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, and its heavy
     channels of attention if --attention is."""
+    options, attention = allocation_options(asked), attention_options(asked)
+    del asked["dtype"]  # that thresholds are searched with
+    request = PackRequest(output=output, allocation=options, sparse_attention=attention, **asked)
+    request.check()
     from sparsepack.cli.tables import artifact_line
     from sparsepack.formats.inspect import describe
     from sparsepack.packing import pack as make
     from sparsepack.progress import say
 
-    options, attention = allocation_options(asked), attention_options(asked)
-    del asked["dtype"]  # that thresholds are searched with
-    made = make(PackRequest(output=output, allocation=options, sparse_attention=attention, **asked))
+    made = make(request)
     say(*(f"note: {note}" for note in made.notes))
     tell(artifact_line(describe(output)))

@@ -5,23 +5,29 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.verb import Ruled, group, verb
+from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.terminal import tell
 
 
-@click.command()
+@verb(short_help="Set a fixed share of the weights of every group to zero.")
 @click.argument("model")
 @from_options(PruneOptions, "--keep", required=True)
 @from_options(PruneOptions, "--of", required=True)
 @from_options(PruneOptions, "--method")
 @click.option(
-    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, whose text is run; magnitude needs none."
+    "--calibration",
+    cls=Ruled,
+    type=CALIBRATION,
+    help="A folder made by `sparsepack calibrate`, whose text is run; magnitude takes none.",
+    counts=options_of(PruneOptions)["windows"].counts,
 )
 @options_from(PruneOptions, "--permute", "--include", "--ignore")
 @from_options(PruneOptions, "--site", "sites", nargs=3, type=(str, int, int), multiple=True, metavar="SITE KEEP OF")
 @options_from(PruneOptions, "--windows", "--damping", "--batch")
-@click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder.")
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @compute
 @overwrite_flag
 def prune(
@@ -38,8 +44,10 @@ def prune(
     decoder block is in memory at a time. A run that was killed goes on where it stopped when the same command is given
     again.
     """
+    options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
+    options.check()
+    options.check_calibration(calibration)
     from sparsepack.cli.tables import pruned_table
     from sparsepack.pruning.run import prune as run
 
-    options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
     tell(pruned_table(run(model, output, options, calibration, overwrite)))

@@ -6,12 +6,13 @@ from typing import Any
 import click
 
 from sparsepack.cli.card import measured
-from sparsepack.cli.options import PATH
+from sparsepack.cli.options import ARTIFACT
+from sparsepack.cli.verb import verb
 from sparsepack.terminal import tell
 
 
-@click.command()
-@click.argument("artifact", type=PATH)
+@verb(short_help="Upload an artifact with its card to the Hugging Face hub.")
+@click.argument("artifact", type=ARTIFACT)
 @click.argument("repository", metavar="OWNER/NAME")
 @measured
 @click.option("--private", is_flag=True, help="Where the repository is made anew: others do not see it.")

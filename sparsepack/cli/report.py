@@ -5,10 +5,11 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH
+from sparsepack.cli.verb import verb
 from sparsepack.terminal import tell
 
 
-@click.command()
+@verb(short_help="Make one HTML page of a recipe's run.")
 @click.argument("work", type=PATH)
 @click.option("-o", "--output", type=PATH, help="The page (default WORK/report.html); one that exists is replaced.")
 def report(work: Path, output: Path | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from sparsepack.cli.options import PATH, json_output, print_json
+from sparsepack.cli.verb import verb
 from sparsepack.terminal import tell
 
 
@@ -30,7 +31,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, form: str 
     context.exit()
 
 
-@click.command()
+@verb(short_help="Do several of these steps from one YAML file, a recipe.")
 @click.argument("recipe", type=PATH)
 @click.option(
     "--list",

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from sparsepack.cli.options import (
+    ARTIFACT,
     PATH,
     backend_option,
     device_option,
@@ -18,6 +19,7 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
+from sparsepack.cli.verb import verb
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions
 
@@ -39,8 +41,8 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
         raise UserError(f"--chat-template {error}") from error
 
 
-@click.command()
-@click.argument("path", type=PATH)
+@verb(short_help="Serve a packed model over HTTP, by OpenAI's protocol.")
+@click.argument("path", type=ARTIFACT)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(
     "--api-key",

@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, emit, json_output, options_from
+from sparsepack.cli.options import CALIBRATION, PATH, emit, json_output, options_from
+from sparsepack.cli.verb import Existing, verb
 from sparsepack.simulation.options import SimulateOptions
 
 
@@ -18,11 +19,11 @@ def _plottable(context: click.Context, parameter: click.Parameter, path: Path | 
     return path
 
 
-@click.command()
-@click.argument("trace", type=PATH)
+@verb(short_help="Play a trace under policies that place neurons.")
+@click.argument("trace", type=Existing("a folder made by `sparsepack trace`"))
 @click.option(
     "--calibration",
-    type=PATH,
+    type=CALIBRATION,
     required=True,
     help="A folder made by `sparsepack calibrate`: its frequencies give out the first slots. For a trace made with "
     "--share, and for --order metis, another trace of the same kind, of other text.",
@@ -44,10 +45,12 @@ def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: 
     a token needs has a slot when it is needed, and what is moved for that. With --machine, a model of a machine's
     time says how fast a larger model whose neurons behave so would decode.
     """
+    options = SimulateOptions(**asked)
+    options.check()
     from sparsepack.cli.simulation import simulation_table
     from sparsepack.simulation.run import simulate as run_simulation
 
-    result = run_simulation(trace, calibration, SimulateOptions(**asked))
+    result = run_simulation(trace, calibration, options)
     emit(result, json_path, simulation_table)
     if plot_path is not None:
         from sparsepack.simulation.plot import drawn, plot

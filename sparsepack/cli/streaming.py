@@ -84,18 +84,25 @@ def stream(generation: Generation, answers: Answers) -> Generated:
     return generation.result()
 
 
-def print_texts(model: Model, prompts: Sequence[str], options: GenerateOptions, json_path: str | None) -> None:
-    """Write a prompt and its continuation as it comes, or the continuations of several when all are made."""
+def print_texts(
+    model: Model, prompts: Sequence[str], options: GenerateOptions, json_path: str | None, show_prompts: bool = True
+) -> None:
+    """Write a prompt and its continuation as it comes, or the continuations of several when all are made.
+
+    show_prompts -- whether the prompts are printed, too
+    """
     if len(prompts) == 1:
         generation = model.generate(prompts[0], options)
         answers = Answers(model.engine, json_path)
-        answers.tell(prompts[0])
+        if show_prompts:
+            answers.tell(prompts[0])
         answers.add(prompts[0], stream(generation, answers))
     else:
         answers = Answers(model.engine, json_path)
         made_together = model.generate_together(prompts, options)
         for number, (prompt, made) in enumerate(zip(prompts, made_together, strict=True), 1):
-            answers.tell(f"--- prompt {number}: {' '.join(prompt.split())}\n{made.text}\n")
+            head = f"--- prompt {number}: {' '.join(prompt.split())}\n" if show_prompts else ""
+            answers.tell(f"{head}{made.text}\n")
             answers.add(prompt, made)
     answers.close()
 

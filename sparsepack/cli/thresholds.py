@@ -5,15 +5,16 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, allocation, allocation_options, compute, overwrite_flag
+from sparsepack.cli.verb import group, verb
 from sparsepack.terminal import tell
 
 
-@click.command()
+@verb(short_help="Find from which size on a channel counts, for a sparsity.")
 @click.argument("model")
-@click.option("--calibration", type=PATH, required=True, help="A folder made by `sparsepack calibrate`.")
+@click.option("--calibration", type=CALIBRATION, required=True, help="A folder made by `sparsepack calibrate`.")
 @allocation
-@click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON.")
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The table to make, as JSON."))
 @compute
 @overwrite_flag
 def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
@@ -21,12 +22,12 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
 
     A run that was killed goes on where it stopped when the same command is given again; so does `pack --sparsity`.
     """
-    from sparsepack.cli.tables import thresholds_table
-    from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-    from sparsepack.sparsity.find import make_thresholds
-
     options = allocation_options(asked)
     if options is None:
         raise click.UsageError("give --sparsity, for example 0.5")
-    table = make_thresholds(open_checkpoint(model), calibration, options, output, overwrite)
+    options.check()
+    from sparsepack.cli.tables import thresholds_table
+    from sparsepack.sparsity.find import make_thresholds
+
+    table = make_thresholds(model, calibration, options, output, overwrite)
     tell(thresholds_table(table.summary()))

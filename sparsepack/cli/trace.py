@@ -6,16 +6,17 @@ from typing import Any
 import click
 
 from sparsepack.cli.merging import merges, over_texts
-from sparsepack.cli.options import PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.options import CALIBRATION, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.verb import verb
 from sparsepack.terminal import tell
 from sparsepack.tracing.options import TraceOptions
 
 
-@click.command()
+@verb(short_help="Record which neurons are active for each token.")
 @over_texts("The folder to make.")
 @options_from(TraceOptions, "--sessions", "--tokens", "--prompt", "--share")
 @click.option(
-    "--calibration", type=PATH, help="A folder made by `sparsepack calibrate`, for the thresholds of --share."
+    "--calibration", type=CALIBRATION, help="A folder made by `sparsepack calibrate`, for the thresholds of --share."
 )
 @from_options(TraceOptions, "--batch")
 @compute
@@ -34,6 +35,8 @@ def trace(
     A neuron is active where its activation, times what multiplies it, is not zero. `inspect` shows what a trace holds.
     A run that was killed goes on where it stopped when the same command is given again.
     """
+    options = TraceOptions(**asked)
+    options.check()
     from sparsepack.cli.tables import trace_table
 
     if merges("trace", "traces", model, folders, texts):
@@ -43,5 +46,5 @@ def trace(
     else:
         from sparsepack.tracing.collect import trace as run_trace
 
-        made = run_trace(model, texts, output, TraceOptions(**asked), calibration, overwrite)
+        made = run_trace(model, texts, output, options, calibration, overwrite)
     tell(trace_table(made.manifest))

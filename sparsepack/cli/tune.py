@@ -4,14 +4,16 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, device_option, emit, from_options, json_output
+from sparsepack.cli.options import ARTIFACT, RUNS, device_option, emit, from_options, json_output
+from sparsepack.cli.verb import group, verb
+from sparsepack.option import only_with
 from sparsepack.runtime.options import EngineOptions
 
 
-@click.command()
-@click.argument("paths", type=PATH, nargs=-1)
+@verb(short_help="Find the fastest layout of the kernels on this machine.")
+@click.argument("paths", type=ARTIFACT, nargs=-1)
 @device_option
-@from_options(EngineOptions, "--threads")
+@group(RUNS, from_options(EngineOptions, "--threads", counts=(only_with("device", "cpu"),)))
 @json_output
 def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: str | None) -> None:
     """Measure once which layout suits this machine, for the matrices of the zigzag artifacts PATHS.

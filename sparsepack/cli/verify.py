@@ -5,11 +5,12 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, emit, json_output
+from sparsepack.cli.options import ARTIFACT, emit, json_output
+from sparsepack.cli.verb import verb
 
 
-@click.command()
-@click.argument("path", type=PATH)
+@verb(short_help="Check that an artifact is whole, and of which model.")
+@click.argument("path", type=ARTIFACT)
 @click.option("--against", metavar="MODEL", help="Compare every matrix with this checkpoint.")
 @json_output
 def verify(path: Path, against: str | None, json_path: str | None) -> None:

@@ -6,9 +6,12 @@ from pathlib import Path
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import PROTOCOLS
-from sparsepack.option import check_options, option
+from sparsepack.option import check_options, only_with, option
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.options import EngineOptions
+
+_PERPLEXITY = (only_with("perplexity"),)
+_TASKS = (only_with("tasks"),)
 
 
 @dataclass(frozen=True)
@@ -31,27 +34,36 @@ class EvalRequest:
         choices=PROTOCOLS,
     )
     context: int | None = option(
-        "Tokens per window (default 2048, or what the model was made for if that is less).", default=None, least=2
+        "Tokens per window (default 2048, or what the model was made for if that is less).",
+        default=None,
+        least=2,
+        counts=_PERPLEXITY,
     )
     windows: int | None = option(
-        "At most so many windows of each text, from the first (default: all).", default=None, least=1
+        "At most so many windows of each text, from the first (default: all).",
+        default=None,
+        least=1,
+        counts=_PERPLEXITY,
     )
     against: str | None = None
     tasks: tuple[str, ...] = option("lm-eval tasks.", default=())
     task_path: Path | None = option(  # noqa: RUF009, it is what `field` is
-        "Folder of local task YAML; nothing is looked up on a network then.", default=None
+        "Folder of local task YAML; nothing is looked up on a network then.",
+        default=None,
+        counts=_TASKS,
     )
     trust_tasks: bool = option(
         "Run the code that the files of the task folder ask for (!function, metrics of their own); else they are "
         "refused.",
         default=False,
+        counts=(only_with("task_path"),),
     )
-    limit: int | None = option("Documents per task (default: all).", default=None, least=1)
+    limit: int | None = option("Documents per task (default: all).", default=None, least=1, counts=_TASKS)
     num_fewshot: int | None = option(
-        "Examples before each question (default: the task's own number).", default=None, least=0
+        "Examples before each question (default: the task's own number).", default=None, least=0, counts=_TASKS
     )
     apply_chat_template: bool = option(
-        "Put each document of a task, and its examples, into the model's chat template.", default=False
+        "Put each document of a task, and its examples, into the model's chat template.", default=False, counts=_TASKS
     )
     batch: int | None = option(
         "Windows, and requests of a task, at a time (default 1 window, 8 requests).", default=None, least=1
@@ -84,9 +96,11 @@ class EvalRequest:
 
     def check(self) -> None:
         """Raise `UserError` for a request that measures nothing or makes no sense."""
-        check_options(self, UserError)
         if not self.perplexity and not self.tasks:
             raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
+        check_options(self, UserError)
+        if self.against is not None and not self.perplexity:
+            raise UserError(f"against {self.against}: it does nothing without perplexity; give both, or neither")
         if self.runtime != "transformers":
             backend_named(self.runtime).check_device(self.device)
             if self.thresholds or self.dtype not in ("auto", "float32"):
@@ -96,8 +110,6 @@ class EvalRequest:
                 )
         if self.engine.cached is not None:
             self._check_slots()
-        if self.apply_chat_template and not self.tasks:
-            raise UserError("--apply-chat-template is for tasks, perplexity has no conversations; give --tasks NAMES")
 
     def _check_slots(self) -> None:
         if self.runtime == "transformers":

@@ -1,7 +1,7 @@
 """A packed model in memory: what an engine runs, from an artifact of any format that one can run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -151,6 +151,8 @@ class PackedModel:
 
     attention     -- which tokens decoded positions read; None: all
     chat_template -- how a conversation becomes text (`models.tokenizer.chat.render_chat`); None: the model brings none
+    generation    -- how its makers would have tokens chosen, fields of `runtime.options.GenerateOptions`; empty: they
+                     do not say, or the likeliest each time
     """
 
     architecture: Architecture
@@ -162,6 +164,7 @@ class PackedModel:
     tokenizer_json: str
     manifest: Mapping[str, Any]
     chat_template: str | None = None
+    generation: Mapping[str, float] = field(default_factory=dict)
     attention: SparseAttention | None = None
 
     @property

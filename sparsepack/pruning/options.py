@@ -1,13 +1,15 @@
 """The options of pruning. Nothing heavy is imported here: the command line and recipes read the defaults."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.errors import PruningError
 from sparsepack.models.records.pattern import LARGEST_GROUP
-from sparsepack.option import check_options, option
+from sparsepack.option import check_options, only_with, option
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
+_READS_TEXT = only_with("method", *METHODS[1:])
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,24 @@ class PruneOptions:
         "Other patterns for sites by name or pattern, keep equal to of for none; the last that matches counts.",
         default=(),
     )
-    windows: int = option("Calibration windows that are run.", default=128, least=1)
+    windows: int = option("Calibration windows that are run.", default=128, least=1, counts=(_READS_TEXT,))
     damping: float = option(
         "With sparsegpt: what is added to the inputs' second moments, as a share of their mean.",
         default=0.01,
         above=0,
         most=1,
+        counts=(only_with("method", "sparsegpt"),),
     )
-    batch: int = option("Windows at a time.", default=2, least=1)
+    batch: int = option("Windows at a time.", default=2, least=1, counts=(_READS_TEXT,))
     device: str = CalibrateOptions.device
     dtype: str = CalibrateOptions.dtype
+
+    def check_calibration(self, calibration: Path | None) -> None:
+        """Raise `PruningError` where the method needs a calibration and there is none, or reads none and there is."""
+        if self.method == METHODS[0] and calibration is not None:
+            raise PruningError(f"calibration {calibration}: method {self.method} reads no text; leave it out")
+        if self.method != METHODS[0] and calibration is None:
+            raise PruningError(f"method {self.method}: it needs the inputs of the matrices; give --calibration")
 
     def check(self) -> None:
         """Raise `PruningError` for values that make no sense."""

@@ -47,7 +47,7 @@ def prune(
 ) -> Pruned:
     """Prune a model's matrices and write it as an ordinary checkpoint, a Hugging Face folder.
 
-    calibration -- a folder made by `calibrate`, whose windows are run; magnitude needs none
+    calibration -- a folder made by `calibrate`, whose windows are run; magnitude takes none
 
     Embedding, output matrix, norms and biases stay as they are. Raises `PruningError` for options that make no sense,
     `CalibrationError` for a calibration of another model, `CheckpointError`, `SiteError` and `OutputError`.
@@ -57,14 +57,13 @@ def prune(
     check_type("options", options, PruneOptions, PruningError)
     check_type("calibration", calibration, Path | None, PruningError)
     options.check()
+    options.check_calibration(calibration)
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None
-    if METHODS[options.method].needs != "nothing":
-        if calibration is None:
-            raise PruningError(f"method {options.method}: it needs the inputs of the matrices; give --calibration")
+    if calibration is not None:
         read = load_calibration(calibration)
         read.check_model(checkpoint)
         windows, digest = spread_windows(read.windows, options.windows), read.sha256

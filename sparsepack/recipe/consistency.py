@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sparsepack.errors import RecipeError
-from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages import STAGES
 
@@ -22,6 +22,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for stage in STAGES:
         if asked := recipe.asked(stage.key):
             yield from stage.problems(recipe, asked)
+            if isinstance(asked, Section) and hasattr(asked, "options"):
+                yield from asked.idle()
     gates = recipe.asked("gates")
     if gates is not None:
         for stage in STAGES:

@@ -4,6 +4,7 @@ Paths (what is marked as `PATH`) are taken as written, so relative ones resolve 
 against the recipe's folder. A section that is absent or null is left out of the run.
 """
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_type_hints
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.fields import FieldInfo
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.option import default_of, options_of
+from sparsepack.option import default_of, idle, options_of
 
 PATH = "path"
 """Marks a field that holds paths, or names that may stand for one."""
@@ -63,6 +64,21 @@ class Section(BaseModel):
         return {
             field.name: getattr(self, field.name) for field in fields(options) if field.name in type(self).model_fields
         }
+
+    def idle(self) -> Iterator[str]:
+        """A line for each key that does nothing beside the others. One with the default counts as not given, since
+        reports write out a recipe with its defaults."""
+        declared = {name: each for options in (*self.also, self.options) for name, each in options_of(options).items()}
+        defaults = {
+            name: default_of(options, name) for options in (*self.also, self.options) for name in options_of(options)
+        }
+        given = [name for name in declared if name in self.model_fields_set and getattr(self, name) != defaults[name]]
+        yield from idle(
+            given,
+            lambda name: getattr(self, name, None),
+            lambda name: declared[name].counts,
+            lambda name: f"{self.key}.{name}",
+        )
 
     @classmethod
     def asked_in(cls, recipe: "Recipe") -> Self | None:

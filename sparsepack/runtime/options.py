@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, option
+from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -16,6 +16,8 @@ DEFAULT_POLICY = "slow"
 
 CHAT_TOKENS = 1024
 """An answer in a conversation has at most this many tokens, unless told otherwise: most answers end by themselves."""
+
+_DRAWN = (not_with("temperature", 0),)
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,19 @@ class EngineOptions:
         default=None,
         least=0,
         most=1,
+        counts=(not_with("runtime", "transformers"),),
     )
     policy: str | None = option(
         f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
         default=None,
         choices=ONLINE,
+        counts=(only_with("cached"),),
     )
     begin: Callable[..., Any] | None = None
     links: Links | None = None
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
-        if self.cached is None and self.policy is not None:
-            raise UserError(f"policy {self.policy}: nothing has slots; give cached too, 0.3 for one")
         if self.cached is not None and (self.sequences or 1) > 1:
             raise UserError(f"cached with {self.sequences} sequences: slots follow one text; leave one of them out")
         if self.cached is not None and self.threads == 1:
@@ -90,23 +92,32 @@ class GenerateOptions:
     )
     temperature: float = option("How freely tokens are drawn; 0 takes the likeliest each time.", default=0.0, least=0)
     top_k: int | None = option(
-        "Draw among so many likeliest tokens (default: all).", default=None, least=1, most=LARGEST_COUNT
+        "Draw among so many likeliest tokens (default: all).",
+        default=None,
+        least=1,
+        most=LARGEST_COUNT,
+        counts=_DRAWN,
     )
     top_p: float | None = option(
-        "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1
+        "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1, counts=_DRAWN
     )
     min_p: float | None = option(
         "Draw among tokens at least this share as likely as the likeliest (default: all).",
         default=None,
         least=0,
         most=1,
+        counts=_DRAWN,
     )
-    seed: int = option("Of the random draws.", default=0, least=0, most=LARGEST_SEED)
+    seed: int = option("Of the random draws.", default=0, least=0, most=LARGEST_SEED, counts=_DRAWN)
     repeat_penalty: float = option(
         "Makes tokens less likely that were there before, as in llama.cpp; 1 does nothing.", default=1.0, above=0
     )
     repeat_last_n: int = option(
-        "How many of the last tokens count as there before; -1 for all.", default=64, least=-1, most=LARGEST_COUNT
+        "How many of the last tokens count as there before; -1 for all.",
+        default=64,
+        least=-1,
+        most=LARGEST_COUNT,
+        counts=(not_with("repeat_penalty", 1),),
     )
     frequency_penalty: float = option(
         "Makes a token less likely each time that it is generated, as at OpenAI; 0 does nothing.",

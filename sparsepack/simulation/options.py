@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
-from sparsepack.option import check_options, default_of, option
+from sparsepack.option import check_options, not_with, only_with, option
 from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
 
 ORDERS = ("frequency", "random", "metis")
@@ -16,7 +16,9 @@ class SimulateOptions:
     """What is played, for how many slots."""
 
     cached: str = option(
-        "Shares of the neurons that have slots, with commas between them.", default="0.1,0.2,0.3,0.5,0.7"
+        "Shares of the neurons that have slots, with commas between them.",
+        default="0.1,0.2,0.3,0.5,0.7",
+        counts=(not_with("vram"),),
     )
     policy: str | None = option(
         f"What moves neurons, with commas between the names: of {', '.join(POLICIES)} (default: all but "
@@ -29,25 +31,28 @@ class SimulateOptions:
         "active together, which needs a trace as --calibration.",
         default="frequency",
         choices=ORDERS,
+        counts=(not_with("group", 1),),
     )
     machine: str | None = option(
         "Also model tokens per second, on pcie3, pcie4, pcie5 or server, or on what a .json file describes "
         "(default: no).",
         default=None,
     )
-    shape: str = option("The model whose speed is modelled.", default="70b", choices=("7b", "13b", "70b"))
+    shape: str = option(
+        "The model whose speed is modelled.",
+        default="70b",
+        choices=("7b", "13b", "70b"),
+        counts=(only_with("machine"),),
+    )
     vram: str | None = option(
         "The GPU's memory, 24GB for one, instead of --cached: slots are what it has beside all else (default: no).",
         default=None,
+        counts=(only_with("machine"),),
     )
 
     def check(self) -> None:
         """Raise `PlacementError` for values that make no sense."""
         check_options(self, PlacementError)
-        if self.group == 1 and self.order != default_of(SimulateOptions, "order"):
-            raise PlacementError(f"--order {self.order}: each neuron moves alone; give the size of groups, --group 16")
-        if self.vram is not None and self.machine is None:
-            raise PlacementError(f"--vram {self.vram}: give the machine too, --machine pcie5 for one")
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ def check_plot(path: Path) -> None:
 
 
 def drawn(played: Collection[str]) -> list[str]:
-    """Of the policies that were played the four that a picture shows where nobody asked for others."""
+    """The four policies, of those that were played, that a picture shows where nobody asked for others."""
     return [name for name in DRAWN if name in played][:4]
 
 

@@ -11,26 +11,29 @@ class Allocation:
     name           -- what users and tables call it
     module         -- what implements it, by `chooser(checkpoint, calibration, options, weights, resume) -> Chooser`
     even           -- every site gets the target itself; otherwise they have it on average
-    offsets        -- whether it can learn what inactive channels stand at
     dense_upstream -- whether its thresholds can be taken with everything upstream dense
     per_channel    -- whether it has channel weights of its own, whatever the criterion
-    trains         -- whether it trains the whole model's thresholds by `steps`, `batch` and `length`; the others stream
-                      one block at a time
+    trains         -- whether it trains the whole model's thresholds by `steps`, `batch` and `length`, and can learn
+                      what inactive channels stand at; the others stream one block at a time
     """
 
     name: str
     module: str
     even: bool = False
-    offsets: bool = False
     dense_upstream: bool = True
     per_channel: bool = False
     trains: bool = False
 
-    def problems(self, offsets: bool, upstream: str) -> Iterator[tuple[str, str]]:
-        """The options that the allocation cannot have, each with what is wrong and what was expected."""
-        if offsets and not self.offsets:
-            names = " or ".join(row.name for row in ALLOCATIONS.values() if row.offsets)
-            yield "offsets", f"they are learnt from the model's output; expected allocation {names}"
+    def problems(self, upstream: str, windows: bool) -> Iterator[tuple[str, str]]:
+        """The options that the allocation cannot have, each with what is wrong and what was expected.
+
+        windows -- whether somebody said how many to run
+        """
+        if windows and self.even and upstream == "dense":
+            yield (
+                "windows",
+                f"{self.name} takes dense thresholds from the calibration's counts, and runs none; leave it",
+            )
         if upstream == "dense" and not self.dense_upstream:
             yield "upstream", f"{self.name} runs the whole sparse model; expected sparse"
 
@@ -43,7 +46,6 @@ ALLOCATIONS = {
         Allocation(
             "global",
             "sparsepack.sparsity.learned",
-            offsets=True,
             dense_upstream=False,
             per_channel=True,
             trains=True,

@@ -1,16 +1,17 @@
 """The options of sparse attention. Nothing heavy is imported here: command line and recipes read the defaults."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 
 from sparsepack.errors import PackingError
 from sparsepack.models.records.sparse_attention import LARGEST_DENOMINATOR, TokenPolicy
-from sparsepack.option import check_options, option
+from sparsepack.option import check_options, only_with, option
 
 NONE, DOUBLE_SPARSITY = "none", "double"
 AUTO = "auto"
 _LARGEST = 2**31 - 1
+_DOUBLE = (only_with("attention", DOUBLE_SPARSITY),)
 
 
 @dataclass(frozen=True)
@@ -27,30 +28,37 @@ class AttentionOptions:
         "With --attention double: channels of each KV head that rank tokens (default: a quarter of them).",
         default=None,
         least=1,
+        counts=_DOUBLE,
     )
-    tokens: str = option("With --attention double: share of the tokens that is read, 1/16 or 0.0625.", default="1/16")
+    tokens: str = option(
+        "With --attention double: share of the tokens that is read, 1/16 or 0.0625.", default="1/16", counts=_DOUBLE
+    )
     sinks: int = option(
         "With --attention double: first tokens of the text, always read.",
         default=TokenPolicy.sinks,
         least=0,
         most=_LARGEST,
+        counts=_DOUBLE,
     )
     recent: int = option(
         "With --attention double: last tokens, always read, the new one included.",
         default=TokenPolicy.recent,
         least=1,
         most=_LARGEST,
+        counts=_DOUBLE,
     )
     min_context: int = option(
         "With --attention double: where fewer tokens than these are there, all are read.",
         default=TokenPolicy.min_context,
         least=1,
         most=_LARGEST,
+        counts=_DOUBLE,
     )
     dense_layers: str = option(
         "With --attention double: layers that read all tokens, as 0,1 or none; auto: those where the best tokens miss "
         "more than half of the attention weight of the calibration text, and none for more than 1/4 of the tokens.",
         default=AUTO,
+        counts=_DOUBLE,
     )
 
     @property
@@ -71,14 +79,6 @@ class AttentionOptions:
     def check(self) -> None:
         """Raise `PackingError` for values that are out of range or do not go together."""
         check_options(self, PackingError)
-        if not self.sparse:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    value = getattr(self, field.name)
-                    raise PackingError(
-                        f"{field.name} {value!r}: it is for attention {DOUBLE_SPARSITY}, not {NONE}; "
-                        "give both, or neither"
-                    )
         always = self.sinks + self.recent
         if self.min_context < always:
             raise PackingError(

@@ -13,7 +13,7 @@ from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
-from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
@@ -34,7 +34,11 @@ _TYPICAL_IN_CURVE = 0.12345
 
 
 def make_thresholds(
-    checkpoint: Checkpoint, calibration: Path, options: AllocationOptions, output: Path, overwrite: bool = False
+    model: Checkpoint | str | Path,
+    calibration: Path,
+    options: AllocationOptions,
+    output: Path,
+    overwrite: bool = False,
 ) -> Thresholds:
     """`thresholds`: find a table and write it. A run that was killed goes on where it stopped.
 
@@ -44,6 +48,7 @@ def make_thresholds(
     """
     options.check()
     check_output(output, overwrite)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     with state_beside(output) as state:
         table = find_thresholds(checkpoint, load_calibration(calibration), options, state)
         table.write(output, overwrite)

@@ -147,10 +147,12 @@ def test_an_answer_can_be_interrupted_on_a_terminal(folder: Path, monkeypatch: p
 
 def test_what_does_not_go_together_is_refused(folder: Path) -> None:
     assert "nothing to continue" in refused(generate(folder))
-    assert "give cached too" in refused(generate(folder, "--prompt", "x", "--policy", "lru"))
+    assert "--policy lru: it does nothing without --cached" in refused(
+        generate(folder, "--prompt", "x", "--policy", "lru")
+    )
     assert "one text at a time" in refused(generate(folder, "--prompt", "x", "--prompt", "y", "--cached", 0.3))
     assert "pack it with --format neuron-q4_k" in refused(generate(folder, "--prompt", "x", "--cached", 0.3))
-    assert "give --chat too" in refused(generate(folder, "--prompt", "x", "--system", "y"))
+    assert "--system y: it does nothing without --chat" in refused(generate(folder, "--prompt", "x", "--system", "y"))
     assert "named twice" in refused(generate(folder, "--prompt-file", "-", "--prompt-file", "-"))
     assert "no chat template" in refused(generate(folder, "--chat", given="Hello\n"))
     assert "expected at least one character" in refused(generate(folder, "--prompt", "x", "--stop", ""))

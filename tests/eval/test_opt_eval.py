@@ -43,7 +43,8 @@ def test_every_allocation_of_thresholds_works_on_it(allocation, tmp_path):
     checkpoint = open_checkpoint(make_opt(tmp_path / "m", **OPT["opt, narrow embedding, norms after"]))
     text = Text("text", (TEXT[:6000],), "text")
     made = calibrate(checkpoint, text, tmp_path / "c", CalibrateOptions(context=48, samples=8))
-    options = AllocationOptions(sparsity=0.6, allocation=allocation, steps=3, length=32)
+    learnt = {"steps": 3, "length": 32} if allocation == "global" else {}
+    options = AllocationOptions(sparsity=0.6, allocation=allocation, **learnt)
     table = find_thresholds(checkpoint, made, options)
     skipped = sum(table.rules[key].realised * weight for key, weight in table.weights.items())
     assert skipped / sum(table.weights.values()) == pytest.approx(0.6, abs=0.03)

@@ -23,6 +23,7 @@ from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.pruning.writer import write_checkpoint
 
 OPTIONS = PruneOptions(6, 8, windows=4)
+BY_SIZE = PruneOptions(6, 8, method="magnitude")
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +52,8 @@ def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
 def test_the_result_is_an_ordinary_checkpoint_with_the_pattern(
     method: str, small: Checkpoint, calibration: Path, tmp_path: Path
 ) -> None:
-    made = prune(small, tmp_path / "pruned", replace(OPTIONS, method=method), calibration)
+    asked = (BY_SIZE,) if method == "magnitude" else (replace(OPTIONS, method=method), calibration)
+    made = prune(small, tmp_path / "pruned", *asked)
     pruned = open_checkpoint(tmp_path / "pruned")
     assert len(made.matrices) == 3 * 7
     patterns = pruned_patterns(tmp_path / "pruned")
@@ -101,9 +103,10 @@ def test_a_better_order_loses_less_of_the_matrices_behind_it(
     method: str, tiny: Checkpoint, tiny_calibration: Calibration, tmp_path: Path
 ) -> None:
     folder.save(tiny_calibration, tmp_path / "calibration")
-    options = PruneOptions(6, 8, method=method, windows=8)
-    plain = prune(tiny, tmp_path / "plain", options, tmp_path / "calibration").matrices
-    better = prune(tiny, tmp_path / "better", replace(options, permute=True), tmp_path / "calibration").matrices
+    options = BY_SIZE if method == "magnitude" else PruneOptions(6, 8, method=method, windows=8)
+    read = None if method == "magnitude" else tmp_path / "calibration"
+    plain = prune(tiny, tmp_path / "plain", options, read).matrices
+    better = prune(tiny, tmp_path / "better", replace(options, permute=True), read).matrices
     rows = [(p, b) for p, b in zip(plain, better, strict=True) if b.permuted]
     assert {row.site.split(".")[2] for row, _ in rows} == {"mlp_mid", "attn_out"}
     assert sum(b.error for _, b in rows) < 0.95 * sum(p.error for p, _ in rows)
@@ -115,8 +118,9 @@ def test_a_better_order_loses_less_of_the_matrices_behind_it(
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
     changes: dict[str, Any], small: Checkpoint, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(OPTIONS, **changes)
-    prune(small, tmp_path / "whole", options, calibration)
+    options = BY_SIZE if changes == {"method": "magnitude"} else replace(OPTIONS, **changes)
+    read = None if options is BY_SIZE else calibration
+    prune(small, tmp_path / "whole", options, read)
     calls = []
 
     def interrupted(*given: Any) -> Any:
@@ -129,9 +133,9 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
 
     monkeypatch.setattr("sparsepack.pruning.run.prune_block", interrupted)
     with pytest.raises(KeyboardInterrupt, match="goes on from there"):
-        prune(small, tmp_path / "pruned", options, calibration)
+        prune(small, tmp_path / "pruned", options, read)
     assert not (tmp_path / "pruned").exists()
-    prune(small, tmp_path / "pruned", options, calibration)
+    prune(small, tmp_path / "pruned", options, read)
     assert [given[1] for given in calls] == [0, 1, 1, 2]
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "pruned" / file.name).read_bytes(), file.name
@@ -141,7 +145,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
 def test_a_large_result_is_several_files_that_anything_loads(
     small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(OPTIONS, method="magnitude")
+    options = BY_SIZE
     prune(small, tmp_path / "whole", options)
     monkeypatch.setattr("sparsepack.pruning.run.write_checkpoint", partial(write_checkpoint, shard_bytes=50_000))
     prune(small, tmp_path / "parts", options)
@@ -156,7 +160,7 @@ def test_magnitude_runs_nothing(small: Checkpoint, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         "sparsepack.models.stock.blocks.BlockStream.__call__", lambda *_: pytest.fail("a block was run")
     )
-    made = prune(small, tmp_path / "pruned", replace(OPTIONS, method="magnitude"))
+    made = prune(small, tmp_path / "pruned", BY_SIZE)
     assert made.calibration_sha256 is None
 
 
@@ -164,14 +168,14 @@ def test_a_gguf_becomes_a_folder(shared: Path, tmp_path: Path) -> None:
     from sparsepack.packing import PackRequest, pack
 
     pack(PackRequest("shipped:tiny", tmp_path / "m.gguf", format="f16"))
-    prune(str(tmp_path / "m.gguf"), tmp_path / "pruned", replace(OPTIONS, method="magnitude"))
+    prune(str(tmp_path / "m.gguf"), tmp_path / "pruned", BY_SIZE)
     pruned = open_checkpoint(tmp_path / "pruned")
     ids = pruned.tokenizer("It was a dark night")["input_ids"]
     assert ids == open_checkpoint("shipped:tiny").tokenizer("It was a dark night")["input_ids"]
 
 
 def test_a_pruned_model_can_be_pruned_again_and_replaced(small: Checkpoint, tmp_path: Path) -> None:
-    options = replace(OPTIONS, method="magnitude")
+    options = BY_SIZE
     prune(small, tmp_path / "pruned", options)
     prune(tmp_path / "pruned", tmp_path / "more", replace(options, keep=4))
     assert pruned_patterns(tmp_path / "more")["model.layers.0.mlp.up_proj"] == Pattern(4, 8)
@@ -222,5 +226,5 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has values that are NaN or infinite"):
-        prune(model, tmp_path / "pruned", replace(OPTIONS, method="magnitude"))
+        prune(model, tmp_path / "pruned", BY_SIZE)
     assert not (tmp_path / "pruned").exists()

@@ -62,5 +62,5 @@ def test_without_pymetis_one_line_names_the_extra(traced, other_text, monkeypatc
 
 @pytest.mark.parametrize("order", ["random", "metis"])
 def test_an_order_without_groups_is_refused(traced, other_text, order):
-    with pytest.raises(PlacementError, match=f"--order {order}: each neuron moves alone; give the size of groups"):
+    with pytest.raises(PlacementError, match=f"order {order}: it does nothing with group 1"):
         simulate(traced, other_text, SimulateOptions(order=order))

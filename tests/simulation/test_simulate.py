@@ -128,7 +128,7 @@ def test_what_is_the_best_for_single_neurons_is_not_played_with_groups(traced, c
         (SimulateOptions(cached="1.5"), "expected shares from 0 to 1"),
         (SimulateOptions(cached="nan"), "expected shares from 0 to 1"),
         (SimulateOptions(policy="static,fast"), "--policy fast: expected one of static, static-same-share"),
-        (SimulateOptions(vram="24GB"), "--vram 24GB: give the machine too"),
+        (SimulateOptions(vram="24GB"), "vram 24GB: it does nothing without machine"),
         (SimulateOptions(vram="24", machine="pcie5"), "--vram 24: expected gigabytes or megabytes, as in 24GB"),
         (SimulateOptions(vram="8GB", machine="pcie5"), r"need 19\.7GB"),
         (SimulateOptions(machine="abacus"), "--machine abacus: expected one of"),

@@ -24,7 +24,7 @@ from sparsepack.sparsity.options import AllocationOptions
         ({"allocation": "global", "steps": 0}, "steps 0"),
         ({"allocation": "global", "batch": 0}, "batch 0"),
         ({"allocation": "global", "length": 1}, "length 1: expected at least 2"),
-        ({"offsets": True}, "expected allocation global"),
+        ({"offsets": True}, "it is for allocation global, not uniform"),
         ({"allocation": "global", "upstream": "dense"}, "global runs the whole sparse model; expected sparse"),
     ],
 )

@@ -286,7 +286,8 @@ def test_in_a_relu_model_the_down_input_is_left_as_sparse_as_it_is(relu, shared)
 @pytest.mark.parametrize("allocation", ["teal", "global"])
 def test_other_allocations_cope_with_exact_zeros(random_relu, allocation):
     checkpoint, calibration = random_relu
-    options = AllocationOptions(0.5, allocation, windows=2, steps=2, batch=1, length=64)
+    learnt = {"steps": 2, "batch": 1, "length": 64} if allocation == "global" else {}
+    options = AllocationOptions(0.5, allocation, windows=2, **learnt)
     table = find_thresholds(checkpoint, calibration, options)
     rules = [rule for rule in table.rules.values() if not rule.dense]
     assert len(rules) == 8

@@ -148,7 +148,7 @@ def test_options_that_do_not_go_together_are_refused():
     assert "33333333/100000000; expected a fraction of smaller" in refused(replace(DOUBLE, tokens="0.33333333").check)
     assert "at least sinks + recent, 69" in refused(replace(DOUBLE, sinks=5, min_context=68).check)
     assert "dense layers '0;1': expected auto, none" in refused(replace(DOUBLE, dense_layers="0;1").check)
-    assert "min_context 2000: it is for attention double, not none; give both" in refused(
+    assert "min_context 2000: it is for attention double, not none; leave it out" in refused(
         AttentionOptions(min_context=2000).check
     )
     assert "attention 'triple': expected one of" in refused(AttentionOptions("triple").check)

@@ -135,7 +135,9 @@ def test_a_finished_search_is_only_read(tiny, cal, tmp_path, work):
     assert work == list(range(tiny.layers))
 
 
-@pytest.mark.parametrize("other", [{"sparsity": 0.1}, {"seed": 1}, {"windows": 1}, {"allocation": "uniform"}])
+@pytest.mark.parametrize(
+    "other", [{"sparsity": 0.1}, {"criterion": "column-norm"}, {"windows": 1}, {"allocation": "uniform"}]
+)
 def test_the_state_of_other_options_is_not_used(tiny, cal, tmp_path, monkeypatch, work, other):
     options = replace(TEAL, **other)
     whole = find_thresholds(tiny, cal, options).to_json()

@@ -43,6 +43,7 @@ from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD,
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.source_files import chat_template, config_json
 from sparsepack.models.families import SITES
+from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
@@ -108,6 +109,8 @@ def engine_plan(
     }
     if template := chat_template(checkpoint):
         values[CHAT_TEMPLATE] = string(template)
+    if checkpoint.generation:
+        values[GENERATION] = string(json.dumps(checkpoint.generation))
     return GgufPlan(
         format=format.name,
         groups=groups,

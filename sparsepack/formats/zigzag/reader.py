@@ -21,6 +21,7 @@ from sparsepack.formats.zigzag.layout import NUMBERS, norm_widths, site_shapes
 from sparsepack.models.architecture import ACTIVATIONS, Architecture
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, PACKABLE
+from sparsepack.models.records.generation import GENERATION, read_suggested
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
@@ -62,6 +63,7 @@ class ModelReader:
             tokenizer_json=self.text(OWN_TOKENIZER),
             manifest=self.manifest,
             chat_template=self.text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self.file.metadata else None,
+            generation=self._generation(),
             attention=sparse_attention_of(self.manifest, architecture, self.file.path),
         )
 
@@ -143,6 +145,14 @@ class ModelReader:
         if not isinstance(value, str):
             raise self.wrong(f"{key} is {'missing' if value is None else 'no text'}")
         return value
+
+    def _generation(self) -> dict[str, float]:
+        if GENERATION not in self.file.metadata:
+            return {}
+        try:
+            return read_suggested(self.text(GENERATION))
+        except (ValueError, RecursionError) as error:
+            raise self.wrong(f"{GENERATION} is not understood ({shown(error)})") from error
 
     def wrong(self, what: str) -> ArtifactError:
         return ArtifactError(f"{self.file.path}: {what}; pack the model again")

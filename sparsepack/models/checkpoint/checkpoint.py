@@ -8,10 +8,11 @@ import difflib
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
 from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
+from sparsepack.models.records.generation import suggested
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.tokenizer.gguf_tokenizer import gguf_tokenizer_json
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_json
@@ -33,6 +35,8 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 """The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
 them."""
 _DERIVED = "rotary_emb.inv_freq"  # old exports carry the rotary frequencies; transformers computes them
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,13 +145,8 @@ class Checkpoint:
     def architecture(self) -> Architecture:
         """The numbers that an engine needs. Raises `CheckpointError` for what none here can run."""
         check_packable(self.family, self.name)
-        path = self.path / "generation_config.json"
-        try:
-            # Chat models end a turn with tokens that only this file names.
-            generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            more_eos = checked(_Generation, generation).eos_token_id
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not a generation configuration ({shown(error)})") from error
+        # Chat models end a turn with tokens that only this file names.
+        more_eos = self._of_generation(lambda config: checked(_Generation, config).eos_token_id)
         bos = self.tokenizer.bos_token_id
         try:
             return architecture_of(self.config, bos, token_ids(more_eos))
@@ -155,6 +154,19 @@ class Checkpoint:
             raise CheckpointError(f"{self.name}: {error}") from error
         except Exception as error:  # transformers' own code, on numbers that it did not check
             raise CheckpointError(f"{self.name}: its configuration is not understood ({shown(error)})") from error
+
+    @cached_property
+    def generation(self) -> dict[str, float]:
+        """How its makers would have tokens chosen (`models.records.generation`). Raises `CheckpointError`."""
+        return self._of_generation(suggested)
+
+    def _of_generation(self, read: Callable[[dict[str, Any]], T]) -> T:
+        path = self.path / "generation_config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            return read(checked(_Generation, config).model_dump())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a generation configuration ({shown(error)})") from error
 
     def tokenizer_json(self) -> str:
         """The content of `tokenizer.json`, made where there is none; raises `CheckpointError` where it cannot be."""

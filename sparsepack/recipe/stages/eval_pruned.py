@@ -7,6 +7,7 @@ from typing import Any
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.tables import pruning_table
 from sparsepack.files.atomic import write_json
+from sparsepack.option import default_of
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, limit
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -28,7 +29,8 @@ def _wanted(recipe: Recipe, asked: Eval) -> bool:
 def _request(job: Job, asked: Eval) -> EvalRequest:
     """The source model is computed in the type in which `eval` computes it."""
     request = request_of(job, asked, "dense")
-    return replace(request, tasks=(), apply_chat_template=False, runtime=EvalRequest.runtime)
+    names = ("tasks", "task_path", "trust_tasks", "limit", "num_fewshot", "apply_chat_template", "runtime")
+    return replace(request, **{name: default_of(EvalRequest, name) for name in names})
 
 
 def _settings(job: Job, asked: Eval) -> dict[str, Any]:

@@ -47,7 +47,9 @@ def _problems(recipe: Recipe, asked: ActivationSparsity) -> Iterator[str]:
     key = ActivationSparsity.key
     if asked.sparsity and Calibrate.asked_in(recipe) is None:
         yield f"{key}: thresholds are taken on calibration text; add a calibrate section, or set sparsity to 0"
-    for name, problem in ALLOCATIONS[asked.allocation].problems(asked.offsets, asked.upstream):
+    for name, problem in ALLOCATIONS[asked.allocation].problems(
+        asked.upstream, asked.windows != AllocationOptions.windows
+    ):
         yield f"{key}.{name}: {problem}"
 
 

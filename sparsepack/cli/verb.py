@@ -1,0 +1,114 @@
+"""What every verb is: its options stand in groups in the help, and one that does nothing beside the others is refused.
+
+Only click is imported here.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from sparsepack.errors import UserError
+from sparsepack.option import Condition, idle
+
+F = TypeVar("F", bound=Callable[..., Any])
+_GROUPS: dict[click.Parameter, str] = {}
+"""The heading under which the help shows an option, where that is another than "Options"."""
+
+
+class Existing(click.Path):
+    """A path of what a verb reads: where there is nothing, that is said before anything is imported.
+
+    expected -- what should be there, for the line that refuses it
+    """
+
+    def __init__(self, expected: str) -> None:
+        super().__init__(path_type=Path)
+        self.expected = expected
+
+    def check(self, value: Path | tuple[Path, ...] | None) -> None:
+        """Raise `UserError` for the first path that leads nowhere."""
+        for path in value if isinstance(value, tuple) else () if value is None else (value,):
+            if not os.path.lexists(path):
+                raise UserError(f"{path}: no such file or folder; expected {self.expected}")
+
+
+class Ruled(click.Option):
+    """An option that counts only beside certain values of others, `counts`."""
+
+    def __init__(self, *args: Any, counts: Iterable[Condition] = (), **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.counts = tuple(counts)
+
+
+class Verb(click.Command):
+    """A command of sparsepack."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it. Raises `UserError` before that where an option was given that does nothing."""
+        options = {str(each.name): each for each in self.params if isinstance(each, click.Option)}
+        given = [name for name in options if was_given(ctx, name)]
+
+        def counts(name: str) -> tuple[Condition, ...]:
+            option = options[name]
+            return option.counts if isinstance(option, Ruled) else ()
+
+        def flag(name: str) -> str:
+            return max(options[name].opts, key=len) if name in options else name.replace("_", "-")
+
+        for line in idle(given, ctx.params.get, counts, flag):
+            raise UserError(line)
+        for parameter in self.params:
+            if isinstance(parameter.type, Existing):
+                parameter.type.check(ctx.params[str(parameter.name)])
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options of each group under its heading; the ones that every verb has come last."""
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        others: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                everywhere = parameter.name in ("quiet", "help")
+                (others if everywhere else groups.setdefault(_GROUPS.get(parameter, "Options"), [])).append(record)
+        for title, records in (*groups.items(), ("Others", others)):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+verb = functools.partial(click.command, cls=Verb)
+"""`click.command` for a verb."""
+
+
+def was_given(ctx: click.Context, name: str) -> bool:
+    """Whether somebody gave an option, by the command line or the environment."""
+    sources = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+    return ctx.get_parameter_source(name) in sources
+
+
+def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several decorators as one, the first outermost."""
+    return lambda command: functools.reduce(lambda made, add: add(made), reversed(decorators), command)
+
+
+def group(title: str, *decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, under a heading of their own in the help."""
+
+    def add(command: F) -> F:
+        before = len(_options_at(command))
+        made = together(*decorators)(command)
+        for parameter in _options_at(made)[before:]:
+            _GROUPS[parameter] = title
+        return made
+
+    return add
+
+
+def _options_at(command: Any) -> list[click.Parameter]:
+    """What decorators have added to a function so far, before it becomes a command."""
+    found: list[click.Parameter] = getattr(command, "__click_params__", [])
+    return found

@@ -1,0 +1,216 @@
+"""No option of any verb is taken and does nothing.
+
+In each mode of each verb a small command runs while the reads of all option dataclasses are recorded. An option that
+says it counts there must have been read by the code that does the work; one that says it does not is given, and must be
+refused. Nothing is listed but the modes: the options are those that click has.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from artifacts_for_tests import tiny_by_neurons, write_zigzag
+from commands_for_tests import fails, succeeds
+from models_for_tests import make_model
+
+from sparsepack.cli import main
+from sparsepack.cli.options import Declared
+from sparsepack.cli.verb import Ruled
+from sparsepack.errors import UserError
+from sparsepack.eval.options import EvalRequest
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.recipe.load import load_recipe
+from sparsepack.simulation.options import SimulateOptions
+from sparsepack.sparsity.options import AllocationOptions
+
+TRACE = "--sessions 2 --tokens 24 --prompt 8"
+LEARNT = "--windows 1 --steps 1 --batch 1 --length 16"
+MODES = {
+    "calibrate": ("shipped:tiny --text {text} --context 32 --samples 2 -o {new}",),
+    "prune": tuple(
+        f"{{relu}} --keep 2 --of 4 --method {method} -o {{new}}{more}"
+        for method, more in (
+            ("magnitude", ""),
+            ("wanda", " --calibration {cal} --windows 1"),
+            ("sparsegpt", " --calibration {cal} --windows 1"),
+        )
+    ),
+    "thresholds": tuple(
+        f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
+        for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")
+    ),
+    "pack": (
+        "shipped:tiny -o {new}",
+        "{relu} -o {new} --calibration {cal} --sparsity 0.5 --windows 1",
+        f"{{relu}} -o {{new}} --calibration {{cal}} --sparsity 0.5 --allocation global {LEARNT}",
+        "{relu} -o {new} --calibration {cal} --attention double --dense-layers none",
+    ),
+    "eval": (
+        "shipped:tiny --perplexity {text} --context 32 --windows 1",
+        "{file} --perplexity {text} --context 32 --windows 1 --backend reference",
+        "{neurons} --perplexity {text} --context 32 --windows 1 --backend reference --cached 0.5",
+    ),
+    "bench": ("{file} -p 4 -n 4 -r 1", "{file} -p 4 -n 4 -r 1 --text {text}", "{neurons} -p 4 -n 4 -r 1 --cached 0.5"),
+    "generate": ("{file} --prompt The -n 2", "{neurons} --prompt The -n 2 --cached 0.5"),
+    "trace": (f"{{relu}} --text {{text}} {TRACE} -o {{new}}",),
+    "simulate": (
+        "{trace} --calibration {other} --cached 0.3",
+        "{trace} --calibration {other} --cached 0.3 --group 4",
+        "{trace} --calibration {other} --cached 0.3 --machine pcie5",
+        "{trace} --calibration {other} --machine pcie5 --vram 40GB",
+    ),
+}
+"""The verbs whose options stand in option dataclasses, and what each can be asked to do."""
+WITHOUT_A_RUN = {"serve", "tune"}
+"""These do not end, or take minutes; tests/serve and tests/runtime run them."""
+CASES = [(verb, mode) for verb, modes in MODES.items() for mode in modes]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("modes")
+    found = {name: folder / name for name in ("cal", "text.txt", "relu", "trace", "other", "m.gguf")}
+    found["text"] = found.pop("text.txt")
+    found["text"].write_text("The sun rose over the hills, and the river ran on to the sea. " * 60)
+    other = folder / "others.txt"
+    other.write_text("A wind came from the north and took the leaves of all the trees with it. " * 60)
+    make_model(found["relu"], hidden_act="relu")
+    common = ("--context", 32, "--samples", 2)
+    succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["cal"], *common)
+    for text, made in ((found["text"], found["trace"]), (other, found["other"])):
+        succeeds("trace", found["relu"], "--text", text, "-o", made, *TRACE.split())
+    found["file"] = found.pop("m.gguf")
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, found["file"])
+    (folder / "neurons").mkdir()
+    found["neurons"] = tiny_by_neurons(folder / "neurons")
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the fields that were read of any option dataclass, by code that does something with them."""
+    names: set[str] = set()
+
+    def watched(self: Any, name: str) -> Any:
+        code = sys._getframe(1).f_code
+        checks = code.co_name in ("check", "__post_init__", "__eq__", "__repr__", "__hash__")
+        if not checks and not code.co_filename.endswith(("dataclasses.py", "option.py", "copy.py")):
+            names.add(name)
+        return object.__getattribute__(self, name)
+
+    for options in {each.options for verb in main.commands for each in declared(verb)}:
+        monkeypatch.setattr(options, "__getattribute__", watched)
+    return names
+
+
+def declared(verb: str) -> list[Declared]:
+    return [each for each in main.commands[verb].params if isinstance(each, Declared)]
+
+
+def words(mode: str, files: dict[str, Path], folder: Path) -> list[str]:
+    return mode.format(**files, new=folder / "new").split()
+
+
+def values(verb: str, arguments: list[str]) -> dict[str, Any]:
+    return main.commands[verb].make_context(verb, list(arguments)).params
+
+
+def counts(option: Ruled, asked: dict[str, Any]) -> bool:
+    return all(condition.holds(asked.get(condition.field)) for condition in option.counts)
+
+
+def test_every_verb_with_declared_options_has_its_modes_here() -> None:
+    assert {verb for verb in main.commands if declared(verb)} == MODES.keys() | WITHOUT_A_RUN
+
+
+@pytest.mark.parametrize(("verb", "mode"), CASES)
+def test_an_option_that_counts_is_read(
+    verb: str, mode: str, files: dict[str, Path], tmp_path: Path, read: set[str]
+) -> None:
+    arguments = words(mode, files, tmp_path)
+    asked = values(verb, arguments)
+    options = [each for each in declared(verb) if each.expose_value and counts(each, asked)]
+    options = [each for each in options if each.name != "sparsity" or asked["sparsity"] is not None]
+    read.clear()
+    succeeds(verb, *arguments)
+    assert {str(each.name) for each in options} - read == set()
+
+
+def given(option: click.Option) -> list[str]:
+    """The option as a user might give it."""
+    flag = max(option.opts, key=len)
+    if option.is_flag:
+        return [flag]
+    if isinstance(option.type, click.Choice):
+        return [flag, str(option.type.choices[0])]
+    low = getattr(option.type, "min", None)
+    return [flag, str(option.default or (1 if low is None else max(low, 1)))]
+
+
+@pytest.mark.parametrize(("verb", "mode"), CASES)
+def test_an_option_that_does_not_count_is_refused(verb: str, mode: str, files: dict[str, Path], tmp_path: Path) -> None:
+    arguments = words(mode, files, tmp_path)
+    asked = values(verb, arguments)
+    for each in main.commands[verb].params:
+        if isinstance(each, Ruled) and each.counts and not counts(each, asked) and each.name not in ("vram", "cached"):
+            line = fails(verb, *arguments, *given(each))
+            assert max(each.opts, key=len) in line, line
+            assert "it is for" in line or "it does nothing" in line, line
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("verb", main.commands)
+def test_what_no_dataclass_declares_is_used_by_the_verb(verb: str) -> None:
+    """Each such parameter of the function is a name that stands in its body."""
+    function = inspect.unwrap(main.commands[verb].callback)  # type: ignore[arg-type]
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    (body,) = tree.body
+    assert isinstance(body, ast.FunctionDef)
+    used = {node.id for statement in body.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    arguments = {each.arg for each in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
+    assert arguments - used == set()
+
+
+def test_a_merge_takes_no_option_of_a_run() -> None:
+    for verb in ("calibrate", "trace"):
+        line = fails(verb, "merge", "a", "b", "-o", "c", "--batch", 1)
+        assert "--batch: merge runs nothing" in line
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (AllocationOptions(0.5, steps=3), "steps 3: it is for allocation global, not uniform"),
+        (PruneOptions(2, 4, "wanda", damping=0.5), "damping 0.5: it is for method sparsegpt, not wanda"),
+        (SimulateOptions(cached="0.3", vram="24GB", machine="pcie5"), "cached 0.3: it does nothing with vram 24GB"),
+        (EvalRequest("x", tasks=("t",), context=64), "context 64: it does nothing without perplexity"),
+    ],
+)
+def test_functions_refuse_them_as_the_command_line_does(asked: Any, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        asked.check()
+    assert str(caught.value).startswith(line)
+
+
+def test_a_recipe_with_an_option_that_does_nothing_is_refused_and_one_that_writes_out_defaults_is_not(
+    tmp_path: Path,
+) -> None:
+    recipe = "schema: 1\nname: r\nmodel: shipped:tiny\nprune: {{keep: 2, of: 4, method: magnitude, damping: {}}}\n"
+    (tmp_path / "r.yaml").write_text(recipe.format(0.5))
+    assert "damping" in fails("run", tmp_path / "r.yaml", "--dry-run")
+    (tmp_path / "r.yaml").write_text(recipe.format(0.01))
+    load_recipe(tmp_path / "r.yaml")
+
+
+def test_pruning_by_size_takes_no_calibration(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="method magnitude reads no text"):
+        prune("shipped:tiny", tmp_path / "p", PruneOptions(2, 4, "magnitude"), Path("/nowhere"))
+    asked = ("--keep", 2, "--of", 4, "--method", "magnitude", "--calibration", "/nowhere", "-o", tmp_path / "p")
+    assert "--calibration /nowhere: it is for --method wanda or sparsegpt" in fails("prune", "shipped:tiny", *asked)
