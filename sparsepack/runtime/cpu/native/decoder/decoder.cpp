@@ -42,8 +42,7 @@ void check_model(const Model& m) {
     for (int64_t value : {int64_t(s.hidden), int64_t(s.intermediate), s.vocabulary, int64_t(s.prefill_tokens)})
         expect(value > 0, "sizes: expected positive numbers");
     expect(!m.caches.empty(), "no cache");
-    for (const auto& cache : m.caches)
-        expect(cache->layers() == int(m.layers.size()), "cache of other layers");
+    for (const auto& cache : m.caches) expect(cache->layers() == int(m.layers.size()), "cache of other layers");
     expect(s.activation >= SILU && s.activation <= GELU_TANH, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");

@@ -157,9 +157,9 @@ private:
     Buffer<float> partial_sums_[2];  // of neighbouring sites in turns: one may be read while the next is written
     Buffer<float> sum_;              // of these, where they are too many for every thread to add all
     Buffer<float> attn_output_;
-    Buffer<float> middle_;    // gate * up
-    Buffer<int32_t> listed_;  // active columns, each thread's range at a place of its own
-    Buffer<int32_t> counts_;  // of those, one cache line per thread
+    Buffer<float> middle_;           // gate * up
+    Buffer<int32_t> listed_;         // active columns, each thread's range at a place of its own
+    Buffer<int32_t> counts_;         // of those, one cache line per thread
     std::vector<KvCache*> texts_;    // that a step of several appends to
     Buffer<uint8_t> active_in_any_;  // of these, by column
     std::vector<Scratch> scratch_;

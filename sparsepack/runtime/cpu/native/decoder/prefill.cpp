@@ -40,7 +40,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         append_rows(number, first, last);
         pool_.barrier();
         cache_->attend_rows(pool_, number, wide_rows_.data(), count, wide_inner_.data(),
-                           scratch_[thread].attention.data());
+                            scratch_[thread].attention.data());
         pool_.barrier();
         matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
         pool_.barrier();

@@ -24,7 +24,7 @@ struct MatmulWork {
     int32_t count;           // of indices; 0 gives zeros
     const int32_t* indices;  // the columns of the matrix that x has, ascending; null: all
     const float* x;          // column `indices[i]` of position p at x + p * x_stride + i
-    float* y;                // [positions][y_stride], overwritten at the rows' numbers, the logical rows of the quad only
+    float* y;  // [positions][y_stride], overwritten at the rows' numbers, the logical rows of the quad only
     int64_t x_stride, y_stride;
     int32_t positions;
 };

@@ -57,8 +57,15 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
     pool.share(quads(&m) * groups, [&](int number, int) {
         int64_t first = int64_t(number % groups) * size;
         int32_t here = int32_t(std::min<int64_t>(size, positions - first));
-        MatmulWork work = {&m, number / groups, int32_t(m.columns), nullptr, x + first * m.columns, y + first * m.rows,
-                           m.columns, m.rows, here};
+        MatmulWork work = {&m,
+                           number / groups,
+                           int32_t(m.columns),
+                           nullptr,
+                           x + first * m.columns,
+                           y + first * m.rows,
+                           m.columns,
+                           m.rows,
+                           here};
         kernels.zigzag_matmul(&work);
     });
 }
@@ -68,8 +75,8 @@ int32_t matmul_slices(const Zigzag& m, int32_t count, int32_t threads) {
     return std::max(1, std::min(wanted, count / MATMUL_TILE));
 }
 
-void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active,
-                  int32_t positions, float* partial_sums) {
+void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, Active active, int32_t positions,
+                  float* partial_sums) {
     int32_t slices = matmul_slices(m, active.count, pool.threads());
     int32_t tiles = (active.count + MATMUL_TILE - 1) / MATMUL_TILE;
     auto border = [&](int32_t slice) {
