@@ -110,14 +110,14 @@ MUTATIONS = (
     ),
     Mutation(
         "stop",
-        "_, at, self.found = min(places)",
-        "_, at, self.found = max(places)",
+        "_, at, self.found = min(found)",
+        "_, at, self.found = max(found)",
         ("tests/runtime/test_stopping.py",),
     ),
     Mutation(
         "queue",
-        "if len(self._queue) + self.busy > self._waiting:",
-        "if len(self._queue) > self._waiting:",
+        "pushed_out = self._make_room(client) if self._count >= most else None",
+        "pushed_out = self._make_room(client) if self._count > most else None",
         ("tests/serve/test_worker.py", "tests/serve/test_under_load.py"),
     ),
     Mutation(
