@@ -64,7 +64,7 @@ class PackRequest:
         """Raise `PackingError` for a value of another type or out of range, and where the parts do not go together."""
         check_types(self, PackingError)
         format = format_of(self.format)
-        check_options(self, PackingError)
+        check_options(self, PackingError, but=("format",))  # which the table of formats is asked for
         if self.allocation is not None:
             self.allocation.check()
         sparse = self.thresholds is not None or (self.allocation is not None and self.allocation.sparsity > 0)

@@ -69,7 +69,7 @@ class Continuation:
         return piece
 
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the tokens that were made since the last call, where the options ask for them."""
+        """The log-probabilities of the tokens made since the last call; empty where the options do not ask for them."""
         taken = self.sampler.taken_logprobs()
         return taken[:-1] if self.reason == "eos" else taken  # the end of the text is none of its tokens
 

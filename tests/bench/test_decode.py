@@ -154,7 +154,7 @@ def test_sparse_attention_alone_is_measured_and_tells_from_where_on_it_is_sparse
 
 def test_neurons_with_slots_are_told_for_each_decoding_test() -> None:
     packed = by_neurons(random_model("llama", hidden_size=256, intermediate_size=300, hidden_act="relu"))
-    with_slots = running(cached=0.3, policy="lru")
+    with_slots = running(cached=0.3, policy="lru", threads=2)
     prefill, *decoding = (found := bench_decode(packed, with_slots, "model.gguf", TEXT))["tests"]
     assert "served" not in prefill
     for row in decoding:

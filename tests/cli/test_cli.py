@@ -151,7 +151,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tiny: Path, tmp_path: Path) -> 
     assert "no such" in fails("eval", packed, "--perplexity", tmp_path / "none.txt")
     assert "nothing to evaluate" in fails("eval", packed)
     assert "not a thresholds table" in fails("inspect", cal / "calibration.json")
-    assert "No such file" in fails("generate", tmp_path / "none.gguf", "--prompt", "x")
+    assert "no such file" in fails("generate", tmp_path / "none.gguf", "--prompt", "x")
     assert "no such recipe" in fails("run", tmp_path / "none.yaml")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
 

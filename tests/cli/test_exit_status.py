@@ -101,9 +101,12 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
             assert not re.match(r"sparsepack: (.+?): \1: ", line), line
 
 
-def test_a_library_that_finds_no_memory_to_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_finds_no_memory_to_be_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fails_to_load(path: Path) -> None:
         raise OSError("libgomp.so.1: failed to map segment from shared object")
 
     monkeypatch.setattr("sparsepack.inspection.kind_of", fails_to_load)
-    assert "out of memory" in fails("inspect", "m.gguf", code=1)
+    (tmp_path / "m.gguf").touch()
+    assert "out of memory" in fails("inspect", str(tmp_path / "m.gguf"), code=1)

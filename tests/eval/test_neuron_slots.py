@@ -114,5 +114,5 @@ def test_a_model_without_neurons_is_refused_before_anything_runs(tmp_path: Path)
     request = EvalRequest(str(tmp_path / "m.gguf"), perplexity=("shipped:heldout",), runtime="cpu", engine=SOME)
     with pytest.raises(UserError, match="cached: the model's MLPs are not stored by neurons"):
         evaluate(request)
-    with pytest.raises(UserError, match="policy static: nothing has slots"):
+    with pytest.raises(UserError, match="policy static: it does nothing without cached"):
         EngineOptions(policy="static")

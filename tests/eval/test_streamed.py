@@ -130,7 +130,7 @@ def test_progress_counts_windows_once_whatever_the_steps(checkpoint, monkeypatch
     shown = []
 
     class Bars:
-        def __init__(self, label, total):
+        def __init__(self, label, total, **named):
             assert total == 5
 
         def __enter__(self):

@@ -137,12 +137,12 @@ def unit_of(files: Mapping[str, bytes], unit: str) -> Files:
 
 
 def _comparable(name: str, data: bytes) -> bytes:
-    """A recipe's report and state without times and the folder's own path; all else as it is."""
+    """A recipe's report and state without times, the command and the folder's own path; all else as it is."""
     if name not in ("report.json", "state.json"):
         return data
     try:
         value: Any = json.loads(data)
-        for key in ("work", "artifact", "written", "sha256"):
+        for key in ("work", "artifact", "written", "sha256", "ended", "command"):
             value.pop(key, None)
         stages = value["stages"]
         for stage in stages.values() if isinstance(stages, dict) else stages:

