@@ -77,7 +77,6 @@ CONTRADICTIONS = {
     "eval.task_path=/nowhere": "eval.task_path: /nowhere is no folder",
     "eval.backend=cuda": "eval.backend: device cpu: the cuda backend runs on NVIDIA GPUs",
     "bench={backend: cuda}": "bench: device cpu: the cuda backend runs on NVIDIA GPUs",
-    "bench={batch: 9}": "bench: a batch of 9 sequences: expected 1 to 8",
     "bench={prompt: 0, generate: 0}": "bench: nothing to measure",
     "eval.backend=cpu; pack=null; verify=false; generate=null": (
         "eval.backend: it runs an artifact; expected a pack section of format zigzag"

@@ -124,7 +124,9 @@ def test_what_changes_no_byte_of_the_pruned_model_reruns_what_takes_it(tmp_path:
     recipe = write_recipe(tmp_path, prune={"keep": 6, "of": 8, "method": "magnitude"}, calibrate=None)
     run_recipe(recipe, SLID, tmp_path / "work")
     weights = (tmp_path / "work" / "pruned" / "model.safetensors").read_bytes()
-    assert ran(run_recipe(recipe, [*SLID, "prune.windows=3"], tmp_path / "work")) == [
+    assert ran(
+        run_recipe(recipe, [*SLID, "prune.sites=[{site: blk.0.mlp_in, keep: 6, of: 8}]"], tmp_path / "work")
+    ) == [
         "prune",
         "pack",
         "verify",
@@ -200,7 +202,9 @@ def test_a_slid_folder_comes_of_a_pruned_model_and_the_dry_run_says_how_large(tm
 
 @pytest.mark.long
 def test_a_recipe_may_prune_and_nothing_else(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, prune={**PRUNE, "method": "magnitude"}, calibrate=None, pack=None)
+    recipe = write_recipe(
+        tmp_path, prune={"keep": 6, "of": 8, "permute": True, "method": "magnitude"}, calibrate=None, pack=None
+    )
     overrides = [*SLID[:3], "verify=false", "eval.protocols=[]"]
     plan = run_recipe(recipe, overrides, tmp_path / "work", dry_run=True).report
     assert plan["tokens"] == {"prune": 0, "eval": 2 * 3 * 64}
