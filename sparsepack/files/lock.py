@@ -106,7 +106,7 @@ def _stands_there(file: int, lock: Path) -> bool:
 
 
 def _holder(lock: Path) -> str:
-    """Who holds a lock, and since when, as far as the file says so: it may just have been made or removed."""
+    """The process that holds a lock and its begin, as far as the file says so, which may just have been made."""
     try:
         said: Any = json.loads(lock.read_text())
         process, since = int(said["process"]), time.localtime(float(said["since"]))

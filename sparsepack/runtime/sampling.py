@@ -147,7 +147,7 @@ class Sampler:
             raise self._failure
 
     def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Those of the tokens that were chosen since the last call, in order; none unless `sampling` asks for them."""
+        """The log-probabilities of the tokens chosen since the last call, in order; none unless `sampling` asks."""
         taken, self._logprobs = tuple(self._logprobs), []
         return taken
 
