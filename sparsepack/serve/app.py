@@ -114,7 +114,7 @@ class Service:
             self._reading -= 1
 
     def _submitted(self, requests: Sequence[TextRequest], client: str) -> list[Ticket]:
-        """All of the texts of a client in the queue, or none."""
+        """Put all of the texts of a request into the queue, or none."""
         tickets: list[Ticket] = []
         try:
             for request in requests:

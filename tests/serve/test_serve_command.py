@@ -117,13 +117,12 @@ def test_ctrl_c_again_breaks_a_text_off_without_a_traceback(artifact: Path, time
         assert server.end(signal.SIGINT) in (0, 130, -signal.SIGINT)
         asked.join(30)
         assert "Traceback" not in "".join(server.said)
-        if times == 2:  # the third ends the server before it says so
-            assert any("broken off" in line for line in server.said)
+        assert any("broken off" in line for line in server.said), server.said
 
 
 def _ask(server: Process) -> None:
     with contextlib.suppress(httpx.HTTPError):
-        body = {"model": "tiny", "prompt": "hi", "max_tokens": 1000, "stream": True}
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 1000, "stream": True, "temperature": 0}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
 
