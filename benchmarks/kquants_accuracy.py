@@ -1,0 +1,94 @@
+"""What llama.cpp's K-quants of a model cost in accuracy, on the windows and by the code that measure our own formats.
+
+    python benchmarks/kquants_accuracy.py [MODEL] [--text TEXT] [--windows 160] [--type Q4_K_S] [--device cuda]
+
+llama-cpp-python quantises the model without an importance matrix, gguf-py decodes the weights to float32, and they are
+scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every row, so that a row shows
+what the type does to the decoder blocks, as in `rotation_accuracy.py`. "bits read" are of a weight of the blocks, for
+each decoded token: llama.cpp reads all of them.
+"""
+
+import ctypes
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import gguf
+import llama_cpp
+import torch
+from accuracy_windows import Windows, windows_of
+from books import SHARED
+from figures import json_option, write_figures
+
+from sparsepack.eval.perplexity import score_windows, summarise
+from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.packing import PackRequest, pack
+
+TYPES = ("Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
+_FLOAT = gguf.GGMLQuantizationType.F32
+
+
+def quantised(exact: Path, type: str, output: Path) -> float:
+    """Put a GGUF in F32 through llama.cpp's `type` and back: the same file with other weights. Returns the bits that a
+    weight of the blocks takes in that type."""
+    asked = llama_cpp.llama_model_quantize_default_params()
+    asked.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type}")
+    asked.token_embedding_type = asked.output_tensor_type = _FLOAT
+    with tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder) / f"{type}.gguf"
+        failed = llama_cpp.llama_model_quantize(str(exact).encode(), str(packed).encode(), ctypes.byref(asked))
+        if failed:
+            raise RuntimeError(f"llama.cpp could not quantise {exact} to {type}")
+        shutil.copyfile(exact, output)
+        decoded = {tensor.name: tensor for tensor in gguf.GGUFReader(output, "r+").tensors}
+        bits = weights = 0
+        for tensor in gguf.GGUFReader(packed).tensors:
+            if tensor.tensor_type == _FLOAT:
+                continue
+            bits += 8 * tensor.n_bytes
+            weights += tensor.n_elements
+            whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            decoded[tensor.name].data[...] = whole.reshape(decoded[tensor.name].data.shape)
+    return float(bits / weights)
+
+
+def kquant_rows(
+    model: str, types: Iterable[str], reference: Subject, data: Windows, device: str
+) -> list[dict[str, Any]]:
+    """The figures of each type on the second half of every window."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        exact, other = Path(folder) / "f32.gguf", Path(folder) / "other.gguf"
+        pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
+        for type in types:
+            bits = quantised(exact, type, other)
+            subject = open_subject(str(other), None, device, "float32")
+            scores = score_windows(subject.scorer(), *data, "dense", reference.scorer(), batch=4, second_half=True)
+            rows.append({"type": type, "bits_read": bits, **summarise(scores, 1)})
+    return rows
+
+
+@click.command()
+@click.argument("model", default=str(SHARED / "models" / "books-26m-silu"))
+@click.option("--text", default=str(SHARED / "text" / "books.validation.jsonl.xz"), show_default=True)
+@click.option("--windows", default=160, show_default=True, help="Evaluation windows of 2048 tokens, evenly spread.")
+@click.option("--type", "types", multiple=True, default=TYPES, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@json_option
+def main(model: str, text: str, windows: int, types: tuple[str, ...], device: str, json_path: Path | None) -> None:
+    """Print the table for one model."""
+    reference = open_subject(model, None, device, "float32")
+    with torch.inference_mode():
+        rows = kquant_rows(model, types, reference, windows_of(reference, text, windows), device)
+    print("| type | bits read | perplexity | KL |\n|---|--:|--:|--:|")
+    for row in rows:
+        loss = 100 * (row["perplexity_ratio"]["value"] - 1)
+        print(f"| {row['type']} | {row['bits_read']:.2f} | {loss:+.2f} % | {row['kl_divergence']['value']:.4f} |")
+    write_figures(json_path, rows)
+
+
+if __name__ == "__main__":
+    main()
