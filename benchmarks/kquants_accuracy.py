@@ -3,9 +3,9 @@
     python benchmarks/kquants_accuracy.py [MODEL] [--text TEXT] [--windows 160] [--type Q4_K_S] [--device cuda]
 
 llama-cpp-python quantises the model without an importance matrix, gguf-py decodes the weights to float32, and they are
-scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every row, so that a row shows
-what the type does to the decoder blocks, as in `rotation_accuracy.py`. "bits read" are of a weight of the blocks, for
-each decoded token: llama.cpp reads all of them.
+scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every row, so that a row
+shows what the type does to the decoder blocks. "bits read" are of a weight of the blocks, for each decoded token:
+llama.cpp reads all of them.
 """
 
 import ctypes
