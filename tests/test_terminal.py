@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from artifacts_for_tests import write_zigzag
 
-from sparsepack.cli import streams
-from sparsepack.cli.streaming import Answers
+from sparsepack.cli.messages import streams
+from sparsepack.cli.talk.streaming import Answers
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.progress import progress, say
 from sparsepack.tables import Table, show
@@ -45,7 +45,7 @@ def test_what_a_model_writes_is_replaced_on_a_terminal_and_raw_in_a_pipe(monkeyp
 
 
 def test_a_generated_text_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.cli.streaming.what_runs", lambda engine: [])
+    monkeypatch.setattr("sparsepack.cli.talk.streaming.what_runs", lambda engine: [])
     for stream, expected in ((Screen(), HARMLESS), (io.StringIO(), HOSTILE)):
         monkeypatch.setattr(sys, "stdout", stream)
         Answers(object(), None).tell(HOSTILE)

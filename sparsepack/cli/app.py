@@ -7,25 +7,25 @@ import os
 
 import click
 
-from sparsepack.cli.bench import bench
-from sparsepack.cli.calibrate import calibrate
-from sparsepack.cli.card import card
-from sparsepack.cli.errors import Verbs
-from sparsepack.cli.evaluate import evaluate
-from sparsepack.cli.generate import generate
-from sparsepack.cli.inspect import inspect
-from sparsepack.cli.pack import pack
-from sparsepack.cli.prune import prune
-from sparsepack.cli.push import push
-from sparsepack.cli.quiet import add_quiet, add_signs_of_life, quiet_option
-from sparsepack.cli.report import report
-from sparsepack.cli.run import run
-from sparsepack.cli.serve import serve
-from sparsepack.cli.simulate import simulate
-from sparsepack.cli.thresholds import thresholds
-from sparsepack.cli.trace import trace
-from sparsepack.cli.tune import tune
-from sparsepack.cli.verify import verify
+from sparsepack.cli.messages.errors import Verbs
+from sparsepack.cli.messages.quiet import add_quiet, add_signs_of_life, quiet_option
+from sparsepack.cli.verbs.bench import bench
+from sparsepack.cli.verbs.calibrate import calibrate
+from sparsepack.cli.verbs.card import card
+from sparsepack.cli.verbs.evaluate import evaluate
+from sparsepack.cli.verbs.generate import generate
+from sparsepack.cli.verbs.inspect import inspect
+from sparsepack.cli.verbs.pack import pack
+from sparsepack.cli.verbs.prune import prune
+from sparsepack.cli.verbs.push import push
+from sparsepack.cli.verbs.report import report
+from sparsepack.cli.verbs.run import run
+from sparsepack.cli.verbs.serve import serve
+from sparsepack.cli.verbs.simulate import simulate
+from sparsepack.cli.verbs.thresholds import thresholds
+from sparsepack.cli.verbs.trace import trace
+from sparsepack.cli.verbs.tune import tune
+from sparsepack.cli.verbs.verify import verify
 from sparsepack.errors import UserError
 from sparsepack.version import __version__
 

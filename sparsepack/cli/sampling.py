@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.verb import was_given
+from sparsepack.cli.options.verb import was_given
 from sparsepack.errors import UserError
 from sparsepack.option import idle, options_of
 from sparsepack.progress import say

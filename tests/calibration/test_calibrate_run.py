@@ -17,7 +17,7 @@ from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.tables import calibration_table
+from sparsepack.cli.tables.manifests import calibration_table
 from sparsepack.errors import CalibrationError, OutputError, TextError
 from sparsepack.files import resume as unfinished
 from sparsepack.files.resume import ResumeState

@@ -11,7 +11,7 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.neurons import activity
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
-from sparsepack.cli.inspect import inspect
+from sparsepack.cli.verbs.inspect import inspect
 from sparsepack.errors import CalibrationError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.stock.hooks import site_hooks

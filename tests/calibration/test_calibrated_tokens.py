@@ -11,7 +11,7 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.calibration.tokens import MEASURED, missed
-from sparsepack.cli.inspect import inspect
+from sparsepack.cli.verbs.inspect import inspect
 from sparsepack.errors import CalibrationError
 
 OPTIONS = CalibrateOptions(context=40, samples=5, sinks=3)

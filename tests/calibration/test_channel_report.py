@@ -10,8 +10,8 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.channel_report import channel_report
 from sparsepack.calibration.channels import Importance
 from sparsepack.calibration.tokens import token_report
-from sparsepack.cli.channels import channels_table
-from sparsepack.cli.inspect import inspect
+from sparsepack.cli.tables.channels import channels_table
+from sparsepack.cli.verbs.inspect import inspect
 
 
 def _same(value: torch.Tensor) -> Importance:

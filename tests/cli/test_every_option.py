@@ -19,8 +19,8 @@ from commands_for_tests import fails, succeeds
 from models_for_tests import make_model
 
 from sparsepack.cli import main
-from sparsepack.cli.options import Declared
-from sparsepack.cli.verb import Ruled
+from sparsepack.cli.options.shared import Declared
+from sparsepack.cli.options.verb import Ruled
 from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import ARTIFACT, RUNS, device_option, emit, from_options, json_output
-from sparsepack.cli.verb import group, verb
+from sparsepack.cli.options.shared import ARTIFACT, RUNS, device_option, emit, from_options, json_output
+from sparsepack.cli.options.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.runtime.options import EngineOptions
 
@@ -23,7 +23,7 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
     only. Of artifacts by neurons it also measures, on the CPU, what --cached divides neurons by. Nothing else should
     run meanwhile.
     """
-    from sparsepack.cli.tables import tuning_table
+    from sparsepack.cli.tables.tuning import tuning_table
     from sparsepack.tuning import tune as measure
 
     emit(measure(paths, device, threads), json_path, tuning_table)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import (
+from sparsepack.cli.options.shared import (
     ARTIFACT,
     PATH,
     backend_option,
@@ -21,7 +21,7 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
-from sparsepack.cli.verb import Ruled, group, verb
+from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.option import not_with, only_with, options_of
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
@@ -114,9 +114,9 @@ def generate(
 
     from dataclasses import replace
 
-    from sparsepack.cli.chat import converse
     from sparsepack.cli.sampling import chosen
-    from sparsepack.cli.streaming import print_texts
+    from sparsepack.cli.talk.chat import converse
+    from sparsepack.cli.talk.streaming import print_texts
     from sparsepack.loading import load
 
     model = load(path, options=engine, sequences=1 if chat else len(texts))

@@ -5,8 +5,16 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, allocation, allocation_options, compute, overwrite_flag
-from sparsepack.cli.verb import group, verb
+from sparsepack.cli.options.shared import (
+    CALIBRATION,
+    OUTPUT,
+    PATH,
+    allocation,
+    allocation_options,
+    compute,
+    overwrite_flag,
+)
+from sparsepack.cli.options.verb import group, verb
 from sparsepack.terminal import tell
 
 
@@ -26,7 +34,7 @@ def thresholds(model: str, calibration: Path, output: Path, overwrite: bool, **a
     if options is None:
         raise click.UsageError("give --sparsity, for example 0.5")
     options.check()
-    from sparsepack.cli.tables import thresholds_table
+    from sparsepack.cli.tables.thresholds import thresholds_table
     from sparsepack.sparsity.find import make_thresholds
 
     table = make_thresholds(model, calibration, options, output, overwrite)

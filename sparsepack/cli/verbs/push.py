@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.card import measured
-from sparsepack.cli.options import ARTIFACT
-from sparsepack.cli.verb import verb
+from sparsepack.cli.options.shared import ARTIFACT
+from sparsepack.cli.options.verb import verb
+from sparsepack.cli.verbs.card import measured
 from sparsepack.terminal import tell
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.merging import merges, over_texts
-from sparsepack.cli.options import compute, options_from, overwrite_flag
-from sparsepack.cli.verb import verb
+from sparsepack.cli.options.merging import merges, over_texts
+from sparsepack.cli.options.shared import compute, options_from, overwrite_flag
+from sparsepack.cli.options.verb import verb
 from sparsepack.terminal import tell
 
 
@@ -25,7 +25,7 @@ def calibrate(
     """
     options = CalibrateOptions(**asked)
     options.check()
-    from sparsepack.cli.tables import calibration_table
+    from sparsepack.cli.tables.manifests import calibration_table
 
     if merges("calibrate", "calibration folders", model, folders, texts):
         from sparsepack.calibration.folder import merge_folders

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH, json_output, print_json
-from sparsepack.cli.verb import verb
+from sparsepack.cli.options.shared import PATH, json_output, print_json
+from sparsepack.cli.options.verb import verb
 from sparsepack.terminal import tell
 
 

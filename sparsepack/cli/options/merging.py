@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import OUTPUT, PATH
-from sparsepack.cli.verb import F, group, together, was_given
+from sparsepack.cli.options.shared import OUTPUT, PATH
+from sparsepack.cli.options.verb import F, group, together, was_given
 
 _MERGES = ("model", "folders", "output", "overwrite", "quiet")
 """What a merge takes."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import ARTIFACT, PATH
-from sparsepack.cli.verb import Ruled, verb
+from sparsepack.cli.options.shared import ARTIFACT, PATH
+from sparsepack.cli.options.verb import Ruled, verb
 from sparsepack.option import only_with
 from sparsepack.terminal import tell
 

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.streams import json_text
-from sparsepack.cli.verb import Existing, F, Ruled, group, together
+from sparsepack.cli.messages.streams import json_text
+from sparsepack.cli.options.verb import Existing, F, Ruled, group, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
 from sparsepack.runtime.options import EngineOptions

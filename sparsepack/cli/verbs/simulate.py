@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import CALIBRATION, PATH, emit, json_output, options_from
-from sparsepack.cli.verb import Existing, verb
+from sparsepack.cli.options.shared import CALIBRATION, PATH, emit, json_output, options_from
+from sparsepack.cli.options.verb import Existing, verb
 from sparsepack.simulation.options import SimulateOptions
 
 
@@ -47,7 +47,7 @@ def simulate(trace: Path, calibration: Path, plot_path: Path | None, json_path: 
     """
     options = SimulateOptions(**asked)
     options.check()
-    from sparsepack.cli.simulation import simulation_table
+    from sparsepack.cli.tables.simulation import simulation_table
     from sparsepack.simulation.run import simulate as run_simulation
 
     result = run_simulation(trace, calibration, options)

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.options import (
+from sparsepack.cli.options.shared import (
     PATH,
     RUNS,
     device_option,
@@ -18,7 +18,7 @@ from sparsepack.cli.options import (
     slots,
     torch_threads,
 )
-from sparsepack.cli.verb import Ruled, group, verb
+from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with
 
@@ -65,7 +65,7 @@ def evaluate(json_path: str | None, **asked: Any) -> None:
     """Measure the accuracy of SUBJECT: a checkpoint, a checkpoint with --thresholds, or an artifact."""
     request = EvalRequest(engine=engine_options(asked, EvalRequest), **asked)
     request.check()
-    from sparsepack.cli.tables import evaluation_table
+    from sparsepack.cli.tables.evaluation import evaluation_table
     from sparsepack.eval.run import evaluate as measure
 
     emit(measure(request), json_path, evaluation_table)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import (
+from sparsepack.cli.options.shared import (
     ARTIFACT,
     PATH,
     backend_option,
@@ -19,7 +19,7 @@ from sparsepack.cli.options import (
     text_of,
     torch_threads,
 )
-from sparsepack.cli.verb import verb
+from sparsepack.cli.options.verb import verb
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions
 

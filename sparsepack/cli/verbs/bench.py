@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
-from sparsepack.cli.options import (
+from sparsepack.cli.options.shared import (
     ARTIFACT,
     RUNS,
     backend_option,
@@ -19,7 +19,7 @@ from sparsepack.cli.options import (
     options_from,
     slots,
 )
-from sparsepack.cli.verb import group, verb
+from sparsepack.cli.options.verb import group, verb
 from sparsepack.runtime.options import EngineOptions
 
 

@@ -4,8 +4,8 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from sparsepack.cli.options import utf8
-from sparsepack.cli.streaming import Answers, stream
+from sparsepack.cli.options.shared import utf8
+from sparsepack.cli.talk.streaming import Answers, stream
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.progress import say

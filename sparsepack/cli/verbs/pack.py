@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.options import (
+from sparsepack.cli.options.shared import (
     CALIBRATION,
     OUTPUT,
     PATH,
@@ -21,7 +21,7 @@ from sparsepack.cli.options import (
     options_from,
     overwrite_flag,
 )
-from sparsepack.cli.verb import group, verb
+from sparsepack.cli.options.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
 from sparsepack.terminal import tell
@@ -55,7 +55,7 @@ def pack(output: Path, **asked: Any) -> None:
     del asked["dtype"]  # that thresholds are searched with
     request = PackRequest(output=output, allocation=options, sparse_attention=attention, **asked)
     request.check()
-    from sparsepack.cli.tables import artifact_line
+    from sparsepack.cli.tables.artifact import artifact_line
     from sparsepack.formats.inspect import describe
     from sparsepack.packing import pack as make
     from sparsepack.progress import say

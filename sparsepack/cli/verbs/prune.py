@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options import CALIBRATION, OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
-from sparsepack.cli.verb import Ruled, group, verb
+from sparsepack.cli.options.shared import CALIBRATION, OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.terminal import tell
@@ -47,7 +47,7 @@ def prune(
     options = PruneOptions(**asked, sites=tuple(SitePattern(*site) for site in sites))
     options.check()
     options.check_calibration(calibration)
-    from sparsepack.cli.tables import pruned_table
+    from sparsepack.cli.tables.pruned import pruned_table
     from sparsepack.pruning.run import prune as run
 
     tell(pruned_table(run(model, output, options, calibration, overwrite)))

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import PATH
-from sparsepack.cli.verb import verb
+from sparsepack.cli.options.shared import PATH
+from sparsepack.cli.options.verb import verb
 from sparsepack.terminal import tell
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from sparsepack.cli import streams
-from sparsepack.cli.hints import hint
+from sparsepack.cli.messages import streams
+from sparsepack.cli.messages.hints import hint
 from sparsepack.errors import UserError
 from sparsepack.terminal import printable, tell
 

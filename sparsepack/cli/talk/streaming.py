@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparsepack.cli.streams import json_text
+from sparsepack.cli.messages.streams import json_text
 from sparsepack.files.atomic import write_bytes
 from sparsepack.loading import Model, what_runs
 from sparsepack.models.records.skipped import shown

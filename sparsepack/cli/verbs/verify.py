@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options import ARTIFACT, emit, json_output
-from sparsepack.cli.verb import verb
+from sparsepack.cli.options.shared import ARTIFACT, emit, json_output
+from sparsepack.cli.options.verb import verb
 
 
 @verb(short_help="Check that an artifact is whole, and of which model.")
@@ -15,7 +15,7 @@ from sparsepack.cli.verb import verb
 @json_output
 def verify(path: Path, against: str | None, json_path: str | None) -> None:
     """Check an artifact: every byte's hash, shapes, padding; with --against, that it is that model. Exit 1 if not."""
-    from sparsepack.cli.tables import verification
+    from sparsepack.cli.tables.artifact import verification
     from sparsepack.formats.verify import verify as check
 
     report = check(path, against)

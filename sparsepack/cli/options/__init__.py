@@ -1,0 +1,1 @@
+"""How verbs declare their options: from option dataclasses, in groups, refused where they do nothing."""

@@ -1,0 +1,1 @@
+"""Results as text for people: Markdown tables, which read well in a terminal and paste into an issue."""

@@ -1,0 +1,55 @@
+"""What `tune` measured, as text for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsepack.progress import counted
+from sparsepack.tables import Table, markdown
+
+_TILE_CONFIG = ("span", "tile", "tile_bands", "warps", "stages", "splits")
+"""`tune` chooses the values of these fields, on CPUs and on GPUs."""
+
+
+def tuning_table(result: Mapping[str, Any]) -> str:
+    """What `tune` measured."""
+    shapes = result["shapes"]
+    parameters = [name for name in _TILE_CONFIG if shapes and name in shapes[0]]
+    rows = [
+        [
+            f"{row['rows']} x {row['columns']}",
+            *(row[name] for name in parameters),
+            f"{row['microseconds']:.1f}",
+            f"{row['slowest_microseconds']:.1f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+        ]
+        for row in shapes
+    ]
+    header = ["rows x columns", *parameters, "us", "slowest us", "GB/s"]
+    machine = result.get("gpu_info") or (
+        f"{result['cpu_info']}, {result['instruction_set']}, {counted(result['threads'], 'thread')}"
+    )
+    parts: list[str | Table] = [
+        f"{machine}, half of the columns active",
+        Table(header, rows),
+        f"kept in {result['path']}",
+    ]
+    if links := result.get("links"):
+        parts += [_links_table(links), *(f"kept in {row['path']}" for row in links)]
+    return markdown(*parts)
+
+
+_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the second worker"}
+
+
+def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
+    """Neurons per second, a row for each width of records."""
+    rows = [
+        [
+            row["hidden"],
+            *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
+            f"{row['together']['handover'] * 1e6:.0f}",
+        ]
+        for row in links
+    ]
+    header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
+    return Table(header, rows, "neurons per second, both workers at once (one alone)")

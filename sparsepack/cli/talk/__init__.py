@@ -1,0 +1,1 @@
+"""Generated text for people, and conversations with them."""
