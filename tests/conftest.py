@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
-from sparsepack.runtime.cuda.driver.compiler import cache_folder
+from sparsepack.runtime.cuda.driver.compiler import compiled_folder
 from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
 
 # An example may wait for a core that other workers hold.
@@ -28,12 +28,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What `sparsepack tune` found for the user must change no test, and no test what it found."""
-    compiled = cache_folder()
+    compiled = compiled_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         if compiled.is_dir():  # GPU kernels, named by all that they depend on
-            cache_folder().parent.mkdir(parents=True)
-            cache_folder().symlink_to(compiled.absolute())
+            compiled_folder().parent.mkdir(parents=True)
+            compiled_folder().symlink_to(compiled.absolute())
         tuned_cpu.cache_clear()
         tuned_cuda.cache_clear()
         yield

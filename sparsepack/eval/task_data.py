@@ -64,7 +64,7 @@ def _find(file: str, folder: Path) -> Path:
             raise UserError(f"data file {file}: the environment variable {match[1]} is not set; set it")
         return found
 
-    path = Path(_VARIABLE.sub(value, file)).expanduser()
+    path = Path(os.path.expanduser(_VARIABLE.sub(value, file)))  # which leaves ~ alone where nobody has a home
     candidates = [folder / path, Path.cwd() / path]
     for candidate in candidates:
         if candidate.is_file():

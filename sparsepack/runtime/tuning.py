@@ -3,7 +3,6 @@ hardware profiling)."""
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
+from sparsepack.files.cache import cache_folder
 from sparsepack.files.lock import locked
 from sparsepack.progress import progress
 
@@ -38,18 +38,9 @@ _BYTES_PER_ROW = 1024
 
 
 def tuned_path(kind: str, *machine: Any) -> Path:
-    """The file that keeps what was measured on a kind of machine: below $XDG_CACHE_HOME, or ~/.cache."""
+    """The file that keeps what was measured on a kind of machine."""
     key = hashlib.sha256("|".join(map(str, machine)).encode()).hexdigest()[:12]
-    return _cache_folder() / "sparsepack" / f"{kind}-{key}.json"
-
-
-def _cache_folder() -> Path:
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named)
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:  # neither HOME nor an entry of the user: nothing was kept, and `check_room` says how to
-        return Path(os.devnull)
+    return cache_folder() / f"{kind}-{key}.json"
 
 
 def read_rows(path: Path, schema: int, config: Callable[[Mapping[str, Any]], object]) -> dict[Shape, dict[str, Any]]:

@@ -1,9 +1,9 @@
 """What `tune` finds is kept, or nothing is measured."""
 
-import pwd
 import resource
 
 import pytest
+from homes_for_tests import without_a_home
 
 from sparsepack.errors import OutputError
 from sparsepack.runtime.tuning import measure_shapes, read_rows, tuned_path
@@ -18,12 +18,7 @@ def test_a_cache_of_many_brackets_is_ignored_and_rewritten(tmp_path):
 
 
 def test_without_a_home_nothing_was_measured_and_one_line_says_where_to_keep_it(monkeypatch):
-    def no_entry(user):
-        raise KeyError(user)
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    without_a_home(monkeypatch)
     path = tuned_path("cpu", 1)
     assert read_rows(path, 1, dict) == {}
     with pytest.raises(OutputError, match="set XDG_CACHE_HOME"):

@@ -67,7 +67,7 @@ class Verbs(click.Group):
             return super().make_context(info_name, args, parent, **extra)
         except click.exceptions.NoArgsIsHelpError:
             raise
-        except click.UsageError as error:
+        except click.ClickException as error:
             _say(_misused(error))
             sys.exit(error.exit_code)
 
@@ -86,7 +86,7 @@ class Verbs(click.Group):
         except UserError as error:
             _say(error)
             ctx.exit(2)
-        except click.UsageError as error:
+        except click.ClickException as error:
             _say(_misused(error))
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
@@ -101,10 +101,10 @@ class Verbs(click.Group):
             ctx.exit(1)
 
 
-def _misused(error: click.UsageError) -> str:
+def _misused(error: click.ClickException) -> str:
     """What click found wrong, in one line that says where there is more."""
-    where = error.ctx.command_path if error.ctx is not None else "sparsepack"
-    verb = where.rpartition(" ")[2] if " " in where else ""
+    ctx = getattr(error, "ctx", None)
+    verb = "" if ctx is None or ctx.parent is None else str(ctx.info_name)
     message = error.format_message().rstrip(".")
     return f"{f'{verb}: ' if verb else ''}{message}; see sparsepack {f'{verb} ' if verb else ''}--help"
 

@@ -5,9 +5,13 @@ import json
 import logging
 import os
 import sys
+import traceback
+import warnings
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, TextIO
 
-from sparsepack.terminal import is_terminal, printable
+from sparsepack.terminal import is_terminal, printable, tell
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
@@ -35,6 +39,26 @@ def prepare() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     logging.setLogRecordFactory(_Record)
+    warnings.showwarning, sys.excepthook = _show_warning, _show_error
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """As Python does, but commanding no terminal: a warning may quote a file, and has the name of one."""
+    with suppress(OSError):  # of a standard error that is closed
+        tell(warnings.formatwarning(message, category, filename, lineno, line), file or sys.stderr, end="")
+
+
+def _show_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """The same of what nobody caught."""
+    with suppress(OSError):
+        tell("".join(traceback.format_exception(kind, error, where)), sys.stderr, end="")
 
 
 class _Record(logging.LogRecord):

@@ -3,6 +3,7 @@
 Only click is imported here.
 """
 
+import errno
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -30,10 +31,14 @@ class Existing(click.Path):
         self.expected = expected
 
     def check(self, value: Path | tuple[Path, ...] | None) -> None:
-        """Raise `UserError` for the first path that leads nowhere."""
+        """Raise `UserError` for the first path that leads nowhere, or that the system refuses."""
         for path in value if isinstance(value, tuple) else () if value is None else (value,):
-            if not os.path.lexists(path):
-                raise UserError(f"{path}: no such file or folder; expected {self.expected}")
+            try:
+                os.lstat(path)
+            except OSError as error:
+                nothing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+                reason = "no such file or folder" if nothing else f"cannot be read ({error.strerror})"
+                raise UserError(f"{path}: {reason}; expected {self.expected}") from error
 
 
 class Ruled(click.Option):

@@ -160,6 +160,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.Monk
     assert cubin("gate", 80)[:4] == b"\x7fELF"
 
 
+def test_without_a_home_kernels_are_compiled_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_home(monkeypatch)
+    assert cubin("gate", 80)[:4] == b"\x7fELF"
+
+
 def test_an_older_gpu_is_an_error() -> None:
     with pytest.raises(UserError, match=r"compute capability 7\.5: the cuda backend needs 8\.0"):
         cubin("gate", 75)

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsepack.errors import OutputError, UserError
 from sparsepack.files.atomic import write_bytes
+from sparsepack.files.cache import cache_folder
 
 FOLDER = files("sparsepack.runtime.cuda") / "kernels"
 OLDEST = 80
@@ -34,7 +35,7 @@ def cubin(name: str, arch: int, defines: Sequence[str] = ()) -> bytes:
     options = {"arch": _TARGETS.get(arch, f"sm_{arch}"), "defines": tuple(defines), "nvrtc": nvrtc_version()}
     sources = {file: text for file, text in _sources().items() if file.endswith((f"/{name}.cu", ".cuh"))}
     key = hashlib.sha256(repr((name, sorted(sources.items()), sorted(options.items()))).encode()).hexdigest()[:24]
-    path = cache_folder() / f"{name}-sm_{arch}-{key}.cubin"
+    path = compiled_folder() / f"{name}-sm_{arch}-{key}.cubin"
     if path.is_file():
         return path.read_bytes()
     code = _compiled(name, sources, arch, defines)
@@ -55,9 +56,9 @@ def check_architecture(arch: int) -> None:
         )
 
 
-def cache_folder() -> Path:
-    """The folder that keeps compiled kernels: below $XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsepack" / "cuda"
+def compiled_folder() -> Path:
+    """The folder that keeps compiled kernels."""
+    return cache_folder() / "cuda"
 
 
 @cache
