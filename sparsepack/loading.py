@@ -21,13 +21,13 @@ from sparsepack.runtime.features import backend_asked
 from sparsepack.runtime.generate import (
     Generated,
     Generation,
-    checked,
     generate,
     generate_together,
     open_tokenizer,
     prompt_tokens,
 )
 from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions
+from sparsepack.runtime.suggestion import as_suggested, checked
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,19 @@ class Model:
     def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Continue a prompt: an iterator over pieces of text as they are made, whose `result()` says how it ended.
 
-        options, changes -- `GenerateOptions`, and fields of it that are different: `generate("The", tokens=8)`
+        options, changes -- `GenerateOptions`, and fields of it that are different: `generate("The", tokens=8)`. What is
+                            left None of how tokens are chosen is as the model's makers suggest
 
         The engine forgets its text, so that the same prompt gives the same text. Raises `UserError` as
         `runtime.generate.generate` does, before anything runs.
         """
         check_type("prompt", prompt, str, UserError)
-        return generate(self.engine, self.tokenizer, prompt, _with(options, changes))
+        return generate(self.engine, self.tokenizer, prompt, self._with(options, changes))
 
     def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
         """Continue a prompt in each of the engine's sequences; see `runtime.generate.generate_together`."""
         check_type("prompts", prompts, tuple[str, ...], UserError)
-        return generate_together(self.engine, self.tokenizer, prompts, _with(options, {}))
+        return generate_together(self.engine, self.tokenizer, prompts, self._with(options, {}))
 
     def chat(self, messages: Sequence[Message], options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
@@ -73,7 +74,7 @@ class Model:
         also where the model has no chat template, or it refuses the messages.
         """
         check_type("messages", messages, tuple[dict, ...], UserError)
-        options = _with(options or GenerateOptions(CHAT_TOKENS), changes)
+        options = self._with(options or GenerateOptions(CHAT_TOKENS), changes)
         return generate(self.engine, self.tokenizer, self.chat_prompt(messages), options, keep=True)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -100,6 +101,12 @@ class Model:
         check_type("text", text, str | tuple[int, ...], UserError)
         ids = prompt_tokens(self.tokenizer, text, self.packed.architecture.bos) if isinstance(text, str) else list(text)
         return self.engine.teacher_forced(ids, len(ids) if sparse_from is None else sparse_from)
+
+    def _with(self, options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
+        check_type("options", options, GenerateOptions | None, UserError)
+        options = replace(options or GenerateOptions(), **changes)
+        check_types(options, UserError)
+        return checked(as_suggested(options, self.packed.generation)[0])
 
 
 def load(
@@ -132,10 +139,3 @@ def load(
 def what_runs(engine: Engine) -> tuple[str, ...]:
     """What runs a model, and why where that is not the best for the device: lines for people."""
     return f"runtime: {engine.description}{', dense' if engine.dense else ''}", *engine.notes
-
-
-def _with(options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
-    check_type("options", options, GenerateOptions | None, UserError)
-    options = replace(options or GenerateOptions(), **changes)
-    check_types(options, UserError)
-    return checked(options)

@@ -80,5 +80,6 @@ class Continuation:
 
 def sampling_of(options: GenerateOptions, number: int = 0) -> Sampling:
     """How the tokens of prompt `number` are chosen. Raises `UserError` for a value out of range."""
-    sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
+    given = {field.name: getattr(options, field.name) for field in fields(Sampling)}
+    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
     return replace(sampling, seed=options.seed + number)

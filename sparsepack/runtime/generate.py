@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.tokenizer.tokenizer_check import check_tokenizer
-from sparsepack.runtime.continuation import Continuation, sampling_of
+from sparsepack.runtime.continuation import Continuation
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.options import GenerateOptions
 from sparsepack.runtime.sampling import Sampler
-from sparsepack.runtime.stopping import StopText
+from sparsepack.runtime.suggestion import checked
 
 
 @dataclass(frozen=True)
@@ -203,16 +203,6 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, bos: int | None) -> list[in
     if not ids:
         raise UserError("empty prompt: this model has no token that begins a text (BOS); give at least one word")
     return ids
-
-
-def checked(options: GenerateOptions | None) -> GenerateOptions:
-    """The options, the usual ones for None. Raises `UserError` where one is out of range."""
-    options = options or GenerateOptions()
-    if options.tokens < 0:
-        raise UserError(f"{options.tokens} tokens to generate: expected 0 or more")
-    sampling_of(options)
-    StopText(options.stop)
-    return options
 
 
 def _fitting_prompt(engine: Engine, tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -17,7 +17,11 @@ DEFAULT_POLICY = "slow"
 CHAT_TOKENS = 1024
 """An answer in a conversation has at most this many tokens, unless told otherwise: most answers end by themselves."""
 
+GREEDY = {"temperature": 0.0, "repeat_penalty": 1.0}
+"""How tokens are chosen where neither the user nor the model's makers say: the likeliest each time."""
+
 _DRAWN = (not_with("temperature", 0),)
+_SUGGESTED = "default: as the model's makers suggest, else"
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class EngineOptions:
 class GenerateOptions:
     """How many tokens at most, how they are chosen (see `runtime.sampling.Sampling`), and what ends the text.
 
+    temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.suggestion.as_suggested` finds
     stop -- texts that end it; they are not part of it
     logit_bias, logprobs, constraint -- as `Sampling` has them
     """
@@ -90,27 +95,35 @@ class GenerateOptions:
     tokens: int = option(
         f"Tokens to generate at most; in a conversation {CHAT_TOKENS} unless given.", default=64, least=0
     )
-    temperature: float = option("How freely tokens are drawn; 0 takes the likeliest each time.", default=0.0, least=0)
+    temperature: float | None = option(
+        f"How freely tokens are drawn; 0 takes the likeliest each time ({_SUGGESTED} 0).", default=None, least=0
+    )
     top_k: int | None = option(
-        "Draw among so many likeliest tokens (default: all).",
+        f"Draw among so many likeliest tokens ({_SUGGESTED} all).",
         default=None,
         least=1,
         most=LARGEST_COUNT,
         counts=_DRAWN,
     )
     top_p: float | None = option(
-        "Draw among the likeliest that make up this share (default: all).", default=None, above=0, most=1, counts=_DRAWN
+        f"Draw among the likeliest that make up this share ({_SUGGESTED} all).",
+        default=None,
+        above=0,
+        most=1,
+        counts=_DRAWN,
     )
     min_p: float | None = option(
-        "Draw among tokens at least this share as likely as the likeliest (default: all).",
+        f"Draw among tokens at least this share as likely as the likeliest ({_SUGGESTED} all).",
         default=None,
         least=0,
         most=1,
         counts=_DRAWN,
     )
     seed: int = option("Of the random draws.", default=0, least=0, most=LARGEST_SEED, counts=_DRAWN)
-    repeat_penalty: float = option(
-        "Makes tokens less likely that were there before, as in llama.cpp; 1 does nothing.", default=1.0, above=0
+    repeat_penalty: float | None = option(
+        f"Makes tokens less likely that were there before, as in llama.cpp; 1 does nothing ({_SUGGESTED} 1).",
+        default=None,
+        above=0,
     )
     repeat_last_n: int = option(
         "How many of the last tokens count as there before; -1 for all.",

@@ -9,8 +9,11 @@ from commands_for_tests import fails, sparsepack, succeeds
 from models_for_tests import make_model
 
 from sparsepack.cli import main
+from sparsepack.errors import UserError
 from sparsepack.formats.open import read_packed
+from sparsepack.loading import load
 from sparsepack.models.records.generation import GENERATION, suggested
+from sparsepack.runtime.options import GenerateOptions
 
 SUGGESTED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
@@ -150,6 +153,25 @@ def test_tokens_are_chosen_as_the_makers_suggest_unless_the_user_says_otherwise(
     assert "--top-k 5: it does nothing with --temperature 0" in fails(
         "generate", folder / "m.gguf", *prompt, "--top-k", 5
     )
+
+
+def test_functions_and_recipes_choose_tokens_as_the_command_does(folder: Path, tmp_path: Path) -> None:
+    prompt = ("--prompt", "The sun", "-n", 12, "--no-display-prompt")
+    told = succeeds("generate", folder / "suggests.gguf", *prompt).removesuffix("\n")
+    model = load(folder / "suggests.gguf")
+    assert model.generate("The sun", tokens=12).result().text == told
+    (together,) = model.generate_together(["The sun"], GenerateOptions(12))
+    assert together.text == told
+    assert model.generate("The sun", tokens=12, temperature=0, repeat_penalty=1).result().text != told
+    with pytest.raises(UserError, match="top_k 5: it does nothing with temperature 0"):
+        model.generate("The sun", temperature=0, top_k=5)
+    recipe = "schema: 1\nname: r\nmodel: {}\npack: {{}}\ngenerate: {{prompt: The sun, tokens: 12{}}}\n"
+    (tmp_path / "r.yaml").write_text(recipe.format(folder / "model", ""))
+    work = ("--work", tmp_path / "work")
+    assert "makers suggest generate.temperature 0.7" in sparsepack("run", tmp_path / "r.yaml", *work).stderr
+    assert json.loads((tmp_path / "work" / "generate.json").read_text())["text"] == told
+    (tmp_path / "r.yaml").write_text(recipe.format("shipped:tiny", ", top_k: 5"))
+    assert "generate.top_k 5: it does nothing with" in fails("run", tmp_path / "r.yaml", "--dry-run", *work)
 
 
 def test_only_a_model_whose_makers_suggest_something_carries_it(folder: Path) -> None:

@@ -22,15 +22,11 @@ from sparsepack.cli.options.shared import (
     torch_threads,
 )
 from sparsepack.cli.options.verb import Ruled, group, verb
-from sparsepack.option import not_with, only_with, options_of
+from sparsepack.option import not_with, only_with
 from sparsepack.runtime.backends import most_sequences
 from sparsepack.runtime.options import CHAT_TOKENS, GenerateOptions
 
 _CHAT = (only_with("chat"),)
-_SUGGESTED = (
-    f"{options_of(GenerateOptions)['temperature'].help} What is not given of --temperature, --top-k, --top-p, "
-    "--min-p and --repeat-penalty is as the model's makers suggest in its generation_config.json, where they do."
-)
 
 
 @verb(short_help="Continue a text, or converse, with a packed model.")
@@ -66,11 +62,9 @@ _SUGGESTED = (
 @group(
     "How tokens are chosen",
     from_options(GenerateOptions, "-n", "--tokens"),
-    from_options(GenerateOptions, "--stop"),
-    from_options(GenerateOptions, "--temperature", help=_SUGGESTED),
-    *(from_options(GenerateOptions, flag, counts=()) for flag in ("--top-k", "--top-p", "--min-p")),
+    options_from(GenerateOptions, "--stop", "--temperature", "--top-k", "--top-p", "--min-p"),
     options_from(GenerateOptions, "--repeat-penalty", "--repeat-last-n", "--frequency-penalty", "--presence-penalty"),
-    from_options(GenerateOptions, "--seed", counts=()),
+    from_options(GenerateOptions, "--seed"),
 )
 @for_texts
 @slots
@@ -114,19 +108,27 @@ def generate(
 
     from dataclasses import replace
 
-    from sparsepack.cli.sampling import chosen
     from sparsepack.cli.talk.chat import converse
     from sparsepack.cli.talk.streaming import print_texts
     from sparsepack.loading import load
+    from sparsepack.progress import say
+    from sparsepack.runtime.suggestion import as_suggested, checked, told
 
     model = load(path, options=engine, sequences=1 if chat else len(texts))
-    options = chosen(called, GenerateOptions(**asked), model.packed.generation)
+    options, taken = as_suggested(GenerateOptions(**asked), model.packed.generation)
+    options = checked(options, _flag)
+    if taken:
+        say(told(taken, _flag))
     if chat:
         if called.get_parameter_source("tokens") is click.core.ParameterSource.DEFAULT:
             options = replace(options, tokens=CHAT_TOKENS)
         converse(replace(model, chat_template=template or model.chat_template), texts, options, system, json_path)
     else:
         print_texts(model, texts, options, json_path, not no_display_prompt)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _asked_for() -> tuple[str, ...]:

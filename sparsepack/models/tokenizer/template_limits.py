@@ -1,32 +1,42 @@
 """Limits for Jinja templates of strangers: beside what jinja2's sandbox forbids, time and the size of values.
 
-A template counts the turns of its loops and its calls. Every few of them the processor time of its thread is looked
-at, so that a loaded machine refuses no template that another one takes.
+A template counts the turns of its loops, its filters and its calls. Every few of them the processor time of its thread
+is looked at, so that a loaded machine refuses no template that another one takes.
 """
 
+import functools
+import inspect
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jinja2 import Template, nodes, pass_context
-from jinja2.exceptions import TemplateError
+from jinja2 import Environment, Template, nodes, pass_context
+from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from sparsepack.models.tokenizer.template_sizes import (
+    TooMuch,
+    check_braces,
+    check_call,
+    check_percent,
+    check_power,
+    check_product,
+    counted,
+    joined,
+    sized,
+)
+
+__all__ = ["SECONDS", "TooMuch", "limited"]
+
 SECONDS = 5.0
 """A template has this much processor time for one text; templates of known models take thousandths of a second."""
-LARGEST = 1 << 24
-"""No product, sum or joined text of a template has more characters, items or bits than this."""
 
-_EVERY = 256
+_EVERY = 16
 _TURNS, _SIZED = "sparsepack_turns", "sparsepack_sized"
-
-
-class TooMuch(TemplateError):
-    """A template took too long, or made too large a value."""
 
 
 class _Clock(threading.local):
@@ -71,21 +81,28 @@ class _Limits(SandboxedEnvironment):
         tree: nodes.Template = _Counting(self).visit(super()._parse(source, name, filename))
         return tree
 
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """The text of a template, a macro or a block."""
+        return joined(_turns(None, pieces))
+
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _clock.tick()
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise TooMuch(f"it calls something with the number {str(value)[:20]}")
-        return _sized(super().call(context, obj, *args, **kwargs))
+        method = inspect.unwrap(obj)  # the sandbox wraps a text's `format`
+        name, of = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        check_call(name, (of, *args), kwargs)
+        if name in ("format", "format_map"):
+            check_braces(of)
+        return sized(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and _bits(left) * abs(right if isinstance(right, int) else 1) > LARGEST:
-            raise TooMuch("it raises a number to a power that is too large")
-        if operator == "*" and _size(left) * abs(right if isinstance(right, int) else 1) > LARGEST:
-            raise TooMuch("it makes too large a product")
-        if operator == "*" and _size(right) * abs(left if isinstance(left, int) else 1) > LARGEST:
-            raise TooMuch("it makes too large a product")
-        return _sized(super().call_binop(context, operator, left, right))
+        if operator == "**":
+            check_power(left, right)
+        elif operator == "*":
+            check_product(left, right)
+        elif operator == "%":
+            check_percent(left)
+        return sized(super().call_binop(context, operator, left, right))
 
 
 class _Immutable(_Limits, ImmutableSandboxedEnvironment):
@@ -93,7 +110,8 @@ class _Immutable(_Limits, ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts a filter that counts around what a loop goes through, and one that measures around joined text."""
+    """Puts a filter that counts around what a loop goes through, and one that measures around joined text and around
+    what is put together of other values."""
 
     def __init__(self, environment: SandboxedEnvironment) -> None:
         self._environment = environment
@@ -104,9 +122,14 @@ class _Counting(NodeTransformer):
         node.iter = self._filtered(node.iter, _TURNS)
         return node
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+    def visit_Concat(self, node: nodes.Expr) -> nodes.Expr:
         self.generic_visit(node)
         return self._filtered(node, _SIZED)
+
+    visit_List = visit_Dict = visit_Concat
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        return self.visit_Concat(node) if node.ctx == "load" else node
 
     def _filtered(self, node: nodes.Expr, name: str) -> nodes.Filter:
         made = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -127,7 +150,8 @@ def limited(like: Any, immutable: bool = True) -> SandboxedEnvironment:
         loader=like.loader,
         extensions=[type(extension) for extension in like.extensions.values()],
     )
-    made.filters |= {**like.filters, _TURNS: _turns, _SIZED: _measured}
+    made.filters = {name: _limited(name, each) for name, each in {**made.filters, **like.filters}.items()}
+    made.filters |= {_TURNS: _turns, _SIZED: _measured}
     made.tests |= like.tests
     made.globals |= {**like.globals, "range": made.globals["range"]}
     made.globals.pop("lipsum", None)  # which makes as much text as it is asked for
@@ -135,7 +159,7 @@ def limited(like: Any, immutable: bool = True) -> SandboxedEnvironment:
 
 
 @pass_context
-def _turns(_: Context, values: Iterable[Any]) -> Iterator[Any]:
+def _turns(_: Context | None, values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         _clock.tick()
         yield value
@@ -143,18 +167,28 @@ def _turns(_: Context, values: Iterable[Any]) -> Iterator[Any]:
 
 @pass_context
 def _measured(_: Context, value: Any) -> Any:
-    return _sized(value)
+    return sized(value)
 
 
-def _sized(value: Any) -> Any:
-    if _size(value) > LARGEST:
-        raise TooMuch(f"it makes a value of more than {LARGEST:,} characters or items")
-    return value
+def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter within the limits; what makes its items one by one is counted as it does."""
+
+    @functools.wraps(function)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        _clock.tick()
+        values = [_one_by_one(each) for each in args]
+        given = [each for each in values if not isinstance(each, _CONTEXTS)]
+        check_call(name, given, kwargs)
+        if name == "format":
+            check_percent(given[0])
+        return sized(_one_by_one(function(*values, **kwargs)))
+
+    return within
 
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+_CONTEXTS = (Context, EvalContext, Environment)
+"""What jinja2 hands to some filters before the value."""
 
 
-def _bits(value: Any) -> int:
-    return value.bit_length() if isinstance(value, int) else 0
+def _one_by_one(value: Any) -> Any:
+    return counted(_turns(None, value)) if isinstance(value, Iterator) else value

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from sparsepack.errors import UserError
 from sparsepack.files.atomic import write_json
 from sparsepack.placement.counts import hits_in_words
 from sparsepack.progress import say
@@ -27,11 +28,11 @@ class Generate(Section):
 
     prompt: str = Field(description="The text to continue.")
     tokens: int
-    temperature: float
+    temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
-    repeat_penalty: float
+    repeat_penalty: float | None
     repeat_last_n: int
     frequency_penalty: float
     presence_penalty: float
@@ -55,13 +56,28 @@ def _problems(recipe: Recipe, asked: Generate) -> Iterator[str]:
     yield from engine_problems(recipe, asked)
 
 
+def _misfits(job: Job, asked: Generate) -> Iterator[str]:
+    from sparsepack.runtime.suggestion import as_suggested, checked
+
+    yield from job.too_long("generate, prompt and tokens together", _length(job, asked))
+    options, _ = as_suggested(GenerateOptions(**asked.told(GenerateOptions)), job.checkpoint.generation)
+    try:
+        checked(options, lambda name: f"generate.{name}")
+    except UserError as error:
+        yield str(error)
+
+
 def _run(job: Job, asked: Generate) -> None:
     from sparsepack.loading import load, what_runs
+    from sparsepack.runtime.suggestion import as_suggested, told
 
     options = engine_options(job.recipe, asked)
     model = load(artifact_of(job), context=_length(job, asked), options=options, verify=False)
     say(*what_runs(model.engine))
-    made = model.generate(asked.prompt, GenerateOptions(**asked.told(GenerateOptions))).result()
+    chosen, taken = as_suggested(GenerateOptions(**asked.told(GenerateOptions)), model.packed.generation)
+    if taken:
+        say(told(taken, lambda name: f"generate.{name}"))
+    made = model.generate(asked.prompt, chosen).result()
     hits = model.engine.hit_counts
     result = {
         "prompt": asked.prompt,
@@ -90,7 +106,7 @@ GENERATE = Stage(
     outputs=leaves(RESULT),
     run=_run,
     problems=_problems,
-    misfits=lambda job, asked: job.too_long("generate, prompt and tokens together", _length(job, asked)),
+    misfits=_misfits,
     tokens=lambda job, asked: asked.tokens,
     result=("generate", read_json(RESULT), None),
     show=_show,

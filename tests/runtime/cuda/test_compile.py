@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from homes_for_tests import without_a_home
 
 from sparsepack.errors import UserError
 from sparsepack.runtime.cuda.driver import compiler
