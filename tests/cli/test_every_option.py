@@ -7,16 +7,22 @@ refused. Nothing is listed but the modes: the options are those that click has.
 
 import ast
 import inspect
+import json
+import os
+import signal
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import pytest
 from artifacts_for_tests import tiny_by_neurons, write_zigzag
 from commands_for_tests import fails, succeeds
 from models_for_tests import make_model
+from task_files import MULTIPLE_CHOICE, OUR_DATA
 
 from sparsepack.cli import main
 from sparsepack.cli.options.shared import Declared
@@ -27,9 +33,14 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
 from sparsepack.recipe.load import load_recipe
+from sparsepack.runtime.cpu import tune
+from sparsepack.runtime.cpu.dispatch import instruction_sets
+from sparsepack.runtime.hybrid import measure
+from sparsepack.serve import server
 from sparsepack.simulation.options import SimulateOptions
 from sparsepack.sparsity.options import AllocationOptions
 
+TASK = f"task: own\n{OUR_DATA}{MULTIPLE_CHOICE}"
 TRACE = "--sessions 2 --tokens 24 --prompt 8"
 LEARNT = "--windows 1 --steps 1 --batch 1 --length 16"
 MODES = {
@@ -56,9 +67,18 @@ MODES = {
         "shipped:tiny --perplexity {text} --context 32 --windows 1",
         "{file} --perplexity {text} --context 32 --windows 1 --backend reference",
         "{neurons} --perplexity {text} --context 32 --windows 1 --backend reference --cached 0.5",
+        "shipped:tiny --tasks own --task-path {tasks}",
+        "{neurons} --tasks own --task-path {tasks} --backend reference --cached 0.5",
     ),
     "bench": ("{file} -p 4 -n 4 -r 1", "{file} -p 4 -n 4 -r 1 --text {text}", "{neurons} -p 4 -n 4 -r 1 --cached 0.5"),
-    "generate": ("{file} --prompt The -n 2", "{neurons} --prompt The -n 2 --cached 0.5"),
+    "generate": (
+        "{file} --prompt The -n 2",
+        "{file} --prompt The -n 2 --temperature 0",
+        "{file} --prompt The -n 2 --temperature 1 --repeat-penalty 1",
+        "{neurons} --prompt The -n 2 --cached 0.5",
+    ),
+    "serve": ("{file} --port 0", "{file} --port 0 --dense"),
+    "tune": ("{file}", "{neurons} --threads 2"),
     "trace": (f"{{relu}} --text {{text}} {TRACE} -o {{new}}",),
     "simulate": (
         "{trace} --calibration {other} --cached 0.3",
@@ -68,9 +88,20 @@ MODES = {
     ),
 }
 """The verbs whose options stand in option dataclasses, and what each can be asked to do."""
-WITHOUT_A_RUN = {"serve", "tune"}
-"""These do not end, or take minutes; tests/serve and tests/runtime run them."""
-CASES = [(verb, mode) for verb, modes in MODES.items() for mode in modes]
+
+
+def without_kernels() -> str:
+    try:
+        instruction_sets()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+KERNELS = pytest.mark.skipif(bool(without_kernels()), reason=without_kernels())
+CASES = [
+    pytest.param(verb, mode, marks=KERNELS if verb == "tune" else ()) for verb, modes in MODES.items() for mode in modes
+]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +121,37 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_zigzag(open_checkpoint("shipped:tiny"), {}, found["file"])
     (folder / "neurons").mkdir()
     found["neurons"] = tiny_by_neurons(folder / "neurons")
+    found["tasks"] = folder / "tasks"
+    found["tasks"].mkdir()
+    (found["tasks"] / "own.yaml").write_text(TASK)
+    rows = [{"query": "The cat sat on the", "choices": ["mat", "mathematics"], "gold": 0}] * 2
+    (found["tasks"] / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return found
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would take minutes or never end does neither: `tune` times little, and a server, once it listens, is asked
+    for one text and told to end."""
+    for name, value in {"ROTATION": 1 << 16, "CALLS": 1, "ROUNDS": 1}.items():
+        monkeypatch.setattr(tune, name, value)
+        monkeypatch.setattr(measure, name, value)
+    for name, some in {"SPANS": (1,), "TILES": (24,)}.items():
+        monkeypatch.setattr(tune, name, some)
+    startup = server._Server.startup
+
+    async def asked_once(self: Any, sockets: Any = None) -> None:
+        await startup(self, sockets)
+        host, port = sockets[0].getsockname()[:2]
+        said = {"model": self._name, "prompt": "The", "max_tokens": 2}
+
+        def ask() -> None:
+            httpx.post(f"http://{host}:{port}/v1/completions", json=said, timeout=60).raise_for_status()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=ask).start()
+
+    monkeypatch.setattr(server._Server, "startup", asked_once)
 
 
 @pytest.fixture
@@ -126,8 +187,21 @@ def counts(option: Ruled, asked: dict[str, Any]) -> bool:
     return all(condition.holds(asked.get(condition.field)) for condition in option.counts)
 
 
+def body_of(verb: str) -> ast.FunctionDef:
+    function = inspect.unwrap(main.commands[verb].callback)  # type: ignore[arg-type]
+    (found,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+def by_name(verb: str) -> set[str]:
+    """The parameters that the function of a verb has by name; another test says that it uses each."""
+    arguments = body_of(verb).args
+    return {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
 def test_every_verb_with_declared_options_has_its_modes_here() -> None:
-    assert {verb for verb in main.commands if declared(verb)} == MODES.keys() | WITHOUT_A_RUN
+    assert {verb for verb in main.commands if declared(verb)} == MODES.keys()
 
 
 @pytest.mark.parametrize(("verb", "mode"), CASES)
@@ -140,7 +214,7 @@ def test_an_option_that_counts_is_read(
     options = [each for each in options if each.name != "sparsity" or asked["sparsity"] is not None]
     read.clear()
     succeeds(verb, *arguments)
-    assert {str(each.name) for each in options} - read == set()
+    assert {str(each.name) for each in options} - read - by_name(verb) == set()
 
 
 def given(option: click.Option) -> list[str]:
@@ -169,13 +243,8 @@ def test_an_option_that_does_not_count_is_refused(verb: str, mode: str, files: d
 @pytest.mark.parametrize("verb", main.commands)
 def test_what_no_dataclass_declares_is_used_by_the_verb(verb: str) -> None:
     """Each such parameter of the function is a name that stands in its body."""
-    function = inspect.unwrap(main.commands[verb].callback)  # type: ignore[arg-type]
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    (body,) = tree.body
-    assert isinstance(body, ast.FunctionDef)
-    used = {node.id for statement in body.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    arguments = {each.arg for each in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs)}
-    assert arguments - used == set()
+    names = (node for statement in body_of(verb).body for node in ast.walk(statement) if isinstance(node, ast.Name))
+    assert by_name(verb) - {name.id for name in names} == set()
 
 
 def test_a_merge_takes_no_option_of_a_run() -> None:

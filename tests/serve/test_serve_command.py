@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from serving import TEMPLATE
 
 from sparsepack.cli import main
+from sparsepack.loading import Model, load
 
 
 class Process:
@@ -64,6 +65,16 @@ def fails(*arguments: object) -> str:
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     return result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("asked", "together"), [((), None), (("--sequences", "3"), 3)])
+def test_as_many_texts_are_made_together_as_were_asked_for_and_else_as_the_backend_can(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], together: int | None
+) -> None:
+    models: list[Model] = []
+    monkeypatch.setattr("sparsepack.serve.server.serve", lambda model, *rest: models.append(model))
+    assert CliRunner().invoke(main, ["serve", str(artifact), "--port", "0", *asked]).exit_code == 0
+    assert len(models[0].engine.positions) == (together or len(load(artifact, sequences=None).engine.positions)) > 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])

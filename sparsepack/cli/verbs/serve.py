@@ -87,6 +87,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     from sparsepack.progress import say
 
     options = ServeOptions(**asked)
+    engine = replace(engine, sequences=options.sequences)
     with bound_socket(options.host, options.port, options.send_timeout) as listening:  # before a large file is read
         model = load(path, options=engine)
         model = replace(model, chat_template=chat_template or model.chat_template)
