@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,20 @@ def test_notes_progress_tables_and_messages_of_libraries_command_no_terminal(mon
     assert not set("\x07\x9b\u202e\u2066\x7f") & set(said)
     assert said.count("?]0;owned") >= 6
     assert "[red]" in said
+
+
+def test_warnings_and_what_nobody_caught_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for stream, shown, hidden in ((Screen(), HARMLESS, HOSTILE), (io.StringIO(), HOSTILE, HARMLESS)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            streams.prepare()
+            warnings.warn(HOSTILE, stacklevel=1)
+        assert f"UserWarning: {shown}" in stream.getvalue()
+        sys.excepthook(ValueError, ValueError(HOSTILE), None)
+        assert f"ValueError: {shown}" in stream.getvalue()
+        assert hidden not in stream.getvalue()
 
 
 def test_json_on_a_terminal_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,19 @@
-"""One pass over text: what is counted, going on after a kill, and merging."""
+"""One pass over text: what is counted, and what is refused."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from models_for_tests import TEXT, make_model
+from folders_for_tests import content
 
-from sparsepack.calibration import folder, run
+from sparsepack.calibration import run
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.criteria import column_norms
-from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
 from sparsepack.cli.tables.manifests import calibration_table
-from sparsepack.errors import CalibrationError, OutputError, TextError
-from sparsepack.files import resume as unfinished
-from sparsepack.files.resume import ResumeState
+from sparsepack.errors import CalibrationError, TextError
 from sparsepack.files.text import Text
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks
@@ -30,10 +21,6 @@ from sparsepack.models.stock.whole import load_model
 from sparsepack.models.tokenizer.windows import rolling_windows
 
 OPTIONS = CalibrateOptions(context=48, samples=6)
-
-
-def content(path) -> dict[str, bytes]:
-    return {entry.name: entry.read_bytes() for entry in sorted(path.iterdir())}
 
 
 def test_the_manifest_states_the_types_of_weights_and_arithmetic_and_the_default_is_float32s_numbers(
@@ -106,15 +93,6 @@ def test_the_manifest_says_what_was_run(small, text, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_calibration_is_read_back_as_it_was(small_calibration, tmp_path):
-    again = folder.load(folder.save(small_calibration, tmp_path / "c") and tmp_path / "c")
-    assert again.sha256 == small_calibration.sha256
-    assert torch.equal(again.windows, small_calibration.windows)
-    for one, other in zip(again.layers, small_calibration.layers, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_samples_are_drawn_by_the_seed_and_all_windows_in_order(small, text):
     every = run._chosen_windows(small, text, replace(OPTIONS, samples=0))
     drawn = [run._chosen_windows(small, text, replace(OPTIONS, seed=seed)) for seed in (0, 0, 1)]
@@ -124,250 +102,6 @@ def test_samples_are_drawn_by_the_seed_and_all_windows_in_order(small, text):
     assert len(drawn[0]) == 6
     rows = {tuple(row) for row in every.tolist()}
     assert all(tuple(row) in rows for row in drawn[2].tolist())
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.fixture
-def uninterrupted(small, text, tmp_path):
-    (tmp_path / "whole").mkdir()
-    calibrate(small, text, tmp_path / "whole" / "c", OPTIONS)
-    return content(tmp_path / "whole" / "c")
-
-
-@pytest.fixture
-def blocks_read(monkeypatch):
-    read = []
-    load = BlockStream.load
-    monkeypatch.setattr(BlockStream, "load", lambda self, layer: read.append(layer) or load(self, layer))
-    return read
-
-
-def _calibrate_until_killed(monkeypatch, where, name, dies, *arguments) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(where, name, dies)
-        with pytest.raises(Killed):
-            calibrate(*arguments, OPTIONS)
-
-
-@pytest.mark.parametrize("when", ["before its state is saved", "after its state is saved"])
-@pytest.mark.parametrize("block", [0, 1, 2])
-def test_a_killed_run_goes_on_and_ends_the_same(
-    small, text, tmp_path, monkeypatch, uninterrupted, blocks_read, block, when
-):
-    save = ResumeState.save_block
-
-    def dies(self, layer, *rest):
-        if layer == block and when.startswith("before"):
-            raise Killed
-        save(self, layer, *rest)
-        if layer == block:
-            raise Killed
-
-    _calibrate_until_killed(monkeypatch, ResumeState, "save_block", dies, small, text, tmp_path / "c")
-    assert not (tmp_path / "c").exists()
-    blocks_read.clear()
-    calibrate(small, text, tmp_path / "c", OPTIONS)
-    assert blocks_read == list(range(block + when.startswith("after"), 3))
-    assert content(tmp_path / "c") == uninterrupted
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "whole"]
-
-
-def test_a_run_killed_while_it_writes_its_state_goes_on_from_the_block_before(
-    small, text, tmp_path, monkeypatch, uninterrupted, blocks_read
-):
-    write = unfinished.write_json
-
-    def dies(path, value):
-        if value["parts"]["blocks"]["done"] == 2:
-            raise Killed
-        write(path, value)
-
-    _calibrate_until_killed(monkeypatch, unfinished, "write_json", dies, small, text, tmp_path / "c")
-    blocks_read.clear()
-    calibrate(small, text, tmp_path / "c", OPTIONS)
-    assert blocks_read == [1, 2]
-    assert content(tmp_path / "c") == uninterrupted
-
-
-_CHILD = """
-import os, signal, sys, torch
-from pathlib import Path
-torch.set_num_threads(int(sys.argv[3]))
-from models_for_tests import TEXT
-from sparsepack.calibration import run
-from sparsepack.files.resume import ResumeState
-from sparsepack.files.text import Text
-from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-save = ResumeState.save_block
-def dies(self, layer, *rest):
-    save(self, layer, *rest)
-    if layer == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-ResumeState.save_block = dies
-text = Text("topics", (TEXT[:6000],), "topics")
-run.calibrate(open_checkpoint(sys.argv[1]), text, Path(sys.argv[2]), run.CalibrateOptions(context=48, samples=6))
-"""
-
-
-def test_a_run_ended_by_sigkill_goes_on_and_ends_the_same(small, text, tmp_path, uninterrupted, blocks_read):
-    path = os.pathsep.join(sys.path)
-    arguments = [small.name, str(tmp_path / "c"), str(torch.get_num_threads())]
-    child = subprocess.run([sys.executable, "-c", _CHILD, *arguments], env={**os.environ, "PYTHONPATH": path})
-    assert child.returncode == -signal.SIGKILL
-    assert not (tmp_path / "c").exists()
-    blocks_read.clear()
-    calibrate(small, text, tmp_path / "c", OPTIONS)
-    assert blocks_read == [2]
-    assert content(tmp_path / "c") == uninterrupted
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"seed": 1}, {"sinks": 2}, {"samples": 5}, {"batch": 1}, {"context": 32}, {"dtype": "bfloat16"}, {"text": 1}],
-)
-def test_the_state_of_other_settings_is_not_used(small, text, tmp_path, monkeypatch, blocks_read, other):
-    save = ResumeState.save_block
-
-    def dies(self, layer, *rest):
-        save(self, layer, *rest)
-        raise Killed
-
-    _calibrate_until_killed(monkeypatch, ResumeState, "save_block", dies, small, text, tmp_path / "c")
-    blocks_read.clear()
-    changed = Text("topics", (TEXT[3000:9000],), "others") if other.pop("text", 0) else text
-    calibrate(small, changed, tmp_path / "c", replace(OPTIONS, **other))
-    assert blocks_read == [0, 1, 2]
-
-
-def _sharded(monkeypatch, small, text, tmp_path, parts) -> list[Calibration]:
-    """Calibrations of slices of the same windows, each with a text name of its own."""
-    windows = run._chosen_windows(small, text, OPTIONS)
-    made = []
-    for number, part in enumerate(parts):
-        with monkeypatch.context() as patch:
-            patch.setattr(run, "_chosen_windows", lambda *_, part=part: windows[part])
-            shard = replace(text, name=f"part {number}", sha256=str(number))
-            made.append(calibrate(small, shard, tmp_path / f"part {number}", OPTIONS))
-    return made
-
-
-def test_merged_shards_are_one_run_bit_for_bit_in_the_counts(small, text, tmp_path, monkeypatch):
-    parts = _sharded(monkeypatch, small, text, tmp_path, [slice(0, 4), slice(4, 6), slice(0, 6)])
-    merged, whole = folder.merge(parts[0], parts[1]), parts[2]
-    for ours, theirs in zip(merged.layers, whole.layers, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            if ".histogram." in name:
-                assert value.dtype == torch.int64
-                assert torch.equal(value, theirs[name]), name
-            else:
-                torch.testing.assert_close(value, theirs[name], rtol=1e-12, atol=0)
-    assert torch.equal(merged.windows, whole.windows)
-    assert {**merged.manifest["tokens"]} == {**whole.manifest["tokens"]}
-    assert [t["name"] for t in merged.manifest["texts"]] == ["part 0", "part 1"]
-    folder.save(merged, tmp_path / "merged")
-    assert folder.load(tmp_path / "merged").sha256 not in {part.sha256 for part in parts}
-
-
-def test_what_cannot_be_merged_is_refused(small, text, tmp_path, small_calibration, monkeypatch):
-    one, other = _sharded(monkeypatch, small, text, tmp_path, [slice(0, 2), slice(2, 4)])
-    both = folder.merge(one, other)
-    for first, second in ((one, one), (both, one), (both, other), (one, both)):
-        with pytest.raises(CalibrationError, match="every token would count twice"):
-            folder.merge(first, second)
-    with pytest.raises(CalibrationError, match=r"tokens\.context is 48 in the first and 64 in the second"):
-        folder.merge(one, small_calibration)
-    model = make_model(tmp_path / "model", "qwen2", num_hidden_layers=3, seed=5)
-    foreign = calibrate(open_checkpoint(model), text, tmp_path / "foreign", OPTIONS)
-    with pytest.raises(CalibrationError, match=r"model\.sha256 is"):
-        folder.merge(one, foreign)
-
-
-def test_a_calibration_of_another_model_is_refused(tiny, small_calibration):
-    with pytest.raises(CalibrationError, match="calibrate this model") as caught:
-        small_calibration.check_model(tiny)
-    assert small_calibration.manifest["model"]["name"] in str(caught.value)
-
-
-def _edited(path, change):
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def test_a_damaged_calibration_is_refused(small_calibration, tmp_path):
-    path = tmp_path / "c"
-
-    def fresh():
-        return folder.save(small_calibration, path, overwrite=True)
-
-    def refused() -> str:
-        with pytest.raises(CalibrationError) as caught:
-            folder.load(path)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    fresh()
-    statistics, manifest = path / "calibration.safetensors", path / "calibration.json"
-    data = bytearray(statistics.read_bytes())
-    data[-1] ^= 1
-    statistics.write_bytes(data)
-    assert "changed since it was written" in refused()
-    statistics.unlink()
-    assert "missing or changed" in refused()
-    fresh()
-    _edited(manifest, lambda value: value.update(schema=2))
-    assert "schema 2; this sparsepack reads schema 1" in refused()
-    fresh()
-    _edited(manifest, lambda value: value["model"].update(layers=9))
-    assert "damaged" in refused()
-    fresh()
-    _edited(manifest, lambda value: value["model"].update(layers="many"))
-    assert "damaged" in refused()
-    fresh()
-    _edited(manifest, lambda value: value.pop("model"))
-    assert "damaged" in refused()
-    fresh()
-    _edited(manifest, lambda value: value["versions"].update(torch="\ud800"))
-    assert "damaged" in refused()
-    manifest.write_text("{")
-    assert "damaged" in refused()
-    manifest.unlink()
-    assert "no calibration.json in it" in refused()
-
-
-@pytest.mark.parametrize("lost", ["calibration.json", "calibration.safetensors"])
-def test_a_calibration_that_lost_a_file_is_replaced(small_calibration, tmp_path, lost):
-    folder.save(small_calibration, tmp_path / "c")
-    whole = content(tmp_path / "c")
-    (tmp_path / "c" / lost).unlink()
-    folder.save(small_calibration, tmp_path / "c", overwrite=True)
-    assert content(tmp_path / "c") == whole
-
-
-def test_a_calibration_that_stood_aside_when_its_run_was_killed_is_read(small_calibration, tmp_path):
-    folder.save(small_calibration, tmp_path / ".c.replaced")
-    assert torch.equal(folder.load(tmp_path / "c").windows, small_calibration.windows)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-
-
-def test_overwriting_replaces_calibrations_only(small, text, small_calibration, tmp_path):
-    precious = tmp_path / "work"
-    precious.mkdir()
-    (precious / "thesis.txt").write_text("years")
-    with pytest.raises(OutputError, match=r"without calibration\.json; it is not replaced"):
-        calibrate(small, text, precious, OPTIONS, overwrite=True)
-    with pytest.raises(OutputError, match=r"without calibration\.json; it is not replaced"):
-        folder.save(small_calibration, precious, overwrite=True)
-    assert (precious / "thesis.txt").read_text() == "years"
-    folder.save(small_calibration, tmp_path / "c")
-    with pytest.raises(OutputError, match="exists already"):
-        calibrate(small, text, tmp_path / "c", OPTIONS)
-    calibrate(small, text, tmp_path / "c", OPTIONS, overwrite=True)
-    assert folder.load(tmp_path / "c").manifest["tokens"]["context"] == 48
 
 
 @pytest.mark.parametrize(

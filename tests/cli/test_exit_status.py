@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from commands_for_tests import fails
 from models_for_tests import make_model
 
+from sparsepack.cli import main
 from sparsepack.formats.table import FORMATS
 
 MISSING = {
@@ -36,6 +38,23 @@ def test_a_missing_file_is_a_mistake_in_what_was_asked(case: str, tmp_path: Path
     places = {"NONE": tmp_path / "none.gguf", "OUT": tmp_path / "out"}
     assert "none.gguf" in fails(*(places.get(word, word) for word in MISSING[case]))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", ["inspect", "verify", "bench", "generate", "pack --calibration"])
+def test_a_name_that_the_system_refuses_is_not_told_as_missing(case: str) -> None:
+    name = "n" * 300
+    commands = MISSING | {"pack --calibration": ("pack", "shipped:tiny", "-o", "OUT", "--calibration", "NONE")}
+    line = fails(*(name if word == "NONE" else word for word in commands[case]))
+    assert f"{name}: cannot be read (File name too long); expected " in line
+
+
+def test_a_mistake_names_the_verb_however_the_program_was_called() -> None:
+    for program, asked in ((None, "xyzzy"), ("python -m sparsepack.cli", "xyzzy")):
+        told = CliRunner().invoke(main, [asked], prog_name=program).stderr
+        assert told.startswith("sparsepack: xyzzy: no such verb; ")
+        assert told.endswith("; see sparsepack --help\n")
+    told = CliRunner().invoke(main, ["inspect", "--zzz"], prog_name="python -m sparsepack.cli").stderr
+    assert told == "sparsepack: inspect: No such option '--zzz'; see sparsepack inspect --help\n"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
