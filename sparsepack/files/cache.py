@@ -1,4 +1,4 @@
-"""Where sparsepack keeps what it found out about a machine, or made for it."""
+"""The place where sparsepack keeps what it found out about a machine, or made for it."""
 
 import os
 from pathlib import Path

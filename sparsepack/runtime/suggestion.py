@@ -6,6 +6,7 @@ Commands, recipes and functions take options through here, so that the same prom
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.option import default_of, idle, options_of
@@ -17,7 +18,7 @@ _DECLARED = options_of(GenerateOptions)
 _OF_DRAWING = {name for name, each in _DECLARED.items() if any(one.field == "temperature" for one in each.counts)}
 
 
-def as_suggested(options: GenerateOptions, suggested: Mapping[str, float]) -> tuple[GenerateOptions, dict[str, float]]:
+def as_suggested(options: GenerateOptions, suggested: Mapping[str, Any]) -> tuple[GenerateOptions, dict[str, Any]]:
     """The options with the model's suggestions for what nobody gave, and which these are.
 
     suggested -- `formats.packed.PackedModel.generation`
@@ -31,7 +32,7 @@ def as_suggested(options: GenerateOptions, suggested: Mapping[str, float]) -> tu
     return replace(options, **taken), taken
 
 
-def told(taken: Mapping[str, float], spelt: Callable[[str], str] = str) -> str:
+def told(taken: Mapping[str, Any], spelt: Callable[[str], str] = str) -> str:
     """What the model's makers suggest, in words; `spelt` writes a field as the user knows it."""
     shown = ", ".join(f"{spelt(name)} {value:g}" for name, value in taken.items())
     return f"the model's makers suggest {shown}; {spelt('temperature')} 0 takes the likeliest token each time"

@@ -50,13 +50,13 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """As Python does, but commanding no terminal: a warning may quote a file, and has the name of one."""
+    """Show a warning, which may quote a file and has the name of one, so that it commands no terminal."""
     with suppress(OSError):  # of a standard error that is closed
         tell(warnings.formatwarning(message, category, filename, lineno, line), file or sys.stderr, end="")
 
 
 def _show_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """The same of what nobody caught."""
+    """Show what nobody caught, likewise."""
     with suppress(OSError):
         tell("".join(traceback.format_exception(kind, error, where)), sys.stderr, end="")
 
