@@ -1,7 +1,7 @@
 """How tokens are chosen where the user does not say: as the model's makers suggest, and else the likeliest each time.
 
 Commands, recipes and functions take options through here, so that the same prompt gives the same text in all of them.
-`serve` does not: a request without a temperature has OpenAI's.
+In `serve` a request has OpenAI's temperature of 1 where neither it nor the makers say one.
 """
 
 from collections.abc import Callable, Mapping

@@ -70,7 +70,7 @@ class Answer:
     fingerprint   -- changes with the model and what runs it
     prompt_tokens -- in the prompt, BOS included
     with_usage    -- whether the chunks have a usage, which is null in all but the last
-    likelihoods   -- says how likely tokens were; None: nothing does
+    likelihoods   -- makes what says how likely tokens were, for each text; None: nothing does
     reader        -- makes what tells text from calls, for each text
     """
 
@@ -79,14 +79,18 @@ class Answer:
     fingerprint: str
     prompt_tokens: int
     with_usage: bool = False
-    likelihoods: Likelihoods | None = None
+    likelihoods: Callable[[], Likelihoods] | None = None
     reader: Callable[[], AnswerReader] = TextReader
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def in_one_piece(self, choices: Sequence["Choice"]) -> Json:
-        """The whole answer, of texts that have ended."""
-        return self._body(self.form.object, [choice.whole() for choice in choices], usage=self._usage(choices))
+    def written(self, choices: Sequence["Choice"]) -> bytes:
+        """The whole answer, of texts that have ended, in UTF-8. With the likelihoods of many tokens it has megabytes:
+        it is written choice by choice and value by value, so that other threads run meanwhile and little is there."""
+        writer = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+        each = ["".join(writer.iterencode(choice.whole())) for choice in choices]
+        around = writer.encode(self._body(self.form.object, [], usage=self._usage(choices)))
+        return around.replace('"choices":[]', f'"choices":[{",".join(each)}]', 1).encode()
 
     def chunk(self, choice: Json) -> Json:
         """A chunk with a part of one text."""
@@ -128,60 +132,60 @@ class Choice:
     def __init__(self, answer: Answer, index: int) -> None:
         self._answer, self._index = answer, index
         self._reader = answer.reader()
-        self._text, self._calls = "", list[ToolCall]()
-        self._tokens: list[TokenLogprob] = []
-        self._untold: list[TokenLogprob] = []  # that no chunk had yet
+        self._likelihoods = None if answer.likelihoods is None else answer.likelihoods()
+        self._called = 0
+        # What no chunk had yet:
+        self._text, self._calls, self._tokens = "", list[ToolCall](), list[TokenLogprob]()
         self.begins = True
         self.end: Ended | None = None
+
+    def add(self, event: Piece | Ended) -> None:
+        """Take what came of the text."""
+        self.begins = False
+        self._tokens += event.logprobs
+        if isinstance(event, Piece):
+            text, calls = self._reader.push(event.text)
+        else:
+            self.end = event
+            text, calls = self._reader.finish()
+        self._text += text
+        self._calls += calls
+        self._called += len(calls)
 
     def opening(self) -> list[Json]:
         """The chunks before any text."""
         opening = self._answer.form.opening
-        return [] if opening is None else [self._answer.chunk(self._choice(opening, None, ()))]
+        return [] if opening is None else [self._chunk(opening)]
 
-    def piece(self, piece: Piece) -> list[Json]:
-        """The chunks of a piece of text."""
-        self.begins = False
-        self._add(piece.logprobs)
-        return self._told(self._reader.push(piece.text))
-
-    def ended(self, ended: Ended) -> list[Json]:
-        """The chunks of what was held back, and of why the text ended."""
-        self.begins, self.end = False, ended
-        self._add(ended.logprobs)
-        rest, self._calls = self._reader.finish()
-        chunks = self._told(rest)
+    def chunks(self) -> list[Json]:
+        """The chunks of what came since the last ones, and of why the text ended where it has."""
+        made, form = [], self._answer.form
+        if self._text:
+            made.append(self._chunk(form.piece(self._text), with_tokens=True))
         if self._calls:
-            calls = [{"index": n, **_call(call)} for n, call in enumerate(self._calls)]
-            chunks.append(self._answer.chunk(self._choice({"delta": {"tool_calls": calls}}, None, ())))
-        last = self._choice(self._answer.form.closing, self._reason(), self._untold, len(self._text))
-        return [*chunks, self._answer.chunk(last)]
+            first = self._called - len(self._calls)
+            calls = [{"index": n, **_call(call)} for n, call in enumerate(self._calls, first)]
+            made.append(self._chunk({"delta": {"tool_calls": calls}}))
+        self._text, self._calls = "", []
+        return made if self.end is None else [*made, self._chunk(form.closing, self._reason(), with_tokens=True)]
 
     def whole(self) -> Json:
-        """The text in one piece, once it has ended."""
+        """The text in one piece, once it has ended and where no chunk had a part of it."""
         content = self._answer.form.whole(self._text, [_call(call) for call in self._calls])
-        return self._choice(content, self._reason(), self._tokens)
-
-    def _add(self, tokens: Sequence[TokenLogprob]) -> None:
-        self._tokens += tokens
-        self._untold += tokens
-
-    def _told(self, text: str) -> list[Json]:
-        if not text:
-            return []
-        choice = self._choice(self._answer.form.piece(text), None, self._untold, len(self._text))
-        self._text += text
-        self._untold = []
-        return [self._answer.chunk(choice)]
+        return self._choice(content, self._reason(), with_tokens=True)
 
     def _reason(self) -> str:
         assert self.end is not None
-        return "tool_calls" if self._calls and self.end.reason == "stop" else self.end.reason
+        return "tool_calls" if self._called and self.end.reason == "stop" else self.end.reason
 
-    def _choice(self, content: Json, reason: str | None, tokens: Sequence[TokenLogprob], offset: int = 0) -> Json:
+    def _chunk(self, content: Json, reason: str | None = None, with_tokens: bool = False) -> Json:
+        return self._answer.chunk(self._choice(content, reason, with_tokens))
+
+    def _choice(self, content: Json, reason: str | None, with_tokens: bool) -> Json:
         likely = None
-        if self._answer.likelihoods is not None and tokens:
-            likely = self._answer.likelihoods(tokens, offset)
+        if self._likelihoods is not None and with_tokens and self._tokens:
+            likely = self._likelihoods(self._tokens)
+            self._tokens = []
         return {"index": self._index, **content, "logprobs": likely, "finish_reason": reason}
 
 

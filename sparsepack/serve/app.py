@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from sparsepack.serve.answers import CHAT, COMPLETION, Answer, Form
 from sparsepack.serve.delivery import Delivery, queue_full
-from sparsepack.serve.guards import LOOPBACK, Guard, json_body, refused
+from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, json_body, refused
 from sparsepack.serve.memory import give_back_memory
 from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
@@ -23,9 +23,6 @@ from sparsepack.serve.preparing import Preparation, Prepared
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.worker import Closing, QueueFull, TextRequest, TextWorker, Ticket
-
-SMALL_BODY = 2**16
-"""A body of at most this many bytes is read in milliseconds."""
 
 PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
 
@@ -47,7 +44,7 @@ class Service:
         self.metrics = Metrics(making=lambda: worker.making, waiting=lambda: worker.waiting)
         self._preparation = Preparation(prompts.model, prompts, name)
         self._created = int(time.time())
-        self._reading = 0
+        self._reading, self._large_bodies = 0, LargeBodies()
         self._one_large_body = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
@@ -95,9 +92,12 @@ class Service:
         return Delivery(tickets, answer, bool(asked.stream), self.options.send_timeout, self.metrics, asked_at)
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
-        """What a function makes of a request's body, in a thread, while others are served. A large body may take a
-        second: only one is read at a time, and what it took is given back."""
-        body = await json_body(request, self.prompts.most_body)
+        """What a function makes of a request's body, in a thread, while others are served."""
+        with self._large_bodies.one() as grow:
+            return await self._made_of(await json_body(request, self.prompts.most_body, grow=grow), read)
+
+    async def _made_of(self, body: bytes, read: Callable[[bytes], R]) -> R:
+        """A large body may take a second: only one is read at a time, and what it took is given back."""
         if self._reading > self.options.queue + self.worker.together:
             raise queue_full(QueueFull(1))
         self._reading += 1

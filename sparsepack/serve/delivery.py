@@ -5,8 +5,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from sparsepack.errors import ArtifactError, UserError
@@ -84,11 +85,13 @@ class Delivery:
         async for n, event in _together(self.tickets):
             match event:
                 case Piece() | Ended():
-                    self._chunks(choices[n], event)
+                    self._add(choices[n], event)
                 case Failed():
                     await self._send_failure(event.error, scope, receive, send)
                     return
-        await JSONResponse(self.answer.in_one_piece(choices))(scope, receive, send)
+        written = partial(self.answer.written, choices)
+        body = written() if self.answer.likelihoods is None else await asyncio.to_thread(written)
+        await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_failure(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         if not isinstance(error, _ClientGone):
@@ -104,7 +107,8 @@ class Delivery:
                 case None:
                     await _send_more(send, STILL_THERE)
                 case Piece() | Ended():
-                    chunks = self._chunks(choices[n], event)
+                    self._add(choices[n], event)
+                    chunks = choices[n].chunks()
                     if all(choice.end for choice in choices):
                         last = b"".join(map(server_sent, (*chunks, *self.answer.usage_chunk(choices))))
                         await _send_more(send, last + END_OF_STREAM)
@@ -123,15 +127,14 @@ class Delivery:
     def _choices(self) -> list[Choice]:
         return [Choice(self.answer, n) for n in range(len(self.tickets))]
 
-    def _chunks(self, choice: Choice, event: Piece | Ended) -> list[Json]:
-        """What a stream says of an event."""
+    def _add(self, choice: Choice, event: Piece | Ended) -> None:
+        """Take what came of a text, and count it."""
         if choice.begins:
             self.metrics.began(self.asked)
-        if isinstance(event, Piece):
-            return choice.piece(event)
-        self.metrics.ended(self.asked, self.answer.prompt_tokens, event)
-        self._log(event)
-        return choice.ended(event)
+        if isinstance(event, Ended):
+            self.metrics.ended(self.asked, self.answer.prompt_tokens, event)
+            self._log(event)
+        choice.add(event)
 
     def _log(self, ended: Ended) -> None:
         say(

@@ -3,7 +3,8 @@
 import asyncio
 import hmac
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +23,12 @@ less room, so has a body."""
 MOST_VALUES = 2**14
 """A request's body has at most this many JSON values beside the tokens of a prompt. Reading them takes time in which
 nobody else is served."""
+
+SMALL_BODY = 2**16
+"""A body of at most this many bytes is read in milliseconds."""
+
+MOST_BYTES_TOGETHER = 2**26
+"""The large bodies that arrive or are read at a time have at most this many bytes together."""
 
 BODY_SECONDS = 30.0
 """A request's body must have arrived within this many seconds."""
@@ -75,8 +82,41 @@ def host_name(header: str) -> str:
     return (found[1] or found[2]).lower() if found else header
 
 
-async def json_body(request: Request, most: int = MOST_BYTES, seconds: float = BODY_SECONDS) -> bytes:
+class LargeBodies:
+    """The memory that large bodies take at a time; of one event loop."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], None]]:
+        """The memory of one body, while it lasts: a function that is told of each part, of so many bytes. It raises
+        `Refusal` 503 where others leave no memory for what is beyond a small body."""
+        size = 0
+
+        def grow(count: int) -> None:
+            nonlocal size
+            more = max(size + count, SMALL_BODY) - max(size, SMALL_BODY)
+            if self._taken + more > MOST_BYTES_TOGETHER:
+                message = "other large requests take the memory that they may have; try again"
+                raise Refusal(503, message, code="queue_full", retry_after=1)
+            size, self._taken = size + count, self._taken + more
+
+        try:
+            yield grow
+        finally:
+            self._taken -= max(size, SMALL_BODY) - SMALL_BODY
+
+
+async def json_body(
+    request: Request,
+    most: int = MOST_BYTES,
+    seconds: float = BODY_SECONDS,
+    grow: Callable[[int], None] = lambda count: None,
+) -> bytes:
     """The body of a request that says it is JSON; raises `Refusal` where it is not, too large or too slow.
+
+    grow -- is told of each part of so many bytes, see `LargeBodies`
 
     A browser sends JSON to another site only where that allows it, so that a web page cannot make this one work.
     """
@@ -90,6 +130,7 @@ async def json_body(request: Request, most: int = MOST_BYTES, seconds: float = B
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
+                grow(len(part))
                 body += part
                 if len(body) > most:
                     raise too_large

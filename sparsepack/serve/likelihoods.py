@@ -1,5 +1,6 @@
 """How likely tokens were, in the forms of completions and of chats."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,14 +9,21 @@ from sparsepack.runtime.sampling import TokenLogprob
 Bytes = Callable[[int], bytes]
 """What a token stands for, by its id."""
 
-Likelihoods = Callable[[Sequence[TokenLogprob], int], dict[str, Any]]
-"""What a choice or a chunk says of its tokens, given them and how many characters of the text come before them."""
+Likelihoods = Callable[[Sequence[TokenLogprob]], dict[str, Any]]
+"""What a choice or a chunk says of the next tokens of one text."""
 
 
 def completion_likelihoods(bytes_of: Bytes) -> Likelihoods:
-    """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too."""
+    """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too. A token's offset
+    is the number of characters that are whole before it."""
+    decoder, told = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
 
-    def said(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def offset_of(token: TokenLogprob) -> int:
+        nonlocal told
+        before, told = told, told + len(decoder.decode(bytes_of(token.id)))
+        return before
+
+    def said(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         texts = [_text(bytes_of(token.id)) for token in tokens]
         return {
             "tokens": texts,
@@ -24,7 +32,7 @@ def completion_likelihoods(bytes_of: Bytes) -> Likelihoods:
                 {_text(bytes_of(id)): logprob for id, logprob in ((token.id, token.logprob), *reversed(token.top))}
                 for token in tokens
             ],
-            "text_offset": [offset + sum(map(len, texts[:n])) for n in range(len(texts))],
+            "text_offset": [offset_of(token) for token in tokens],
         }
 
     return said
@@ -37,7 +45,7 @@ def chat_likelihoods(bytes_of: Bytes) -> Likelihoods:
         found = bytes_of(id)
         return {"token": _text(found), "logprob": logprob, "bytes": list(found)}
 
-    def said(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    def said(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
             {**entry(token.id, token.logprob), "top_logprobs": [entry(*other) for other in token.top]}
             for token in tokens

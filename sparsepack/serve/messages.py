@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from sparsepack.serve.guards import MOST_VALUES, check_values
+from sparsepack.serve.tools import JSON_DECODER
+
 CONTENT = "expected a text, or a list of parts of type text"
 
 
@@ -31,12 +34,14 @@ class CalledFunction(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The function as chat templates take it: they write the arguments themselves."""
-        return {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"name": self.name, "arguments": JSON_DECODER.decode(self.arguments)}
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> "CalledFunction":
+        check_values(self.arguments.encode(), MOST_VALUES)
         try:
-            read = json.loads(self.arguments)
+            read = JSON_DECODER.decode(self.arguments)
+            json.dumps(read, ensure_ascii=False).encode()  # no half of a character of UTF-16, which no tokenizer takes
         except (ValueError, RecursionError):
             read = None
         if not isinstance(read, dict):

@@ -80,10 +80,21 @@ class Counting:
         self._app, self._metrics, self._paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, begun = scope["path"] if scope["path"] in self._paths else "other", False
+
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
-                path = scope["path"]
-                self._metrics.answered(path if path in self._paths else "other", message["status"])
+                begun = True
+                self._metrics.answered(path, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not begun:  # what answers it stands around this
+                self._metrics.answered(path, 500)
+            raise

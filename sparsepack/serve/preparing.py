@@ -1,11 +1,13 @@
 """From the body of a request to texts for the engine, and to what the answer says of them."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.suggestion import as_suggested
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.guards import MOST_VALUES, check_values
 from sparsepack.serve.likelihoods import Likelihoods, chat_likelihoods, completion_likelihoods
@@ -15,6 +17,12 @@ from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParamete
 from sparsepack.serve.tools import AnswerReader, CallReader, TextReader, tool_format
 from sparsepack.serve.worker import TextRequest
 
+CHOOSING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repeat_penalty", "frequency_penalty", "presence_penalty"),
+)
+"""These parameters of requests are fields of `GenerateOptions`."""
+
 Constraint = Callable[[], GrammarConstraint]
 
 
@@ -23,13 +31,13 @@ class Prepared:
     """A request that can be served.
 
     texts       -- what the engine makes, all after the same prompt
-    likelihoods -- what the answer says of how likely tokens were; None: nothing
+    likelihoods -- makes what says how likely tokens were, for each text; None: nothing does
     reader      -- makes what tells text from calls
     """
 
     asked: TextParameters
     texts: tuple[TextRequest, ...]
-    likelihoods: Likelihoods | None
+    likelihoods: Callable[[], Likelihoods] | None
     reader: Callable[[], AnswerReader] = TextReader
 
 
@@ -41,7 +49,7 @@ class Preparation:
 
     def __init__(self, model: Model, prompts: Prompts, name: str) -> None:
         self._prompts, self._grammars, self._name = prompts, Grammars(model), name
-        self._vocabulary = model.engine.architecture.vocabulary
+        self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
         self._tool_format = tool_format(model.chat_template or "")
 
     def completion(self, body: bytes) -> Prepared:
@@ -69,7 +77,7 @@ class Preparation:
 
     def _texts(self, asked: TextParameters, ids: list[int], constraint: Constraint | None) -> tuple[TextRequest, ...]:
         tokens = self._prompts.checked_tokens(len(ids), asked.most_tokens)
-        options = replace(options_of(asked, tokens), constraint=constraint)
+        options = replace(options_of(asked, tokens, self._suggested), constraint=constraint)
         if outside := [id for id, _ in options.logit_bias if id >= self._vocabulary]:
             message = f"logit_bias: token {outside[0]}; the model has 0 to {self._vocabulary - 1}"
             raise Refusal(400, message, "logit_bias", "invalid_value")
@@ -99,25 +107,28 @@ class Preparation:
             return TextReader
         return lambda: CallReader(format, names)
 
-    def _likelihoods(self, asked: TextParameters) -> Likelihoods | None:
+    def _likelihoods(self, asked: TextParameters) -> Callable[[], Likelihoods] | None:
         if asked.likeliest is None:
             return None
         form = chat_likelihoods if isinstance(asked, ChatRequest) else completion_likelihoods
-        return form(self._prompts.bytes_of.of)
+        return partial(form, self._prompts.bytes_of.of)
 
 
-def options_of(asked: TextParameters, tokens: int) -> GenerateOptions:
-    """How tokens are chosen: as at OpenAI unless told otherwise, and by a new seed for each text."""
-    return GenerateOptions(
-        tokens=tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        min_p=asked.min_p,
-        seed=secrets.randbits(63) if asked.seed is None else asked.seed,
-        stop=asked.stops,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        logit_bias=tuple((int(id), bias) for id, bias in (asked.logit_bias or {}).items()),
-        logprobs=asked.likeliest,
+def options_of(asked: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:
+    """How tokens are chosen: as the request says, else as the model's makers suggest, else as at OpenAI; and by a new
+    seed for each text unless one is given.
+
+    suggested -- `PackedModel.generation`
+    """
+    given = {name: value for name in CHOOSING if (value := getattr(asked, name)) is not None}
+    options, _ = as_suggested(
+        GenerateOptions(
+            **{"seed": secrets.randbits(63), **given},
+            tokens=tokens,
+            stop=asked.stops,
+            logit_bias=tuple((int(id), bias) for id, bias in (asked.logit_bias or {}).items()),
+            logprobs=asked.likeliest,
+        ),
+        suggested,
     )
+    return replace(options, temperature=1.0) if options.temperature is None else options

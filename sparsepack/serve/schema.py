@@ -6,6 +6,7 @@ ignored (`IGNORED`); or it would have one that this server does not have, and is
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -48,6 +49,9 @@ MOST_CHOICES = 16
 LONGEST_GRAMMAR = 2**14
 """A grammar has at most this many characters."""
 
+MOST_BIASES = 1024
+"""A request changes the logits of at most this many tokens."""
+
 MOST_STOPS = 4
 """A request has at most this many stop strings, as many as OpenAI takes."""
 
@@ -59,6 +63,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=0)]
+TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class StreamOptions(BaseModel):
@@ -97,9 +103,9 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class TextParameters(BaseModel):
-    """What both ways of asking for a text share. `top_k`, `min_p` and `grammar` are not in OpenAI's protocol, but in
-    most servers of it."""
+class TextParameters(BaseModel, ABC):
+    """What both ways of asking for a text share. `top_k`, `min_p`, `repeat_penalty` and `grammar` are not in OpenAI's
+    protocol, but in most servers of it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -116,9 +122,8 @@ class TextParameters(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        None
-    )
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)] | None = None
 
@@ -131,7 +136,7 @@ class TextParameters(BaseModel):
             raise unsupported("body", f"{len(body):,} parameters; the protocol has fewer than {MOST_PARAMETERS}")
         for name, accepted in NEUTRAL.items():
             value = body.get(name)
-            if value is not None and not any(value == other for other in accepted):
+            if value is not None and not any(_same(value, other) for other in accepted):
                 values = " or ".join(json.dumps(other) for other in accepted)
                 remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
                 raise unsupported(name, f"not supported by this server{remedy}")
@@ -151,9 +156,9 @@ class TextParameters(BaseModel):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
+    @abstractmethod
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens are told in each place of the text; None: nothing is told of them."""
-        raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
@@ -164,6 +169,11 @@ class TextParameters(BaseModel):
     def stops(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; Python has true for 1."""
+    return type(value) is type(other) and bool(value == other)
 
 
 def _form_of_prompt(prompt: Any) -> str:
@@ -274,7 +284,7 @@ _EXPECTED = {
     "prompt": "expected a text, a list of token ids, or a list of one text or of one list of token ids",
     "stop": f"expected a text, or at most {MOST_STOPS} of them, each of 1 to {LONGEST_STOP} characters",
     "content": CONTENT,
-    "logit_bias": 'expected {"TOKEN ID": BIAS, ...}, each bias from -100 to 100',
+    "logit_bias": f'expected {{"TOKEN ID": BIAS, ...}}, at most {MOST_BIASES:,} of them, each bias from -100 to 100',
     "tool_choice": 'expected "none", "auto", "required", or {"type": "function", "function": {"name": NAME}}',
 }
 """These parameters may have several forms, of which the library would tell what the first one lacks."""

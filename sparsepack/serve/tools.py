@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,73 +54,99 @@ class ToolCall:
 class AnswerReader(Protocol):
     """Tells the text of an answer from the calls in it."""
 
-    def push(self, piece: str) -> str:
-        """Add text. Returns what certainly is no part of a call."""
+    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+        """Add text. Returns what certainly is no part of a call, and the calls that are complete."""
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest of the text, and the calls, when no more text comes."""
+        """The rest of the text and of the calls, when no more text comes."""
 
 
 class TextReader:
     """Takes all for text."""
 
-    def push(self, piece: str) -> str:
-        return piece
+    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+        return piece, []
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         return "", []
 
 
 class CallReader:
-    """Reads calls of one of the formats; what is none, or calls a function that was not given, is text.
+    """Reads calls of one of the formats. From what looks like a call and is none, or calls a function that was not
+    given, all is text.
 
     names -- of the functions
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
-        self._format, self._names = format, names
-        self._marks = StopText(format.begins[:1])
-        self._text, self._told = "", 0
+        self._names = names
+        self._begins, self._starts = bool(format.begins), StopText(format.begins[:1])
+        self._mark = "".join(format.ends).strip() or ";"
+        begin, mark = re.escape("".join(format.begins).strip()), re.escape(self._mark)
+        self._begin, self._end = re.compile(rf"\s*{begin}\s*"), re.compile(rf"\s*{mark}")
+        self._last = re.compile(rf"\s*(?:{mark}|\Z)")
+        self._held = ""  # told neither as text nor as a call
+        self._called = self._is_text = False
 
-    def push(self, piece: str) -> str:
-        self._text += piece
-        if self._format.begins:
-            return self._tell(self._marks.push(piece))
-        return "" if self._text.lstrip()[:1] in ("", "{") else self._tell(self._text[self._told :])
+    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+        self._held += piece
+        text, calls = self._tell(self._certain(piece)), list[ToolCall]()
+        if self._mark in self._held[-len(piece) - len(self._mark) + 1 :]:  # else no call became complete
+            calls = self._taken(self._end)
+        return text + (self._tell(len(self._held)) if self._is_text else ""), calls
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        rest = self._text[self._told :]
-        calls = list(self._calls(rest))
-        if not calls or None in calls:
-            return rest, []
-        return "", [call for call in calls if call is not None]
+        calls = self._taken(self._last)
+        rest = self._tell(len(self._held))
+        return ("" if self._called and not rest.strip() else rest), calls
 
-    def _tell(self, text: str) -> str:
-        self._told += len(text)
+    def _certain(self, piece: str) -> int:
+        """How many characters of what is held are no part of a call, whatever comes after them."""
+        if self._begins:
+            return len(self._starts.push(piece))
+        self._is_text |= self._held.lstrip()[:1] not in ("", "{")
+        return 0
+
+    def _tell(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
         return text
 
-    def _calls(self, rest: str) -> Iterator[ToolCall | None]:
-        """The calls in the rest of an answer; None for what is none."""
-        decoder, at = json.JSONDecoder(), 0
-        between = re.compile("|".join([r"[\s;]+", *(re.escape(mark.strip()) for mark in self._marks_of_calls())]))
-        while at < len(rest):
-            if found := between.match(rest, at):
-                at = found.end()
-                continue
-            try:
-                value, at = decoder.raw_decode(rest, at)
-            except (ValueError, RecursionError):
-                yield None
-                return
-            yield self._call(value)
+    def _taken(self, end: re.Pattern[str]) -> list[ToolCall]:
+        """The calls with which what is held begins, each up to `end`; they are held no more."""
+        calls = []
+        while not self._is_text and (found := self._object(end)) is not None:
+            value, length = found
+            if (call := self._call(value)) is None:
+                self._is_text = True
+            else:
+                calls.append(call)
+                self._tell(length)
+                self._called = True
+        return calls
 
-    def _marks_of_calls(self) -> Iterator[str]:
-        return (mark for mark in (*self._format.begins, *self._format.ends) if mark.strip())
+    def _object(self, end: re.Pattern[str]) -> tuple[Any, int] | None:
+        """What stands between two marks at the beginning of what is held, and how many characters that takes."""
+        if (begun := self._begin.match(self._held)) is None:
+            return None
+        try:
+            value, at = JSON_DECODER.raw_decode(self._held, begun.end())
+        except (ValueError, RecursionError):
+            return None
+        ended = end.match(self._held, at)
+        return None if ended is None else (value, ended.end())
 
     def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.get("name") not in self._names:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             return None
         arguments = value.get("arguments", value.get("parameters", {}))
-        return (
-            ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
-        )
+        # In ASCII: half of a character of UTF-16, which JSON can spell out, has no UTF-8.
+        return ToolCall(name, json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _no_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+JSON_DECODER = json.JSONDecoder(parse_constant=_no_json)
+"""Reads JSON, without Python's additions NaN and Infinity."""

@@ -239,8 +239,9 @@ class TextWorker:
         return not self._thread.is_alive()
 
     def _end_all(self, error: Exception) -> None:
-        for ticket in self._maker.wanted:
-            if not ticket.cancelled:
+        """End the texts in the making, and one on its way to the maker."""
+        for ticket in (*self._maker.wanted, self._joining):
+            if ticket is not None and not ticket.cancelled:
                 ticket.tell(Failed(error))
                 ticket.cancel()
 

@@ -104,8 +104,28 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: S
         assert in_pieces.status_code == 413
 
 
+def test_large_bodies_take_a_bounded_memory_together(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "MOST_BYTES_TOGETHER", 100_000)
+    most = served.service.prompts.most_body
+    body = b'{"model": "other", "user": "' + b"x" * 150_000 + b'"}'
+    assert len(body) < most
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
+        wait_until(lambda: served.service._large_bodies._taken > 80_000)
+        with served.http(headers={"Content-Type": "application/json"}) as http:
+            refused = http.post("/v1/completions", content=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert "other large requests" in error(refused)
+            small = http.post("/v1/completions", json={"model": "other", "user": "x" * 50_000})
+            assert small.status_code == 404
+    wait_until(lambda: served.service._large_bodies._taken == 0)
+    with served.http(headers={"Content-Type": "application/json"}) as http:
+        assert http.post("/v1/completions", content=body).status_code == 404
+
+
 def test_a_body_that_does_not_arrive_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards.json_body, "__defaults__", (guards.MOST_BYTES, 0.2))
+    monkeypatch.setattr(guards.json_body, "__defaults__", (guards.MOST_BYTES, 0.2, lambda count: None))
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         client.sendall(b"Content-Length: 100\r\n\r\n{")

@@ -127,4 +127,4 @@ def test_memory_of_a_long_prompt_is_given_back(unbounded: Served) -> None:
     before = psutil.Process().memory_info().rss
     for character in (" ", "a", "\x01"):
         refused(unbounded, {"prompt": character * (600_000 if character == "\x01" else 3_500_000)})  # escaped: 6 bytes
-    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+    assert psutil.Process().memory_info().rss - before < 128 * 2**20, "it would be hundreds of MB"

@@ -1,7 +1,9 @@
 """What requests may ask beside a plain text, as the official client of OpenAI's protocol asks it."""
 
+import contextlib
 import json
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +13,19 @@ import openai
 import pytest
 import torch
 from serving import Served
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.grammar import GrammarConstraint
+from sparsepack.runtime.sampling import TokenLogprob
+from sparsepack.serve.answers import Answer
+from sparsepack.serve.grammar import GrammarConstraint, Grammars
+from sparsepack.serve.likelihoods import completion_likelihoods
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.tools import HERMES as HERMES_FORMAT
 
 PROMPT = "There was a king who had"
 MESSAGES = [{"role": "user", "content": "Who was there?"}]
@@ -94,6 +103,34 @@ def test_logprobs_of_a_completion_are_the_model_s_and_its_tokens_are_the_text(se
     assert [at for part in streamed for at in part.text_offset] == told.text_offset
 
 
+def test_offsets_of_tokens_count_whole_characters_whatever_a_stream_holds_back() -> None:
+    bytes_of = [b"a", "\u00e9".encode()[:1], "\u00e9".encode()[1:], b"bc"]
+    tokens = [TokenLogprob(id, -1.0, ()) for id in (3, 1, 2, 0, 3)]
+    whole = completion_likelihoods(bytes_of.__getitem__)
+    assert whole(tokens)["text_offset"] == [0, 2, 2, 3, 4]
+    streamed = completion_likelihoods(bytes_of.__getitem__)
+    parts = [streamed(part)["text_offset"] for part in (tokens[:2], tokens[2:3], tokens[3:])]
+    assert [at for part in parts for at in part] == [0, 2, 2, 3, 4]
+
+
+def test_offsets_in_a_stream_are_those_of_the_whole_where_a_stop_string_holds_text_back(served: Served) -> None:
+    asked = {"logprobs": 0, "temperature": 0, "max_tokens": 40}
+    text = completion(served, **asked).choices[0].text
+    stops = [text[at : at + 3] + "\u2603" for at in range(0, len(text) - 3, 7)][:4]
+    told = completion(served, **asked, stop=stops).choices[0].logprobs
+    chunks = [chunk.choices[0].logprobs for chunk in completion(served, **asked, stop=stops, stream=True)]
+    assert [at for part in chunks if part for at in part.text_offset] == told.text_offset
+
+
+def test_health_answers_while_a_large_answer_is_written(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    written = Answer.written
+    monkeypatch.setattr(Answer, "written", lambda *told: threads.append(threading.current_thread()) or written(*told))
+    chat(served, logprobs=True, top_logprobs=20)
+    assert threads
+    assert threads[0].name != "test-server"
+
+
 def test_logprobs_of_a_chat_have_bytes_and_the_likeliest_others(served: Served) -> None:
     answer = chat(served, logprobs=True, top_logprobs=2, temperature=0).choices[0]
     content = answer.logprobs.content
@@ -124,6 +161,7 @@ def test_the_end_of_a_text_is_no_token_of_the_logprobs(served: Served) -> None:
         ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
         ({"logit_bias": {"300": 100, "5": -100}}, {"logit_bias": ((300, 100.0), (5, -100.0))}),
         ({"extra_body": {"min_p": 0.3}}, {"min_p": 0.3}),
+        ({"extra_body": {"repeat_penalty": 1.8}}, {"repeat_penalty": 1.8}),
     ],
     ids=str,
 )
@@ -168,8 +206,18 @@ def test_a_text_is_a_json_object_or_of_a_grammar(served: Served) -> None:
         ({"extra_body": {"grammar": 'root ::= "yes'}}, "Unexpected end"),
         ({"extra_body": {"grammar": "start: missing"}}, "missing"),
         ({"extra_body": {"grammar": "(" * 16_000}}, "cannot be kept to"),
+        ({"extra_body": {"grammar": 'start: %json {"multipleOf": 9999991}'}}, "goes into response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {**NAMED, "schema": {"multipleOf": 9999991}},
+                }
+            },
+            "multipleOf of more than 10,000",
+        ),
     ],
-    ids=["schema", "gbnf", "lark", "deep"],
+    ids=["schema", "gbnf", "lark", "deep", "schema in a grammar", "remainders"],
 )
 def test_what_is_no_schema_or_grammar_is_refused_in_one_line(served: Served, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -178,6 +226,44 @@ def test_what_is_no_schema_or_grammar_is_refused_in_one_line(served: Served, ask
     assert says in message
     assert "\n" not in message
     assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"multipleOf": 3.14159},
+        {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]},
+        {"properties": {"a": {"anyOf": [{"type": "integer", "multipleOf": 10**18 + 9}]}}},
+    ],
+    ids=["decimals", "together", "within"],
+)
+def test_a_schema_whose_remainders_are_too_many_is_refused_at_once(model: Model, schema: dict[str, Any]) -> None:
+    with pytest.raises(Refusal, match="alone or together"):
+        Grammars(model).of_json(schema, "response_format")
+
+
+@pytest.mark.parametrize("figures", [300, 5000])
+@pytest.mark.parametrize("stands", ["response_format", "tools"])
+def test_a_schema_with_a_number_of_many_figures_is_a_refusal_or_taken(model: Model, stands: str, figures: int) -> None:
+    schema = {"type": "integer", "maximum": 10**figures}
+    with contextlib.suppress(Refusal):
+        if stands == "tools":
+            Grammars(model).of_call(HERMES_FORMAT, [("f", schema)], stands)
+        else:
+            Grammars(model).of_json(schema, stands)
+
+
+@pytest.mark.parametrize("divisor", [5, 0.01, 2.5, 1e9, 10_000, 9973])
+def test_a_schema_of_usual_multiples_is_taken(model: Model, divisor: float) -> None:
+    assert Grammars(model).of_json({"type": "number", "multipleOf": divisor}, "response_format")() is not None
+
+
+def test_a_tokenizer_that_keeps_to_no_grammar_is_a_refusal(model: Model) -> None:
+    words = Tokenizer(WordLevel({"<unk>": 0}, "<unk>")).to_str()
+    grammars = Grammars(replace(model, packed=replace(model.packed, tokenizer_json=words)))
+    for _ in range(2):
+        with pytest.raises(Refusal, match="this model's tokenizer has no token for each byte"):
+            grammars.of_json({"type": "object"}, "response_format")
 
 
 def test_a_grammar_that_fails_while_a_text_is_made_is_the_request_s_error(
@@ -238,6 +324,27 @@ def test_a_call_that_must_be_made_is_made_and_what_it_gave_goes_into_the_chat(wi
     assert chat(with_tools, messages=given, tools=[WEATHER]).choices[0].message.role == "assistant"
 
 
+def test_the_schema_of_a_tool_may_refer_to_its_own_definitions(with_tools: Served) -> None:
+    place = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    parameters = {
+        "type": "object",
+        "properties": {"place": {"$ref": "#/$defs/place"}},
+        "required": ["place"],
+        "$defs": {"place": {**place, "additionalProperties": False}},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+    message = chat(with_tools, tools=tools, tool_choice="required", max_tokens=200, seed=1).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments)["place"] == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": NaN}', "[1]"])
+def test_arguments_that_are_no_json_object_in_utf_8_are_refused(with_tools: Served, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    with pytest.raises(openai.BadRequestError, match="expected a JSON object, as text"):
+        chat(with_tools, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}], tools=[WEATHER])
+
+
 def test_the_template_is_told_of_the_tools_that_may_be_called(with_tools: Served) -> None:
     def prompt_tokens(**asked: Any) -> int:
         return int(chat(with_tools, max_tokens=0, **asked).usage.prompt_tokens)
@@ -272,6 +379,45 @@ def test_metrics_count_requests_texts_and_tokens(model: Model) -> None:
         assert lines['sparsepack_texts_total{reason="length"}'] == "1.0"
         assert lines["sparsepack_first_piece_seconds_count"] == lines["sparsepack_text_seconds_count"] == "1.0"
         assert lines["sparsepack_texts_making"] == lines["sparsepack_texts_waiting"] == "0.0"
+
+
+def test_metrics_count_what_the_server_failed_at(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Served(model, ServeOptions()) as fresh:
+        monkeypatch.setattr(fresh.service, "_made_of", lambda *_: 1 / 0)
+        with fresh.http() as http:  # whose connection ends with the failure
+            assert http.post("/v1/completions", json={"model": "tiny"}).status_code == 500
+        with fresh.http() as http:
+            found = http.get("/metrics").text
+        assert 'requests_total{path="/v1/completions",status="500"} 1.0' in found
+
+
+# what a model's makers suggest
+
+SUGGESTED = {"temperature": 0.7, "top_k": 5, "repeat_penalty": 1.3}
+
+
+@pytest.fixture(scope="module")
+def with_suggestions(model: Model) -> Iterator[Served]:
+    packed = replace(model.packed, generation=SUGGESTED)
+    with Served(replace(model, packed=packed), ServeOptions()) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({}, SUGGESTED),
+        ({"temperature": 1.5}, {**SUGGESTED, "temperature": 1.5}),
+        ({"extra_body": {"top_k": 700, "repeat_penalty": 1.0}}, {"temperature": 0.7, "top_k": 700}),
+        ({"temperature": 0}, {"temperature": 0, "repeat_penalty": 1.3}),
+    ],
+    ids=str,
+)
+def test_tokens_are_chosen_as_the_makers_suggest_unless_a_request_says_otherwise(
+    model: Model, with_suggestions: Served, asked: dict[str, Any], options: dict[str, Any]
+) -> None:
+    expected = made(model, tokens=40, **({"seed": 5} if options["temperature"] else {}), **options)
+    assert completion(with_suggestions, max_tokens=40, seed=5, **asked).choices[0].text == expected
 
 
 def test_the_documentation_names_every_metric(served: Served) -> None:

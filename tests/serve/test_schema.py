@@ -61,6 +61,8 @@ def test_what_says_nothing_about_the_text_is_ignored(name: str) -> None:
 def test_what_this_server_cannot_do_is_taken_with_its_neutral_value_alone(name: str) -> None:
     for value in (None, *NEUTRAL[name]):
         assert chat(**{name: value}) == chat()
+        if isinstance(value, int):
+            assert refusal({**CHAT, name: 1 - value if isinstance(value, bool) else True}, ChatRequest).param == name
     found = refusal({**CHAT, name: 3}, ChatRequest)
     assert (found.param, found.code) == (name, "unsupported_value")
     assert found.message.startswith(f"{name}: not supported by this server; leave it out")
@@ -142,6 +144,14 @@ def test_other_messages_are_refused_by_place(message: Any, param: str) -> None:
     assert refusal({"model": "m", "messages": [message]}, ChatRequest).param == param
 
 
+def test_arguments_of_too_many_values_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsepack.serve.messages.JSON_DECODER", None)
+    function = {"name": "f", "arguments": '{"a": [' + "[]," * 20_000 + "[]]}"}
+    message = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
+    with pytest.raises(Refusal, match="more than 16,384 JSON values"):
+        read_request(ChatRequest, json.dumps({"model": "m", "messages": [message]}).encode())
+
+
 def test_calls_and_what_they_gave_are_messages_as_templates_take_them() -> None:
     messages = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "7", "tool_call_id": "c1"}]
     taken = [message.for_template() for message in chat(messages=messages).messages]
@@ -160,6 +170,8 @@ def test_calls_and_what_they_gave_are_messages_as_templates_take_them() -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {str(id): 1 for id in range(1025)}}, "logit_bias"),
+        ({"repeat_penalty": 0}, "repeat_penalty"),
         ({"min_p": 1.1}, "min_p"),
         ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

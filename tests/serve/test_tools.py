@@ -6,18 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.serve.tools import HERMES, LLAMA, CallReader, ToolFormat, takes_tools, tool_format
+from sparsepack.serve.tools import HERMES, LLAMA, CallReader, ToolCall, ToolFormat, takes_tools, tool_format
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call> {"}}'
 
 
 def read(format: ToolFormat, *pieces: str) -> tuple[str, list[tuple[str, object]]]:
     """The text of an answer and its calls."""
-    reader = CallReader(format, {"f", "g"})
-    text = "".join(map(reader.push, pieces))
-    rest, calls = reader.finish()
+    told = in_pieces(format, *pieces)
+    calls = [call for _, calls in told for call in calls]
     assert len({call.id for call in calls}) == len(calls)
-    return text + rest, [(call.name, json.loads(call.arguments)) for call in calls]
+    return "".join(text for text, _ in told), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def in_pieces(format: ToolFormat, *pieces: str) -> list[tuple[str, list[ToolCall]]]:
+    """What is told after each piece, and at the end."""
+    reader = CallReader(format, {"f", "g"})
+    return [*map(reader.push, pieces), reader.finish()]
 
 
 HERMES_ANSWERS = [
@@ -32,6 +37,10 @@ HERMES_TEXTS = [
     '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
     '<tool_call>\n{"name": "f", "arguments": []}\n</tool_call>',
     "<tool_call>" + "[" * 100_000,
+    '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
+    '<tool_call>{"name": {}, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {}} and</tool_call>',
 ]
 
 
@@ -65,6 +74,36 @@ def test_an_answer_that_is_an_object_is_a_call(answer: str, names: list[str]) ->
 @pytest.mark.parametrize("answer", ["Hello {", '{"name": "x"}', '{"a": 1}', '{"name": "f"} and', "{", ""])
 def test_another_answer_is_text(answer: str) -> None:
     assert read(LLAMA, *answer) == (answer, [])
+
+
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [
+        (HERMES, f'Well. <tool_call>{CALL}</tool_call>|\n<tool_call>{{"name": "g"}}</tool_call>|\n'),
+        (LLAMA, '{"name": "f", "parameters": {"a": "; {"}};| {"name": "g", "parameters": {}};|\n'),
+    ],
+    ids=["hermes", "llama"],
+)
+def test_each_call_is_told_when_it_is_complete(format: ToolFormat, answer: str) -> None:
+    told = in_pieces(format, *answer.split("|"))
+    assert [[call.name for call in calls] for _, calls in told] == [["f"], ["g"], [], []]
+    by_character = in_pieces(format, *answer.replace("|", ""))
+    assert [call.name for _, calls in by_character[:-1] for call in calls] == ["f", "g"]
+    assert "".join(text for text, _ in by_character) == ("Well. " if format is HERMES else "")
+
+
+def test_what_comes_after_a_call_and_is_none_is_text() -> None:
+    call, other = '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "x"}</tool_call> {"name": "g"}'
+    for pieces in ([call + other], [*(call + other)]):
+        assert read(HERMES, *pieces) == (other, [("f", {})])
+    assert read(HERMES, f"{call} Done.") == (" Done.", [("f", {})])
+
+
+def test_arguments_have_only_characters_that_have_utf_8() -> None:
+    answer = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800", "b": "Z\u00fcrich"}}</tool_call>'
+    ((_, (call,)), _) = in_pieces(HERMES, answer)
+    assert call.arguments.encode()
+    assert json.loads(call.arguments) == {"a": "\ud800", "b": "Z\u00fcrich"}
 
 
 @given(st.lists(st.sampled_from(["<tool", "_call>", "</tool_call>", '{"name": "f"}', "{", " ", "x"]), max_size=8))

@@ -142,6 +142,15 @@ async def test_a_mistake_of_the_maker_is_told_to_all_and_ends_the_worker(maker: 
     assert not worker.usable
 
 
+async def test_a_text_that_the_maker_cannot_begin_is_told_too(maker: Maker) -> None:
+    maker.join = lambda ticket: 1 / 0  # type: ignore[method-assign]
+    worker = TextWorker(maker, 3)
+    (failed,) = await found(worker.submit(request(1)))
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, ZeroDivisionError)
+    assert worker.close(10)
+
+
 async def test_whoever_waits_is_told_that_the_server_ends(worker: TextWorker, maker: Maker) -> None:
     made, waiting = worker.submit(request(0)), worker.submit(request(1))
     maker.began.acquire()

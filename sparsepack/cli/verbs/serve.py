@@ -73,7 +73,9 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     """Serve a packed model over HTTP, by the protocol of OpenAI: completions and chat completions.
 
-    Several texts are made together; others wait in a queue. Ctrl-C or SIGTERM end it. docs/serve.md says more.
+    Several texts are made together; others wait in a queue. What a request does not say of how tokens are chosen is as
+    the model's makers suggest in its generation_config.json, and else as at OpenAI. Ctrl-C or SIGTERM end it.
+    docs/serve.md says more.
     """
     engine = engine_options(asked, ServeOptions)
     try:
@@ -85,6 +87,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
     from sparsepack.loading import load, what_runs
     from sparsepack.progress import say
+    from sparsepack.runtime.suggestion import told
 
     options = ServeOptions(**asked)
     engine = replace(engine, sequences=options.sequences)
@@ -92,4 +95,6 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
         model = load(path, options=engine)
         model = replace(model, chat_template=chat_template or model.chat_template)
         say(*what_runs(model.engine))
+        if model.packed.generation:
+            say(told(model.packed.generation))
         serve_model(model, path.resolve().stem, options, listening)

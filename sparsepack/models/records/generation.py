@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from sparsepack.files.stored import Stored, checked
+from sparsepack.option import LARGEST_COUNT
 
 GENERATION = "sparsepack.generation"
 """The key of a GGUF that holds it, as JSON."""
@@ -17,7 +18,7 @@ class _Suggested(Stored):
     """What may be suggested, within the limits that the options of `generate` have."""
 
     temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=1, le=LARGEST_COUNT)
     top_p: float | None = Field(None, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, gt=0, le=100)

@@ -27,29 +27,39 @@ from sparsepack.models.tokenizer.template_sizes import (
     check_product,
     counted,
     joined,
-    sized,
 )
+from sparsepack.models.tokenizer.template_sizes import sized as within_limit
 
 __all__ = ["SECONDS", "TooMuch", "limited"]
 
 SECONDS = 5.0
 """A template has this much processor time for one text; templates of known models take thousandths of a second."""
 
+MOST_MADE = 1 << 28
+"""The texts and lists that a template makes for one text have at most this many characters and items together: each may
+be kept in a variable of its own."""
+
 _EVERY = 16
 _TURNS, _SIZED = "sparsepack_turns", "sparsepack_sized"
 
 
 class _Clock(threading.local):
-    """The time until which the template of this thread may run; None where none runs."""
+    """The time until which the template of this thread may run, None where none runs; and what it has made."""
 
     until: float | None = None
-    turns = 0
+    turns = made = 0
 
     def tick(self) -> None:
         """Count a turn of a loop or a call. Raises `TooMuch` where time is up."""
         self.turns += 1
         if self.turns % _EVERY == 0 and self.until is not None and time.thread_time() > self.until:
             raise TooMuch(f"it ran for more than {SECONDS:g} s and was ended")
+
+    def make(self, size: int) -> None:
+        """Count a value of so many characters or items. Raises `TooMuch` where all are too many."""
+        self.made += size if self.until is not None else 0
+        if self.made > MOST_MADE:
+            raise TooMuch(f"it makes texts and lists of more than {MOST_MADE:,} characters and items together")
 
 
 _clock = _Clock()
@@ -58,7 +68,8 @@ _clock = _Clock()
 @contextmanager
 def _timed() -> Iterator[None]:
     before = _clock.until
-    _clock.until = before or time.thread_time() + SECONDS  # a template that includes another has one limit
+    if before is None:  # a template that includes another has one limit
+        _clock.until, _clock.made = time.thread_time() + SECONDS, 0
     try:
         yield
     finally:
@@ -84,7 +95,7 @@ class _Limits(SandboxedEnvironment):
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
         """The text of a template, a macro or a block."""
-        return joined(_turns(None, pieces))
+        return str(sized(joined(_turns(None, pieces))))
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _clock.tick()
@@ -156,6 +167,13 @@ def limited(like: Any, immutable: bool = True) -> SandboxedEnvironment:
     made.globals |= {**like.globals, "range": made.globals["range"]}
     made.globals.pop("lipsum", None)  # which makes as much text as it is asked for
     return made
+
+
+def sized(value: Any) -> Any:
+    """The value, counted. Raises `TooMuch` where it is too large, alone or with those before it."""
+    if isinstance(value, str | bytes | list | tuple):  # what is in a list was counted when it was made
+        _clock.make(len(value))
+    return within_limit(value)
 
 
 @pass_context

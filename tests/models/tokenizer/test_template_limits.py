@@ -42,6 +42,7 @@ HUGE = {
     "a width in a filter": "{{ '%999999999d' | format(1) }}",
     "a width among the values": "{{ '%*d' % (10 ** 9, 1) }}",
     "a width in a list": "{{ '{:>{}}'.format(1, 10 ** 7) }}",
+    "a text in each of many variables": "".join(f"{{% set x{n} = 'a' * 2 ** 24 %}}" for n in range(99)),
     "lists of lists": "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
     "tuples of tuples": "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
 }
@@ -63,6 +64,11 @@ def test_a_template_that_loops_on_and_on_is_ended(template: str) -> None:
 def test_a_template_makes_no_huge_value(template: str) -> None:
     with pytest.raises(UserError, match=r"too (large|wide)|of more than|with the number|lipsum|the width"):
         render_chat(template, MESSAGES)
+
+
+def test_what_a_template_makes_is_counted_for_each_text() -> None:
+    large = "{% for i in range(3) %}{% set x = 'a' * 2 ** 23 %}{% endfor %}x"
+    assert [render_chat(large, MESSAGES) for _ in range(12)] == ["x"] * 12
 
 
 def test_the_limit_counts_a_text_and_not_all_of_a_process() -> None:
