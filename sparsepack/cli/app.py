@@ -19,6 +19,7 @@ from sparsepack.cli.prune import prune
 from sparsepack.cli.push import push
 from sparsepack.cli.quiet import add_quiet, add_signs_of_life, quiet_option
 from sparsepack.cli.report import report
+from sparsepack.cli.rotate import rotate
 from sparsepack.cli.run import run
 from sparsepack.cli.serve import serve
 from sparsepack.cli.simulate import simulate
@@ -73,12 +74,12 @@ def main() -> None:
     """
 
 
-main.add_verbs("Make", calibrate, thresholds, prune, pack, run)
+main.add_verbs("Make", calibrate, thresholds, rotate, prune, pack, run)
 main.add_verbs("Check", inspect, verify, evaluate, bench)
 main.add_verbs("Run", generate, serve, tune)
 main.add_verbs("Study", trace, simulate)
 main.add_verbs("Publish", report, card, push)
 for verb in main.commands.values():
     add_quiet(verb)
-for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
+for verb in (calibrate, thresholds, rotate, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)

@@ -1,6 +1,7 @@
 """Results as text for people: Markdown tables, which read well in a terminal and paste into an issue."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsepack.eval.tables import accuracy_tables, share_read, skipped
@@ -13,6 +14,7 @@ from sparsepack.tables import Table, markdown
 
 if TYPE_CHECKING:
     from sparsepack.models.records.pruned import Pruned, PrunedMatrix
+    from sparsepack.models.records.rotated import Rotated
 
 
 def _made_from(manifest: Mapping[str, Any], between: Mapping[str, str]) -> str:
@@ -92,6 +94,16 @@ def _pruned_cell(rows: "Sequence[PrunedMatrix]") -> str:
     if not rows:
         return "-"
     return f"{max(row.error for row in rows):.3f}{'*' if any(row.permuted for row in rows) else ''}"
+
+
+def rotated_text(made: "Rotated", output: Path) -> str:
+    """What was rotated, how far its logits are from the model's, and what it costs."""
+    lines = [
+        f"{output}: {made.model} in the basis {made.options['basis']}; over {made.tokens:,} tokens its logits differ "
+        f"by {made.error:.1e} of their size",
+        *(f"note: {note}" for note in made.notes),
+    ]
+    return "\n".join(lines)
 
 
 def thresholds_table(summary: Mapping[str, Any]) -> str:
