@@ -13,6 +13,8 @@ from sparsepack.calibration.collectors.collector import Collector
 MOST_BYTES = 1 << 30
 """The sums of a whole model take at most this many bytes, unless a single one takes more."""
 
+_BLOCKS = 4
+
 
 def run_count(layers: int, hidden: int) -> int:
     """How many runs of blocks have a sum of their own."""
@@ -27,8 +29,19 @@ def ends_run(layer: int, layers: int, runs: int) -> bool:
 def _count(stream: Tensor, eps: float) -> tuple[Tensor, ...]:
     h = stream.flatten(0, -2).float()
     x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    product = x.t() @ x
+    product = _gram(x)
     return ((product.cpu() if product.device.type == "mps" else product).double(),)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x^T x of [N, hidden]: the part on and above the diagonal of blocks, the rest being the same."""
+    hidden = x.shape[1]
+    made, width = x.new_empty(hidden, hidden), -(-hidden // _BLOCKS)
+    for first in range(0, hidden, width):
+        rows = x[:, first : first + width].t() @ x[:, first:]
+        made[first : first + width, first:] = rows
+        made[first:, first : first + width] = rows.t()
+    return made
 
 
 def _add(one: Tensor, other: Tensor) -> Tensor:
