@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError
@@ -27,12 +28,30 @@ _PIECE = 1 << 22
 """So many numbers of the embedding are decoded at one time."""
 
 
+_DEVIATIONS = 4
+"""A tensor may be off by so many times the uncertainty of the basis in which it is compared."""
+
+
 @dataclass(frozen=True)
 class RotatedAgain:
-    """A source model in an artifact's basis; by how much its weights may be off for that, relative."""
+    """A source model in an artifact's basis.
+
+    unturned    -- the same with its norms folded and nothing turned
+    uncertainty -- by how much the basis may be off, relative
+    """
 
     checkpoint: Checkpoint
+    unturned: Checkpoint
     uncertainty: float
+
+    def may_be_off(self, artifact: Artifact, name: str, source: Tensor) -> float:
+        """By how much a tensor of the artifact may be off, relative, since its source is in a basis that was found:
+        not at all where that is the same in any."""
+        if source.dim() == 1:  # norms, biases of queries, keys and values; every matrix reads or writes the stream
+            same = artifact.source(name, self.unturned)
+            if same is not None and torch.equal(same, source):
+                return 0.0
+        return _DEVIATIONS * self.uncertainty
 
 
 def made_from_unrotated(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
@@ -56,7 +75,7 @@ def rotated_again(artifact: Artifact, checkpoint: Checkpoint) -> RotatedAgain:
             f"{artifact.path}: its embedding does not say in which basis the model is, beside that of "
             f"{checkpoint.name}; give --against the rotated checkpoint"
         )
-    return RotatedAgain(rotated(checkpoint, found.basis), found.uncertainty)
+    return RotatedAgain(rotated(checkpoint, found.basis), rotated(checkpoint, None), found.uncertainty)
 
 
 def _pairs(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.rotated_again import made_from_unrotated, rotated_again
+from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.option import check_type
 
@@ -28,9 +28,6 @@ bits; F32 holds every source type. I8 and F8_E4M3 have one scale for a row: 0.01
 where a row's largest weight is far from the others, ten times as far at this bound. Weights of another model of the
 same shapes are off by 1.4.
 """
-
-_DEVIATIONS = 4
-"""A tensor may be off by so many times the uncertainty of the basis in which it is compared."""
 
 _PIECE, _BAND = 1 << 22, 256
 """The first number of weights is decoded at one time, the second number of rows is stored together."""
@@ -106,28 +103,27 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
         problems = (str(error),)
     if checkpoint is None or problems:
         return Report(str(path), kind, problems, tuple(checked))
-    what, uncertainty = f"weights of {checkpoint.name}", 0.0
+    what, again = f"weights of {checkpoint.name}", None
     if made_from_unrotated(artifact.manifest, checkpoint):
         try:
             again = rotated_again(artifact, checkpoint)
         except ArtifactError as error:
             return Report(str(path), kind, (str(error),), tuple(checked))
-        checkpoint, uncertainty = again.checkpoint, again.uncertainty
-        what += f" in the artifact's basis, found from its embedding to within {uncertainty:.1g}"
-    problems, tensors = _against(artifact, checkpoint, uncertainty)
+        what += f" in the artifact's basis, found from its embedding to within {again.uncertainty:.1g}"
+    problems, tensors = _against(artifact, checkpoint, again)
     return Report(str(path), kind, problems, (*checked, what), tensors)
 
 
 def _against(
-    artifact: Artifact, checkpoint: Checkpoint, uncertainty: float
+    artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None
 ) -> tuple[tuple[str, ...], tuple[TensorError, ...]]:
     """The problems and the errors of every tensor of an intact artifact beside the model that it should be of.
 
-    uncertainty -- of the basis in which they are compared, relative; 0 where it is the model's own
+    again -- this model in the artifact's basis, which is compared in its place
     """
     path, packed_from = artifact.path, artifact.manifest["model"]
     problems, tensors = [], []
-    if not made_from_unrotated(artifact.manifest, checkpoint) and packed_from["sha256"] != checkpoint.sha256:
+    if again is None and packed_from["sha256"] != checkpoint.sha256:
         problems.append(
             f"{path}: packed from {packed_from['name']} (SHA-256 {packed_from['sha256'][:12]}), "
             f"{checkpoint.name} is {checkpoint.sha256[:12]}: another model, or another version of it"
@@ -137,7 +133,7 @@ def _against(
             f"{path}: a {packed_from['model_type']} model, {checkpoint.name} is {checkpoint.family.model_type}"
         )
     else:
-        for found in _compared(artifact, checkpoint, uncertainty):
+        for found in _compared(artifact, checkpoint, again):
             if isinstance(found, str):
                 problems.append(found)
             else:
@@ -150,7 +146,8 @@ def _against(
     return tuple(problems), tuple(tensors)
 
 
-def _compared(artifact: Artifact, checkpoint: Checkpoint, uncertainty: float) -> Iterator[TensorError | str]:
+def _compared(artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None) -> Iterator[TensorError | str]:
+    checkpoint = checkpoint if again is None else again.checkpoint
     for name in artifact.tensors:
         if not artifact.holds_weights(name):
             continue
@@ -160,7 +157,7 @@ def _compared(artifact: Artifact, checkpoint: Checkpoint, uncertainty: float) ->
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
             continue
         type = artifact.type_of_weights(name)
-        bound = math.hypot(ERROR_BOUNDS[type], _DEVIATIONS * uncertainty)
+        bound = math.hypot(ERROR_BOUNDS[type], again.may_be_off(artifact, name, source) if again else 0.0)
         yield TensorError(name, type, _relative_error(artifact, name, source), bound)
 
 

@@ -13,7 +13,7 @@ from sparsepack.models.tokenizer.windows import spread_windows
 WINDOWS, TOKENS = 4, 128
 """So many windows of the calibration are run, and so many tokens of each."""
 
-BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.1}
+BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.05}
 """The largest relative error of the logits, by the type in which the rotated weights are stored: computing in float32
 leaves about 1e-6, and rounding weights to 16 bits what it does to any model. A wrong rotation leaves more than 1."""
 
