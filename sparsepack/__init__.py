@@ -22,6 +22,7 @@ __all__ = [
     "PackRequest",
     "PruneOptions",
     "RecipeOutcome",
+    "RotateOptions",
     "SimulateOptions",
     "TraceOptions",
     "UserError",
@@ -33,6 +34,7 @@ __all__ = [
     "prune",
     "push",
     "report",
+    "rotate",
     "run",
     "simulate",
     "thresholds",
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from sparsepack.publish.page import report_page as report
     from sparsepack.recipe.run import RecipeOutcome
     from sparsepack.recipe.run import run_recipe as run
+    from sparsepack.rotation.options import RotateOptions
+    from sparsepack.rotation.run import rotate
     from sparsepack.runtime.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
     from sparsepack.simulation.options import SimulateOptions
@@ -78,6 +82,7 @@ _HOMES = {
     "PackRequest": "sparsepack.packing",
     "PruneOptions": "sparsepack.pruning.options",
     "RecipeOutcome": "sparsepack.recipe.run",
+    "RotateOptions": "sparsepack.rotation.options",
     "SimulateOptions": "sparsepack.simulation.options",
     "TraceOptions": "sparsepack.tracing.options",
     "UserError": "sparsepack.errors",
@@ -89,6 +94,7 @@ _HOMES = {
     "prune": "sparsepack.pruning.run",
     "push": "sparsepack.publish.hub",
     "report": "sparsepack.publish.page:report_page",
+    "rotate": "sparsepack.rotation.run",
     "run": "sparsepack.recipe.run:run_recipe",
     "simulate": "sparsepack.simulation.run",
     "thresholds": "sparsepack.sparsity.find:make_thresholds",

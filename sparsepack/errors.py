@@ -25,6 +25,10 @@ class PruningError(UserError):
     """A model that cannot be pruned as asked."""
 
 
+class RotationError(UserError):
+    """A model that cannot be rotated as asked."""
+
+
 class ThresholdsError(UserError):
     """A thresholds table that is damaged, out of range, or belongs to another model."""
 

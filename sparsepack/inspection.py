@@ -14,7 +14,7 @@ def inspect(path: Path) -> dict[str, Any]:
     `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibration.channel_report`,
     `attention_tokens`: `calibration.tokens.token_report`, and `neurons`: `tracing.activity_report`), "trace" (its
     manifest and `neurons`), "thresholds" (the table without its vectors), "checkpoint" (the model's sizes, what `prune`
-    recorded, and which formats can hold it), or the format of an artifact (`formats.inspect.describe`).
+    and `rotate` recorded, and which formats can hold it), or the format of an artifact (`formats.inspect.describe`).
 
     Raises `UserError` subclasses for what is damaged or not ours.
     """
@@ -56,6 +56,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from sparsepack.models.families import SITES
     from sparsepack.models.precision import type_name
     from sparsepack.models.records.pruned import pruning_record
+    from sparsepack.models.records.rotated import rotation_record
 
     checkpoint = open_checkpoint(path)
     record, source = pruning_record(checkpoint.path), checkpoint.source
@@ -64,6 +65,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     if record is not None:
         kept = Counter(f"{pattern.keep} of {pattern.of}" for pattern in record.patterns.values())
         pruned = {**record.summary, "matrices": dict(kept)}
+    rotation = rotation_record(checkpoint.path)
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -78,6 +80,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "bytes": sum(prod(shape) * source.dtypes[name].itemsize for name, shape in shapes.items()),
         "dtype": type_name(checkpoint.dtype),
         "pruned": pruned,
+        "rotated": dict(rotation.summary) if rotation else None,
         "formats": holders(checkpoint),
     }
 

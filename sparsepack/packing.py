@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.models.records.neurons import NeuronCounts
     from sparsepack.models.records.pruned import PruningRecord
+    from sparsepack.models.records.rotated import RotationRecord
     from sparsepack.sparsity.attention import FoundAttention
     from sparsepack.sparsity.thresholds import Thresholds
 
@@ -121,12 +122,14 @@ class Found:
     attention  -- its sparse attention
     neurons    -- how often each of its neurons was active
     pruning    -- what a model that is still to be pruned will say of itself; None: what it says
+    rotation   -- likewise of one that is still to be rotated
     """
 
     thresholds: Thresholds | None = None
     attention: FoundAttention | None = None
     neurons: NeuronCounts | None = None
     pruning: PruningRecord | None = None
+    rotation: RotationRecord | None = None
 
 
 def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
@@ -200,11 +203,16 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None
 
 
 def found_to_come(
-    checkpoint: Checkpoint, request: PackRequest, thresholds: Thresholds | None, pruning: PruningRecord | None = None
+    checkpoint: Checkpoint,
+    request: PackRequest,
+    thresholds: Thresholds | None,
+    pruning: PruningRecord | None = None,
+    rotation: RotationRecord | None = None,
 ) -> Found:
     """What is known of `find`'s answer before anything is run: as much, but with values that are not the final ones.
 
-    thresholds -- that are to come, too; pruning -- of a model that is still to be pruned
+    thresholds -- that are to come, too
+    pruning, rotation -- of a model that is still to be pruned, and rotated
 
     Raises `PackingError` for sparse attention that the model cannot have.
     """
@@ -217,6 +225,7 @@ def found_to_come(
         attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
         neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
         pruning=pruning,
+        rotation=rotation,
     )
 
 
@@ -226,14 +235,16 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
     Raises `PackingError` for what does not fit.
     """
     from sparsepack.formats.attention import attention_section
-    from sparsepack.formats.manifest import PRUNING
+    from sparsepack.formats.manifest import PRUNING, ROTATION
     from sparsepack.formats.plan import PlanRequest
     from sparsepack.models.heads import heads_of_config
     from sparsepack.models.records.pruned import pruning_record
+    from sparsepack.models.records.rotated import rotation_record
 
     found = found or Found()
     thresholds, attention = found.thresholds, found.attention
     pruning = found.pruning or pruning_record(checkpoint.path)
+    rotation = found.rotation or rotation_record(checkpoint.path)
     section = None
     if attention is not None:
         heads = heads_of_config(checkpoint.config)
@@ -243,6 +254,7 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
         "recipe": dict(request.recipe) if request.recipe else None,
         "thresholds": thresholds.summary() if thresholds else None,
         **({PRUNING: dict(pruning.summary)} if pruning else {}),
+        **({ROTATION: dict(rotation.summary)} if rotation else {}),
     }
     inside = PlanRequest(
         rules=thresholds.rules if thresholds else {},

@@ -16,6 +16,7 @@ from sparsepack.calibration.made_from import (
     check_mergeable,
     read_manifest,
 )
+from sparsepack.calibration.residual import StoredResidual, check_residual
 from sparsepack.errors import CalibrationError
 from sparsepack.files import atomic
 from sparsepack.files.hashing import fingerprint, sha256_file
@@ -49,6 +50,7 @@ class _CalibrationManifest(Stored):
     compute: StoredCompute
     statistics_sha256: Name
     attention: CalibratedHeads
+    residual: StoredResidual | None = None
     parts: list[Name] | None = None
 
 
@@ -56,7 +58,7 @@ class _CalibrationManifest(Stored):
 class Calibration:
     """A finished calibration.
 
-    manifest -- schema, model, attention, tokenizer, texts, tokens, compute: see `calibration.run`
+    manifest -- schema, model, attention, residual, tokenizer, texts, tokens, compute: see `calibration.run`
     layers   -- statistics of each decoder block, by PLACE.NAME (`collectors`)
     windows  -- int32 [windows, context], the token ids that were run
     """
@@ -126,6 +128,7 @@ def load(path: Path) -> Calibration:
         for tensor in (tensor for layer in statistics for tensor in layer.items()):
             check(*tensor)
         check_heads(manifest["attention"], statistics)
+        check_residual(manifest.get("residual"), statistics)
         if windows.ndim != 2 or not windows.numel() or windows.dtype != torch.int32:
             raise ValueError(f"windows are {windows.dtype} {list(windows.shape)}, expected int32 [windows, context]")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -136,9 +139,11 @@ def load(path: Path) -> Calibration:
 def merge(first: Calibration, second: Calibration) -> Calibration:
     """Two calibrations of one model as one: counts, sums and windows of both.
 
-    Raises `CalibrationError` where model, tokenizer, context, sinks, precision or heads differ.
+    Raises `CalibrationError` where model, tokenizer, context, sinks, precision, heads or runs of blocks differ.
     """
     check_mergeable(first.manifest, second.manifest, _MUST_AGREE, CalibrationError)
+    runs = [{"residual": each.manifest.get("residual")} for each in (first, second)]  # from before: none
+    check_mergeable(runs[0], runs[1], ("residual",), CalibrationError)
     parts = _parts(first) + _parts(second)
     if len(set(parts)) < len(parts):
         raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")

@@ -13,11 +13,13 @@ import torch
 
 from sparsepack.calibration import collectors, folder
 from sparsepack.calibration.collectors import Statistics
+from sparsepack.calibration.collectors.residual import ends_run
 from sparsepack.calibration.criteria import column_norms
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.heads import heads_of
 from sparsepack.calibration.made_from import made_from
 from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.residual import residual_of
 from sparsepack.calibration.samples import samples_of
 from sparsepack.errors import CalibrationError
 from sparsepack.files.hashing import fingerprint
@@ -28,7 +30,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
-from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.models.stock.hooks import site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
 from sparsepack.progress import Shorter, progress, say
@@ -94,6 +96,7 @@ def _manifest(checkpoint: Checkpoint, text: Text, windows: torch.Tensor, options
         "sparsepack": __version__,
         **made_from(checkpoint, text, options.device, _dtype(checkpoint, options), options.batch),
         "attention": heads_of(checkpoint),
+        "residual": residual_of(checkpoint),
         "tokens": {
             "windows": count,
             "context": options.context,
@@ -120,6 +123,9 @@ def _run(
     hidden = resume.hidden()
     if hidden is None:
         hidden = stream.embed(windows)
+    residual = residual_of(checkpoint) or {"runs": 0}
+    epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
+    of_run: Statistics = resume.kept(_of_run(len(layers)))
     batches = -(-len(windows) // options.batch)
     shorter = Shorter("--samples", len(windows))
     with progress("calibrating", checkpoint.layers * batches, len(layers) * batches, 1, shorter) as advance:
@@ -139,8 +145,26 @@ def _run(
                 collectors.count(into, "attention", "attention", *without, window)
                 collectors.count(into, "window", "attention", query, key, window)
 
-            with site_hooks([(layer, stream.block)], checkpoint.family, collect), stream.watched(watch):
+            def read(states: torch.Tensor, into: Any = of_run) -> None:
+                collectors.count(into, "residual", "residual", states[:, options.sinks :], epsilon)
+
+            with (
+                site_hooks([(layer, stream.block)], checkpoint.family, collect),
+                stream_hooks(stream.block, checkpoint.family, read),
+                stream.watched(watch),
+            ):
                 stream.pass_on(hidden, options.batch, advance)
+            resume.drop(_of_run(layer))
+            if ends_run(layer, checkpoint.layers, residual["runs"]):
+                statistics |= {name: value.cpu() for name, value in of_run.items()}
+                of_run = {}
+            elif of_run:
+                resume.keep_with_blocks(_of_run(layer + 1), of_run)
             layers.append(statistics)
             resume.save_block(layer, collectors.named(layer, statistics), hidden)
     return layers
+
+
+def _of_run(done: int) -> str:
+    """The name under which is kept what was counted of a run of blocks that is not over, `done` blocks finished."""
+    return f"run-{done:05}"

@@ -19,6 +19,7 @@ from sparsepack.cli.verbs.pack import pack
 from sparsepack.cli.verbs.prune import prune
 from sparsepack.cli.verbs.push import push
 from sparsepack.cli.verbs.report import report
+from sparsepack.cli.verbs.rotate import rotate
 from sparsepack.cli.verbs.run import run
 from sparsepack.cli.verbs.serve import serve
 from sparsepack.cli.verbs.simulate import simulate
@@ -73,12 +74,12 @@ def main() -> None:
     """
 
 
-main.add_verbs("Make", calibrate, thresholds, prune, pack, run)
+main.add_verbs("Make", calibrate, thresholds, rotate, prune, pack, run)
 main.add_verbs("Check", inspect, verify, evaluate, bench)
 main.add_verbs("Run", generate, serve, tune)
 main.add_verbs("Study", trace, simulate)
 main.add_verbs("Publish", report, card, push)
 for verb in main.commands.values():
     add_quiet(verb)
-for verb in (calibrate, thresholds, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
+for verb in (calibrate, thresholds, rotate, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)

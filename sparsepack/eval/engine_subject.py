@@ -9,7 +9,7 @@ import torch
 from sparsepack.errors import UserError
 from sparsepack.eval.protocols import CountingScorer, Done, Logits, Subject, ignored
 from sparsepack.eval.tokens_read import TokensRead
-from sparsepack.formats.manifest import pruned_from
+from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import stock_tokenizer, target_sparsity
@@ -145,7 +145,7 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         tokenizer=stock_tokenizer(packed),
         context=packed.architecture.context,
         source_sha256=str(packed.manifest["model"]["sha256"]),
-        pruned_from=pruned_from(packed.manifest),
+        made_from=source_made_from(packed.manifest),
         target_sparsity=target_sparsity(packed),
         sparse_sites=sparse_sites_of(packed.manifest, packed.rules),
         attention=packed.attention,

@@ -119,7 +119,7 @@ class Subject(ABC):
     kind          -- "checkpoint", or the name of a format
     context       -- positions the model was made for
     source_sha256 -- hash of the checkpoint it is, or was made from
-    pruned_from   -- hash of the checkpoint that this one was pruned from
+    made_from     -- hashes of the checkpoints that this one was pruned or rotated from
     sparse_sites  -- (layer, site) of those that may be sparse
     attention     -- which tokens decoded positions read; None: all
     """
@@ -132,7 +132,7 @@ class Subject(ABC):
     tokenizer: Any
     context: int
     source_sha256: str
-    pruned_from: str | None
+    made_from: tuple[str, ...]
     target_sparsity: float
     sparse_sites: Collection[Any]
     attention: SparseAttention | None

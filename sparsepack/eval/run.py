@@ -120,7 +120,7 @@ def _reference(request: EvalRequest, subject: Subject) -> CountingScorer | None:
     if request.against is None:
         return None
     source = open_subject(request.against, None, request.device, request.dtype)
-    if source.source_sha256 not in (subject.source_sha256, subject.pruned_from):
+    if source.source_sha256 not in (subject.source_sha256, *subject.made_from):
         raise UserError(
             f"{request.against}: not the model that {subject.name} was made from "
             f"({source.source_sha256[:12]}, expected {subject.source_sha256[:12]})"

@@ -18,12 +18,12 @@ from sparsepack.eval.protocols import Subject
 from sparsepack.eval.scorer import SparseScorer, StockScorer
 from sparsepack.eval.streamed import StreamedScorer
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.manifest import pruned_from
+from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
-from sparsepack.models.records.pruned import pruning_record
+from sparsepack.models.records.made import made_from
 from sparsepack.models.records.rule import Rules, SiteKey
 from sparsepack.models.stock.blocks import BlockSource
 from sparsepack.models.stock.skeleton import parameter_shapes
@@ -104,7 +104,6 @@ def open_subject(
 def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: str, dtype: str) -> StockSubject:
     if thresholds is not None:
         thresholds.check_model(checkpoint)
-    record = pruning_record(checkpoint.path)
     return StockSubject(
         name=checkpoint.name,
         kind="checkpoint",
@@ -118,7 +117,7 @@ def _checkpoint(checkpoint: Checkpoint, thresholds: Thresholds | None, device: s
         dtype=arithmetic(dtype, checkpoint.dtype, device),
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else (),
-        pruned_from=record.summary["model_sha256"] if record else None,
+        made_from=made_from(checkpoint.path),
         attention=None,
     )
 
@@ -147,6 +146,6 @@ def _artifact(artifact: Artifact, thresholds: Thresholds | None, device: str, dt
         device=device,
         sparse_sites=thresholds.may_skip() if thresholds else stock.sparse_sites,
         inputs=stock.inputs,
-        pruned_from=pruned_from(artifact.manifest),
+        made_from=source_made_from(artifact.manifest),
         attention=stock.attention,
     )

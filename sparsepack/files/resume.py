@@ -131,6 +131,19 @@ class ResumeState:
                     remove(file)
             self._unneeded.clear()
 
+    def keep_with_blocks(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors that count from the next `save_block` on; should they be lost, all blocks are made anew."""
+        self.keep(_BLOCKS, name, tensors)
+
+    def begin_blocks(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Commit tensors with which every decoder block is made, before the first one is."""
+        self.keep_with_blocks(name, tensors)
+        self.commit(_BLOCKS, done=0)
+
+    def kept(self, name: str) -> dict[str, torch.Tensor]:
+        """Tensors that were kept, on the CPU; none where none were."""
+        return self.load(name) if f"{name}.safetensors" in self._files else {}
+
     def load(self, name: str) -> dict[str, torch.Tensor]:
         """Tensors that were kept, on the CPU."""
         from safetensors.torch import load_file
@@ -153,8 +166,7 @@ class ResumeState:
 
     def block(self, layer: int) -> dict[str, torch.Tensor]:
         """What was found at one finished decoder block; nothing where nothing was."""
-        name = f"block-{layer:05}"
-        return self.load(name) if f"{name}.safetensors" in self._files else {}
+        return self.kept(f"block-{layer:05}")
 
     def hidden(self, name: str = "hidden") -> torch.Tensor | None:
         """The hidden states after the last finished block, if there is one."""

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ class Artifact(ABC):
 
     A container (`containers.gguf`, `containers.safetensors`) gives the stored bytes, a format what they mean.
     """
+
+    embedding: ClassVar[str] = "token_embd.weight"
+    """The name of the embedding."""
 
     manifest: Mapping[str, Any]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention_summary import attention_summary
-from sparsepack.formats.manifest import PRUNING
+from sparsepack.formats.manifest import PRUNING, ROTATION
 from sparsepack.formats.open import open_artifact
 
 _BLOCKS = ("blk.", "model.layers.")
-_SHOWN = ("schema", "sparsepack", "model", PRUNING, "calibration", "recipe", "versions")
+_SHOWN = ("schema", "sparsepack", "model", PRUNING, ROTATION, "calibration", "recipe", "versions")
 
 
 def describe(path: Path) -> dict[str, Any]:

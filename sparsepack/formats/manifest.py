@@ -26,6 +26,10 @@ NEURONS = "neurons"
 PRUNING = "pruning"
 """The manifest says under this key what was pruned before: `models.records.pruned.PruningRecord.summary`."""
 
+ROTATION = "rotation"
+"""The manifest says under this key into which basis the model was rotated before:
+`models.records.rotated.RotationRecord.summary`."""
+
 _OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
 
 
@@ -70,6 +74,12 @@ class _Pruning(Stored):
     model_sha256: Name
 
 
+class _Rotation(Stored):
+    basis: Name
+    model: Name
+    model_sha256: Name
+
+
 class _Calibration(Stored):
     sha256: Name
 
@@ -94,6 +104,7 @@ class _ArtifactManifest(Stored):
     recipe: _Recipe | None = None
     thresholds: _Thresholds | None = None
     pruning: _Pruning | None = None
+    rotation: _Rotation | None = None
     attention: AttentionSection | None = None
 
 
@@ -139,9 +150,10 @@ def make_manifest(
     }
 
 
-def pruned_from(manifest: Mapping[str, Any]) -> str | None:
-    """The hash of the checkpoint that an artifact's source was pruned from; None where it was not, or elsewhere."""
-    return (manifest.get(PRUNING) or {}).get("model_sha256")
+def source_made_from(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """The hashes of the checkpoints that an artifact's source was pruned or rotated from, as far as that is known."""
+    records = [manifest.get(name) or {} for name in (PRUNING, ROTATION)]
+    return tuple(record["model_sha256"] for record in records if "model_sha256" in record)
 
 
 def read_manifest(stored: Any, where: str) -> dict[str, Any]:

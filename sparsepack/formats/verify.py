@@ -12,6 +12,7 @@ from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
 from sparsepack.formats.open import open_artifact
+from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.option import check_type
 
@@ -73,7 +74,8 @@ class Report:
 def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> Report:
     """Check an artifact by itself: every byte's hash, shapes, zeros in padding, sparse attention that fits the model.
 
-    against -- also compare every tensor with this checkpoint, some rows of a matrix at a time
+    against -- also compare every tensor with this checkpoint, some rows of a matrix at a time; one that `rotate` made
+               the packed model from is rotated again
 
     Raises `ArtifactError` where there is nothing to check.
     """
@@ -101,15 +103,27 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
         problems = (str(error),)
     if checkpoint is None or problems:
         return Report(str(path), kind, problems, tuple(checked))
-    problems, tensors = _against(artifact, checkpoint)
-    return Report(str(path), kind, problems, (*checked, f"weights of {checkpoint.name}"), tensors)
+    what, again = f"weights of {checkpoint.name}", None
+    if made_from_unrotated(artifact.manifest, checkpoint):
+        try:
+            again = rotated_again(artifact, checkpoint)
+        except ArtifactError as error:
+            return Report(str(path), kind, (str(error),), tuple(checked))
+        what += f" in the artifact's basis, found from its embedding to within {again.uncertainty:.1g}"
+    problems, tensors = _against(artifact, checkpoint, again)
+    return Report(str(path), kind, problems, (*checked, what), tensors)
 
 
-def _against(artifact: Artifact, checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[TensorError, ...]]:
-    """The problems and the errors of every tensor of an intact artifact beside the model that it should be of."""
+def _against(
+    artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None
+) -> tuple[tuple[str, ...], tuple[TensorError, ...]]:
+    """The problems and the errors of every tensor of an intact artifact beside the model that it should be of.
+
+    again -- this model in the artifact's basis, which is compared in its place
+    """
     path, packed_from = artifact.path, artifact.manifest["model"]
     problems, tensors = [], []
-    if packed_from["sha256"] != checkpoint.sha256:
+    if again is None and packed_from["sha256"] != checkpoint.sha256:
         problems.append(
             f"{path}: packed from {packed_from['name']} (SHA-256 {packed_from['sha256'][:12]}), "
             f"{checkpoint.name} is {checkpoint.sha256[:12]}: another model, or another version of it"
@@ -119,7 +133,7 @@ def _against(artifact: Artifact, checkpoint: Checkpoint) -> tuple[tuple[str, ...
             f"{path}: a {packed_from['model_type']} model, {checkpoint.name} is {checkpoint.family.model_type}"
         )
     else:
-        for found in _compared(artifact, checkpoint):
+        for found in _compared(artifact, checkpoint, again):
             if isinstance(found, str):
                 problems.append(found)
             else:
@@ -132,7 +146,8 @@ def _against(artifact: Artifact, checkpoint: Checkpoint) -> tuple[tuple[str, ...
     return tuple(problems), tuple(tensors)
 
 
-def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:
+def _compared(artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None) -> Iterator[TensorError | str]:
+    checkpoint = checkpoint if again is None else again.checkpoint
     for name in artifact.tensors:
         if not artifact.holds_weights(name):
             continue
@@ -142,7 +157,8 @@ def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorErro
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
             continue
         type = artifact.type_of_weights(name)
-        yield TensorError(name, type, _relative_error(artifact, name, source), ERROR_BOUNDS[type])
+        bound = math.hypot(ERROR_BOUNDS[type], again.may_be_off(artifact, name, source) if again else 0.0)
+        yield TensorError(name, type, _relative_error(artifact, name, source), bound)
 
 
 def _relative_error(artifact: Artifact, name: str, expected: torch.Tensor) -> float:

@@ -35,6 +35,26 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True)
+class ResidualStream:
+    """Who reads the residual stream and who writes to it, where norms divide it by its root mean square and do no more:
+    then it may be written in any orthonormal basis (`models.checkpoint.rotated`).
+
+    readers -- site -> our name of the norm through which its projections read the stream
+    writers -- the sites whose outputs are added to the stream, which the embedding begins
+    last    -- the norm, a module of the backbone, through which the output matrix reads the stream
+    """
+
+    readers: Mapping[str, str]
+    writers: tuple[str, ...]
+    last: str
+
+
+_STREAM = ResidualStream(
+    MappingProxyType({"attn_in": "attn_norm", "mlp_in": "mlp_norm"}), ("attn_out", "mlp_mid"), "norm"
+)
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family. Names of projections and norms are relative to a decoder block, others to the backbone.
 
@@ -55,6 +75,8 @@ class Family:
     after          -- modules after the last block, as far as a model has them; the output matrix comes then
     fields         -- of the configuration: Llama's name -> its own, where they differ
     unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
+    residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
+    unrotatable    -- why it cannot
     """
 
     model_type: str
@@ -73,6 +95,8 @@ class Family:
     unpackable: str = ""
     gguf_biases: bool = True
     gguf_head: int | None = None
+    residual: ResidualStream | None = _STREAM
+    unrotatable: str = ""
 
     @property
     def decoder(self) -> str:
@@ -130,6 +154,8 @@ _OPT = Family(
         }
     ),
     unpackable="learned positions, norms that subtract the mean, and an MLP without a gate",
+    residual=None,
+    unrotatable="its norms subtract the mean, which is not the same in another basis",
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -177,3 +203,13 @@ def check_packable(family: Family, where: str) -> None:
             f"{where}: no format holds and no engine runs {family.model_type} models ({family.unpackable}); expected "
             f"one of {', '.join(PACKABLE)}; calibrate, trace, simulate, thresholds, prune and eval work with it"
         )
+
+
+def stream_of(family: Family, where: str) -> ResidualStream:
+    """Who reads and writes the residual stream; raises `CheckpointError` for a model that cannot be rotated."""
+    if family.residual is None:
+        able = ", ".join(name for name, other in FAMILIES.items() if other.residual is not None)
+        raise CheckpointError(
+            f"{where}: {family.model_type} models cannot be rotated ({family.unrotatable}); expected one of {able}"
+        )
+    return family.residual

@@ -5,5 +5,7 @@ methods.py    the table of methods: magnitude, Wanda, SparseGPT
 sparsegpt.py  the one that corrects the weights that stay
 permute.py    orders of neurons and value channels in which less is lost
 run.py        the model, one block at a time
-writer.py     the pruned checkpoint; what was done to it stands in a record beside it (`models.records.pruned`)
+
+The pruned checkpoint is written by `models.checkpoint.writer`; what was done to it stands in a record beside it
+(`models.records.pruned`).
 """

@@ -19,8 +19,11 @@ from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.source_files import texts_of
+from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.precision import arithmetic
+from sparsepack.models.records.made import records_beside
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import RECORD, Pruned, PrunedMatrix
 from sparsepack.models.records.rule import SiteKey
@@ -34,7 +37,6 @@ from sparsepack.pruning.block import prune_block
 from sparsepack.pruning.inputs import Sums
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import PruneOptions
-from sparsepack.pruning.writer import write_checkpoint
 from sparsepack.version import __version__
 
 
@@ -73,7 +75,9 @@ def prune(
         with torch.inference_mode():
             matrices = _run(checkpoint, windows, patterns, options, resume)
         made = Pruned(checkpoint.name, checkpoint.sha256, digest, asdict(options), tuple(matrices))
-        write_checkpoint(checkpoint, resume.block, made, output, overwrite)
+        pruned = made_of_blocks(checkpoint, resume.block)
+        records = {**records_beside(checkpoint.path), RECORD: made.to_json()}
+        write_checkpoint(pruned, texts_of(checkpoint), records, output, overwrite)
     return made
 
 

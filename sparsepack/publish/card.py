@@ -13,6 +13,7 @@ from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.manifest import PRUNING, ROTATION
 from sparsepack.inspection import programs_table
 from sparsepack.publish.results import read_results
 from sparsepack.publish.templates import render, table
@@ -50,6 +51,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         texts=_calibrated_on(description["provenance"]["recipe"]),
         file=file or Path(path).name,
         version=__version__,
+        made_from=_made_from(description["provenance"]),
         compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
         measured=[table(found) for found in measured],
         speed=[table(found) for found in speed],
@@ -61,6 +63,14 @@ def _calibrated_on(recipe: Mapping[str, Any] | None) -> list[str]:
     """The texts that a recipe's manifest names, if it does."""
     named = ((recipe or {}).get("calibrate") or {}).get("text") or []
     return [named] if isinstance(named, str) else list(named)
+
+
+def _made_from(provenance: Mapping[str, Any]) -> str | None:
+    """The name of the model that all was made from, where it was rotated or pruned: rotating comes first."""
+    for step in (ROTATION, PRUNING):
+        if provenance[step] is not None:
+            return str(provenance[step]["model"])
+    return None
 
 
 def _head(description: Mapping[str, Any]) -> dict[str, Any]:

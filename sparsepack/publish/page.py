@@ -53,6 +53,7 @@ def _page(report: Mapping[str, Any]) -> str:
             *accuracy_tables(report["evaluations"]),
             *([pruning_table(report["evaluations"], alone)] if alone else []),
         ],
+        rotated=report["rotate"],
         pruned=pruned,
         patterns=Counter(f"keep {row['keep']} of {row['of']}" for row in pruned["matrices"]) if pruned else {},
         errors=_errors(pruned["matrices"]) if pruned else [],

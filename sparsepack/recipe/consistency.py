@@ -51,6 +51,7 @@ def _misfits(job: Job) -> Iterator[str]:
     for stage in STAGES:
         if asked := job.recipe.asked(stage.key):
             yield from stage.misfits(job, asked)
+            job = job.ahead_of(stage)
 
 
 def _available(device: str) -> bool:

@@ -27,14 +27,20 @@ def make_plan(job: Job, stages: Sequence[Stage], pending: Collection[str]) -> di
         "paths": {"working directory": str(Path.cwd()), "work": str(job.folder.resolve()), **_paths(job.recipe)},
         "stages": [{"name": s.name, "status": "would run" if s.name in pending else "up to date"} for s in stages],
     }
+    tokens, memory = {}, {}
+    seen = job  # by the next stage, with the model that will have been made
     for stage in STAGES:
-        plan |= stage.plan(job, job.recipe.asked(stage.key))
+        asked = job.recipe.asked(stage.key)
+        plan |= stage.plan(seen, asked)
+        if stage in stages:
+            tokens[stage.name], memory[stage.name] = stage.tokens(seen, asked), stage.memory(seen, asked)
+        seen = seen.ahead_of(stage)
     plan["sites"] = _sites(job, plan["artifact"], plan["pruned"])
-    asked = [(stage, job.recipe.asked(stage.key)) for stage in stages]
-    plan["tokens"] = {s.name: count for s, a in asked if (count := s.tokens(job, a)) is not None}
-    memory = {s.name: count for s, a in asked if (count := s.memory(job, a)) is not None}
+    plan["tokens"] = {name: count for name, count in tokens.items() if count is not None}
     plan["process_bytes"] = process_bytes(job)
-    plan["peak_memory_bytes"] = {name: plan["process_bytes"] + count for name, count in memory.items()}
+    plan["peak_memory_bytes"] = {
+        name: plan["process_bytes"] + count for name, count in memory.items() if count is not None
+    }
     return plan
 
 

@@ -40,10 +40,16 @@ class Job:
         if not stage.makes:
             return self
         # Not by its path: a work folder may be moved, and two runs of one recipe leave the same bytes.
-        named = f"{self.recipe.model}, {stage.makes}"
+        named = f"{self.checkpoint.name}, {stage.makes}"
         return replace(
             self, checkpoint=replace(open_checkpoint(self.folder / stage.makes), name=named), made=stage.makes
         )
+
+    def ahead_of(self, stage: "Stage") -> "Job":
+        """The job as the stages behind one that has not run may reckon with it."""
+        if stage.expected is None or not stage.runs(self.recipe):
+            return self
+        return replace(self, checkpoint=stage.expected(self, self.recipe.asked(stage.key)))
 
     def text(self, names: Sequence[str], key: str = "") -> "Text":
         """Several texts as one, read once. Raises `TextError` where one cannot be, naming the recipe's `key`."""
@@ -78,6 +84,7 @@ class Stage:
     key, type, default -- of that part: `type` is what pydantic takes, a section or a plain type
     needs    -- the stages that its outputs are made from, besides those that make the model
     makes    -- the name of an output that is a checkpoint and, from then on, the model of all stages behind it
+    expected -- that model, as far as it is known before it is made; None: like the one that it is made from
     outputs  -- the files and folders that it leaves, relative to the work folder, by what is asked
     settings -- everything that its outputs depend on besides `needs`, the model, device and dtype; JSON-able. By itself
                 what is asked
@@ -104,6 +111,7 @@ class Stage:
     default: Any = None
     needs: tuple[str, ...] = ()
     makes: str = ""
+    expected: "Callable[[Job, Any], Checkpoint] | None" = None
     wanted: Callable[[Recipe, Any], bool] = lambda recipe, asked: True
     problems: Callable[[Recipe, Any], Iterable[str]] = _nothing
     misfits: Callable[[Job, Any], Iterable[str]] = _nothing

@@ -102,7 +102,11 @@ def test_a_stage_and_the_verb_of_its_name_have_the_same_options(stage: str, opti
 
 def test_a_stage_that_does_a_verb_again_has_the_section_of_the_first() -> None:
     again = [stage for stage in STAGES if stage not in FIRST]
-    assert {stage.name: stage.key for stage in again} == {"calibrate_pruned": "calibrate", "eval_pruned": "eval"}
+    assert {stage.name: stage.key for stage in again} == {
+        "calibrate_rotated": "calibrate",
+        "calibrate_pruned": "calibrate",
+        "eval_pruned": "eval",
+    }
     assert all(stage.type == SECTIONS[stage.key] | None for stage in again)
 
 

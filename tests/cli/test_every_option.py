@@ -53,6 +53,9 @@ MODES = {
             ("sparsegpt", " --calibration {cal} --windows 1"),
         )
     ),
+    "rotate": tuple(
+        f"shipped:tiny --calibration {{tinycal}} --basis {basis} -o {{new}}" for basis in ("pca", "hadamard")
+    ),
     "thresholds": tuple(
         f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
         for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")
@@ -107,7 +110,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("modes")
-    found = {name: folder / name for name in ("cal", "text.txt", "relu", "trace", "other", "m.gguf")}
+    found = {name: folder / name for name in ("cal", "tinycal", "text.txt", "relu", "trace", "other", "m.gguf")}
     found["text"] = found.pop("text.txt")
     found["text"].write_text("The sun rose over the hills, and the river ran on to the sea. " * 60)
     other = folder / "others.txt"
@@ -115,6 +118,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_model(found["relu"], hidden_act="relu")
     common = ("--context", 32, "--samples", 2)
     succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["cal"], *common)
+    succeeds("calibrate", "shipped:tiny", "--text", found["text"], "-o", found["tinycal"], *common)
     for text, made in ((found["text"], found["trace"]), (other, found["other"])):
         succeeds("trace", found["relu"], "--text", text, "-o", made, *TRACE.split())
     found["file"] = found.pop("m.gguf")

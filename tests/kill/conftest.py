@@ -20,6 +20,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         VERBS["calibrate"].command(inputs, inputs, False),
         VERBS["thresholds global"].command(inputs, inputs, False),
         VERBS["prune"].command(inputs, inputs, False),
+        VERBS["rotate"].command(inputs, inputs, False),
         VERBS["pack slid"].command(inputs, inputs, False),
         VERBS["run"].command(inputs, inputs, False),
     ):

@@ -49,6 +49,11 @@ def _prune(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["prune", _TINY, *given, "-o", str(work / "p"), "--overwrite"]
 
 
+def _rotate(inputs: Path, work: Path, old: bool) -> list[str]:
+    given = ["--calibration", str(inputs / "c"), "--basis", "hadamard" if old else "pca"]
+    return ["rotate", _TINY, *given, "-o", str(work / "r"), "--overwrite"]
+
+
 def _trace(inputs: Path, work: Path, old: bool) -> list[str]:
     given = ["--text", str(inputs / "text.txt"), "--sessions", "2", "--tokens", "16", "--prompt", "4"]
     share = ["--share", "0.4" if old else "0.5", "--calibration", str(inputs / "c")]
@@ -81,6 +86,7 @@ VERBS = {
         Verb("thresholds teal", _thresholds("--allocation", "teal"), ("t.json",)),
         Verb("thresholds global", _thresholds(*_LEARNT), ("t.json",)),
         Verb("prune", _prune, ("p",)),
+        Verb("rotate", _rotate, ("r",)),
         Verb("trace", _trace, ("n",)),
         Verb("pack", _pack, ("m.gguf",)),
         Verb("pack slid", _slide, ("s",)),

@@ -16,11 +16,11 @@ from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, PruningError, SiteError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.records.groups import check_pattern
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import RECORD, pruning_record
 from sparsepack.pruning.options import PruneOptions, SitePattern
-from sparsepack.pruning.writer import write_checkpoint
 
 OPTIONS = PruneOptions(6, 8, windows=4)
 BY_SIZE = PruneOptions(6, 8, method="magnitude")

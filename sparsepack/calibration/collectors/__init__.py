@@ -11,16 +11,23 @@ from sparsepack.calibration.collectors.missed import MISSED
 from sparsepack.calibration.collectors.moments import MOMENTS
 from sparsepack.calibration.collectors.neurons import NEURONS
 from sparsepack.calibration.collectors.products import PRODUCTS
+from sparsepack.calibration.collectors.residual import RESIDUAL
 from sparsepack.calibration.collectors.scores import SCORES
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, RESIDUAL)
 
 Statistics = dict[str, Tensor]
 """The statistics of one decoder block stand under PLACE.NAME: `mlp_in.second_moment`."""
 
 _OF_ATTENTION = ("attention",)
-_PLACES = {"site": SITES, "attention": _OF_ATTENTION, "window": _OF_ATTENTION, "neurons": ("neurons",)}
+_PLACES = {
+    "site": SITES,
+    "attention": _OF_ATTENTION,
+    "window": _OF_ATTENTION,
+    "neurons": ("neurons",),
+    "residual": ("residual",),
+}
 
 
 def _rows() -> dict[str, Collector]:
@@ -39,7 +46,7 @@ def count(into: Statistics, at: str, place: str, *seen: Any) -> None:
 
 def added(one: Statistics, other: Statistics) -> Statistics:
     """The statistics of two runs as those of one run over both texts."""
-    return {name: row.add(one[name], other[name]) for name, row in _rows().items()}
+    return {name: row.add(one[name], other[name]) for name, row in _rows().items() if name in one}
 
 
 def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
@@ -48,8 +55,10 @@ def named(layer: int, statistics: Statistics) -> dict[str, Tensor]:
 
 
 def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
-    """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing."""
-    return {name: tensors[f"layers.{layer}.{name}"] for name in _rows()}
+    """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing that
+    every block has."""
+    names = {name: f"layers.{layer}.{name}" for name in _rows()}
+    return {name: tensors[key] for name, key in names.items() if key in tensors or not _rows()[name].of_runs}
 
 
 def check(name: str, value: Tensor) -> None:

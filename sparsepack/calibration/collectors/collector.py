@@ -16,19 +16,23 @@ class Collector:
              "attention": of the query [B, heads, S, D] and key [B, kv_heads, S, D] of the block's attention, and how
              many tokens a query sees at most, itself included (0: all before it);
              "window": the same of whole windows, the first positions too, which are left out elsewhere;
-             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate]
-    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" for
-             what is counted of them and "attention" for all others
+             "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate];
+             "residual": of the residual stream [B, S, hidden] as it enters a norm, and that norm's epsilon, in families
+             that say who reads the stream
+    names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" and
+             "residual" for what is counted of these, and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
-    count -- of what comes to such a place, a tensor for every name, on the CPU
+    count -- of what comes to such a place, a tensor for every name, on the CPU; of runs of blocks, where it was counted
     add   -- what was counted in one part and in another, as that of both
     signed -- whether a tensor may be below zero
+    of_runs -- whether it is counted over a run of consecutive blocks, of which only the last has it
     """
 
-    at: Literal["site", "attention", "window", "neurons"]
+    at: Literal["site", "attention", "window", "neurons", "residual"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     count: Callable[..., tuple[Tensor, ...]]
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
     signed: bool = False
+    of_runs: bool = False

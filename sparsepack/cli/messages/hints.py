@@ -15,6 +15,7 @@ _HERE = {
     "serve FILE": ("server", "run-server", "start", "host", "api", "openai"),
     "calibrate MODEL --text TEXT -o FOLDER": ("calibration", "collect", "imatrix", "stats"),
     "prune MODEL --keep 2 --of 4 -o FOLDER": ("pruning", "prune-weights", "sparsegpt", "wanda"),
+    "rotate MODEL --calibration CAL -o FOLDER": ("rotation", "quarot", "slicegpt", "hadamard", "larosa"),
     "inspect FILE": ("info", "show", "describe", "dump", "print", "cat"),
     "verify FILE": ("check", "validate", "hash", "sha256"),
     "push FILE OWNER/NAME": ("upload", "publish"),

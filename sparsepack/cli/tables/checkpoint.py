@@ -16,6 +16,7 @@ def checkpoint_table(found: Mapping[str, Any]) -> str:
         f"{found['context']:,}",
         Table(["site", "outputs x inputs, in each block"], rows),
         _pruned(found["pruned"]),
+        _rotated(found["rotated"]),
         found["formats"],
     )
 
@@ -26,3 +27,12 @@ def _pruned(record: Mapping[str, Any] | None) -> str:
     patterns = ", ".join(f"keep {pattern} in {count} matrices" for pattern, count in record["matrices"].items())
     permuted = ", inputs in another order" if record["permute"] else ""
     return f"pruned from {record['model']} ({record['model_sha256'][:12]}) by {record['method']}{permuted}: {patterns}"
+
+
+def _rotated(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "not rotated by sparsepack"
+    return (
+        f"rotated from {record['model']} ({record['model_sha256'][:12]}) into the basis {record['basis']}: the same "
+        f"function, its logits differ by {record['error']:.1g} of their size"
+    )

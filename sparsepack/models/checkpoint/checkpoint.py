@@ -62,7 +62,7 @@ class Checkpoint:
     @property
     def gguf(self) -> GgufFile | None:
         """The file and its keys where the checkpoint is a GGUF."""
-        return self.source.file if isinstance(self.source, GgufSource) else None
+        return self.source.file
 
     @cached_property
     def dtype(self) -> torch.dtype:

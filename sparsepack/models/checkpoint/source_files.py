@@ -11,10 +11,12 @@ from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config
 from sparsepack.models.tokenizer.tokenizer import only_sentencepiece
 
+CONFIG = "config.json"
+
 
 def config_json(checkpoint: Checkpoint) -> str:
     """The content of the model's config.json."""
-    path = checkpoint.path / "config.json"
+    path = checkpoint.path / CONFIG
     return path.read_text(encoding="utf-8") if path.is_file() else str(checkpoint.config.to_json_string())
 
 
@@ -31,7 +33,7 @@ _BESIDE = (
 def texts_of(checkpoint: Checkpoint) -> dict[str, str]:
     """The files that describe a model, by name: config.json, the tokenizer's, and what else there is. Raises as
     `tokenizer_config`."""
-    texts = {"config.json": config_json(checkpoint), "tokenizer.json": checkpoint.tokenizer_json()}
+    texts = {CONFIG: config_json(checkpoint), "tokenizer.json": checkpoint.tokenizer_json()}
     if checkpoint.path.is_file() or only_sentencepiece(checkpoint.path):
         config = json.dumps(tokenizer_config(checkpoint), indent=2, ensure_ascii=False)
         return texts | {"tokenizer_config.json": f"{config}\n"}

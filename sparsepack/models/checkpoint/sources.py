@@ -1,7 +1,7 @@
 """The sources of a checkpoint's tensors: sharded safetensors, or a GGUF as made by llama.cpp's converter."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -35,11 +35,55 @@ class TensorSource(Protocol):
     def hash(self) -> SourceHash:
         """The hash of all weight bytes."""
 
+    @property
+    def file(self) -> GgufFile | None:
+        """The file and its keys where it is a GGUF."""
+
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor in its stored dtype, on the CPU.
 
         Raises `CheckpointError` where its file cannot be read, or a value is NaN or infinite.
         """
+
+
+class ChangedSource:
+    """Another source with some of its tensors changed, and perhaps others added.
+
+    changed -- a tensor that changed, by its name; None: it is as it was
+    entries -- type and shape of the tensors where these changed, or that were added
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        changed: Callable[[str], torch.Tensor | None],
+        entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] | None = None,
+    ) -> None:
+        self._source, self._changed = source, changed
+        entries = entries or {}
+        self._shapes = {**source.shapes, **{name: shape for name, (_, shape) in entries.items()}}
+        self._dtypes = {**source.dtypes, **{name: dtype for name, (dtype, _) in entries.items()}}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
+
+    @property
+    def hash(self) -> SourceHash:
+        """The hash of the source, as it is without the changes."""
+        return self._source.hash
+
+    @property
+    def file(self) -> GgufFile | None:
+        return self._source.file
+
+    def tensor(self, name: str) -> torch.Tensor:
+        changed = self._changed(name)
+        return self._source.tensor(name) if changed is None else changed
 
 
 class _Index(Stored):
@@ -52,6 +96,8 @@ class SafetensorsSource:
     decoder -- module of the base model that is its backbone, empty where the base model is that itself. Exports of such
                base models alone name their tensors by it, without what stands before it in the whole model
     """
+
+    file: GgufFile | None = None
 
     def __init__(self, folder: Path, decoder: str = "") -> None:
         from safetensors import SafetensorError, safe_open
@@ -148,7 +194,7 @@ class GgufSource:
     """A GGUF in F32, F16 or BF16: names and the rotary row order are translated back to Hugging Face's."""
 
     def __init__(self, file: GgufFile, layers: int, heads: int, kv_heads: int, permuted: bool) -> None:
-        self.file = file
+        self._file = file
         self._hash = SourceHash([file.path], "".join)  # of the file itself
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if permuted else {}
         self._gguf_name: dict[str, str] = {}
@@ -165,12 +211,16 @@ class GgufSource:
             self._gguf_name[known[name]] = name
 
     @property
+    def file(self) -> GgufFile:
+        return self._file
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self.file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+        return {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: _GGUF_DTYPES[self.file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
+        return {name: _GGUF_DTYPES[self._file.tensors[gguf].type] for name, gguf in self._gguf_name.items()}
 
     @property
     def hash(self) -> SourceHash:
@@ -178,10 +228,10 @@ class GgufSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
-        info = self.file.tensors[gguf_name]
-        data = torch.from_numpy(np.array(self.file.bytes(gguf_name)))  # copied without the interpreter's lock
-        self.file.forget(gguf_name)
-        value = _finite(self.file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
+        info = self._file.tensors[gguf_name]
+        data = torch.from_numpy(np.array(self._file.bytes(gguf_name)))  # copied without the interpreter's lock
+        self._file.forget(gguf_name)
+        value = _finite(self._file.path, gguf_name, data.view(_GGUF_DTYPES[info.type]).reshape(info.shape))
         for projection, heads in self._heads.items():
             if f"{projection}." in name:
                 return unpermute_rotary(value, heads)

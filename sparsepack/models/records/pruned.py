@@ -1,14 +1,13 @@
 """The record of what was done to a pruned checkpoint: `sparsepack_prune.json` beside its weights."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsepack.errors import CheckpointError, PackingError
-from sparsepack.files.stored import Name, Size, Stored, checked, shown
+from sparsepack.files.stored import Name, Size, Stored
 from sparsepack.models.records.pattern import Pattern
+from sparsepack.models.records.record import read_record
 from sparsepack.version import __version__
 
 RECORD = "sparsepack_prune.json"
@@ -90,21 +89,12 @@ class PruningRecord:
 
 
 def pruning_record(folder: Path) -> PruningRecord | None:
-    """The record beside a checkpoint; None where there is none.
+    """The record beside a checkpoint; None where there is none. Raises `CheckpointError` as `read_record`."""
+    return read_record(folder / RECORD, SCHEMA, _Record, _recorded, "prune the model again")
 
-    Raises `CheckpointError` for one that is damaged or of another schema.
-    """
-    path = folder / RECORD
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if value["schema"] != SCHEMA:
-            raise ValueError(f"schema {str(value['schema'])[:60]}, this sparsepack reads schema {SCHEMA}")
-        record = checked(_Record, value)
-        patterns = {row.matrix: Pattern(row.keep, row.of) for row in record.matrices}
-    except (ValueError, KeyError, TypeError, RecursionError, PackingError) as error:
-        raise CheckpointError(f"{path}: damaged ({shown(error)}); prune the model again") from error
+
+def _recorded(record: _Record) -> PruningRecord:
+    patterns = {row.matrix: Pattern(row.keep, row.of) for row in record.matrices}
     source = {"model": record.model, "model_sha256": record.model_sha256}
     how = {"method": record.options.method, "permute": record.options.permute}
     return PruningRecord(patterns, {**how, **source, "calibration_sha256": record.calibration_sha256})

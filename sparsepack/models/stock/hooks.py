@@ -36,6 +36,21 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
             handle.remove()
 
 
+@contextmanager
+def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `function` with the residual stream as it enters each norm of a block through which sites read it; never,
+    for a family that does not say who reads it."""
+    names = [] if family.residual is None else [family.norms[norm] for norm in family.residual.readers.values()]
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(lambda _, inputs: function(inputs[0])) for name in names
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _hook(layer: int, site: str, function: SiteFunction, memory: dict[str, Any], shape: list[int], first: bool) -> Any:
     def pre_forward(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         x = inputs[0]

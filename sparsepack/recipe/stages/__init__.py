@@ -6,13 +6,15 @@ Nothing heavy is imported at the top of these files: a mistake in a recipe is to
 
 from sparsepack.recipe.stages.bench import BENCH
 from sparsepack.recipe.stages.calibrate import CALIBRATE
-from sparsepack.recipe.stages.calibrate_pruned import CALIBRATE_PRUNED
+from sparsepack.recipe.stages.calibrate_again import CALIBRATE_PRUNED, CALIBRATE_ROTATED
 from sparsepack.recipe.stages.eval import EVAL
 from sparsepack.recipe.stages.eval_pruned import EVAL_PRUNED
 from sparsepack.recipe.stages.generate import GENERATE
 from sparsepack.recipe.stages.pack import PACK
 from sparsepack.recipe.stages.prune import PRUNE
+from sparsepack.recipe.stages.rotate import ROTATE
 from sparsepack.recipe.stages.thresholds import THRESHOLDS
 from sparsepack.recipe.stages.verify import VERIFY
 
-STAGES = (CALIBRATE, PRUNE, CALIBRATE_PRUNED, THRESHOLDS, PACK, VERIFY, EVAL, EVAL_PRUNED, BENCH, GENERATE)
+_MODEL = (CALIBRATE, ROTATE, CALIBRATE_ROTATED, PRUNE, CALIBRATE_PRUNED)
+STAGES = (*_MODEL, THRESHOLDS, PACK, VERIFY, EVAL, EVAL_PRUNED, BENCH, GENERATE)

@@ -11,14 +11,21 @@ from sparsepack.recipe.section import PATH, Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves
 
 FOLDER = "calibration"
-AGAIN = "calibrate_pruned"
-"""The stage of this name calibrates again, with the pruned model."""
+
+
+def name_again(made: str) -> str:
+    """The name of the stage that calibrates again, with the model of that name in the work folder."""
+    return f"calibrate_{made}"
+
+
+AGAIN = (name_again("rotated"), name_again("pruned"))
+"""The stages of these names do so."""
 
 
 class Calibrate(Section):
-    """Every statistic that thresholds and heavy channels are taken from, over a text, which is also what pruning looks
-    at. Where a recipe both prunes and skips, or prunes and reads few tokens, the pruned model is calibrated again: both
-    are about its own activations."""
+    """Every statistic that thresholds, heavy channels and a basis are taken from, over a text, which is also what
+    pruning looks at. Where a recipe rotates or prunes, and then skips or reads few tokens, the model that was made is
+    calibrated again: both are about its own activations."""
 
     key: ClassVar[str] = "calibrate"
     options: ClassVar[type] = CalibrateOptions

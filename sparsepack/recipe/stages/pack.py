@@ -14,8 +14,9 @@ from sparsepack.progress import say
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
+from sparsepack.recipe.stages import prune, rotate
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
-from sparsepack.recipe.stages.prune import pruned, record_to_come
+from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.tables import Part, Table
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan
 
 DESCRIPTION = "pack.json"
-_MADE_FROM = ("name", "model", "dtype", "calibrate", "prune", "activation_sparsity", "pack")
+_MADE_FROM = ("name", "model", "dtype", "calibrate", "rotate", "prune", "activation_sparsity", "pack")
 
 
 class Pack(Section):
-    """The artifact. Sparse attention takes its channels from the calibration, which is made again of a pruned model."""
+    """The artifact. Sparse attention takes its channels from the calibration, which is made again of a rotated or
+    pruned model."""
 
     key: ClassVar[str] = "pack"
     options: ClassVar[type] = PackRequest
@@ -135,7 +137,8 @@ def _planned(job: Job, asked: Pack) -> "Plan":
     from sparsepack.packing import found_to_come, plan_of
 
     request = request_of(job, asked)
-    found = found_to_come(job.checkpoint, request, thresholds_to_come(job), record_to_come(job))
+    records = prune.record_to_come(job), rotate.record_to_come(job)
+    found = found_to_come(job.checkpoint, request, thresholds_to_come(job), *records)
     return plan_of(job.checkpoint, request, found)
 
 
@@ -212,7 +215,7 @@ PACK = Stage(
     name="pack",
     key=Pack.key,
     type=Pack | None,
-    needs=(CALIBRATE.name, AGAIN, THRESHOLDS.name),
+    needs=(CALIBRATE.name, *AGAIN, THRESHOLDS.name),
     outputs=lambda asked: (artifact_name(asked), DESCRIPTION),
     settings=lambda job, asked: provenance(job.recipe),
     run=_run,

@@ -11,7 +11,7 @@ from sparsepack.errors import UserError
 from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
-from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
+from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
 
 if TYPE_CHECKING:
     from sparsepack.models.records.pruned import PruningRecord
@@ -51,6 +51,12 @@ class Prune(Section):
 def pruned(recipe: Recipe) -> bool:
     """Whether the model is pruned before it is packed."""
     return Prune.asked_in(recipe) is not None
+
+
+def prunes_by_text(recipe: Recipe) -> bool:
+    """Whether it is, by what enters its matrices."""
+    asked = Prune.asked_in(recipe)
+    return asked is not None and _reads_text(asked)
 
 
 def _options(recipe: Recipe, asked: Prune) -> PruneOptions:
@@ -186,7 +192,7 @@ PRUNE = Stage(
     name="prune",
     key=Prune.key,
     type=Prune | None,
-    needs=(CALIBRATE.name,),
+    needs=(CALIBRATE.name, *AGAIN),
     makes=FOLDER,
     outputs=leaves(FOLDER),
     run=_run,

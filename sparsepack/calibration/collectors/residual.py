@@ -1,0 +1,53 @@
+"""Products of the residual stream with itself: the sum over tokens of x x^T, with x = h / rms(h), which is what a norm
+makes of the stream h before its weights. A basis of the stream is found from them (`rotation.pca`).
+
+The sum is over both norms of a block. So many numbers are not kept for each block of a large model: consecutive blocks
+share a sum, in as many runs of blocks as `MOST_BYTES` hold, and the last block of a run has it.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsepack.calibration.collectors.collector import Collector
+
+MOST_BYTES = 1 << 30
+"""The sums of a whole model take at most this many bytes, unless a single one takes more."""
+
+_BLOCKS = 4
+
+
+def run_count(layers: int, hidden: int) -> int:
+    """How many runs of blocks have a sum of their own."""
+    return max(1, min(layers, MOST_BYTES // (8 * hidden**2)))
+
+
+def ends_run(layer: int, layers: int, runs: int) -> bool:
+    """Whether a block is the last of its run; runs differ by one block at most."""
+    return (layer + 1) * runs // layers != layer * runs // layers
+
+
+def _count(stream: Tensor, eps: float) -> tuple[Tensor, ...]:
+    h = stream.flatten(0, -2).float()
+    x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    product = _gram(x)
+    return ((product.cpu() if product.device.type == "mps" else product).double(),)
+
+
+def _gram(x: Tensor) -> Tensor:
+    """x^T x of [N, hidden]: the part on and above the diagonal of blocks, the rest being the same."""
+    hidden = x.shape[1]
+    made, width = x.new_empty(hidden, hidden), -(-hidden // _BLOCKS)
+    for first in range(0, hidden, width):
+        rows = x[:, first : first + width].t() @ x[:, first:]
+        made[first : first + width, first:] = rows
+        made[first:, first : first + width] = rows.t()
+    return made
+
+
+def _add(one: Tensor, other: Tensor) -> Tensor:
+    """Where the second one is: a run that goes on has the first from a file."""
+    return one.to(other.device) + other
+
+
+RESIDUAL = Collector("residual", ("product",), torch.float64, (0, 0), _count, _add, signed=True, of_runs=True)
+"""The sums are float64 [hidden, hidden]."""

@@ -1,0 +1,17 @@
+"""What `rotate` did, as text for people."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparsepack.models.records.rotated import Rotated
+
+
+def rotated_text(made: "Rotated", output: Path) -> str:
+    """What was rotated, how far its logits are from the model's, and what it costs."""
+    lines = [
+        f"{output}: {made.model} in the basis {made.options['basis']}; over {made.tokens:,} tokens its logits differ "
+        f"by {made.error:.1e} of their size",
+        *(f"note: {note}" for note in made.notes),
+    ]
+    return "\n".join(lines)

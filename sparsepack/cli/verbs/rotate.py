@@ -1,0 +1,38 @@
+"""`sparsepack rotate`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options.shared import CALIBRATION, OUTPUT, PATH, device_option, options_from, overwrite_flag
+from sparsepack.cli.options.verb import group, verb
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.terminal import tell
+
+
+@verb(short_help="Write a model in coordinates in which skipping loses less.")
+@click.argument("model")
+@click.option(
+    "--calibration",
+    type=CALIBRATION,
+    required=True,
+    help="A folder made by `sparsepack calibrate` of MODEL, for its statistics and its text.",
+)
+@options_from(RotateOptions, "--basis", "--seed", "--weights")
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
+@device_option
+@overwrite_flag
+def rotate(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
+    """Write MODEL with its residual stream in another basis: the same function, folded into the weights.
+
+    The result is an ordinary checkpoint; calibrate that one for what follows. Its logits are compared with those of
+    MODEL, and nothing is written where they differ. One decoder block is in memory at a time. A run that was killed
+    goes on where it stopped when the same command is given again.
+    """
+    options = RotateOptions(**asked)
+    options.check()
+    from sparsepack.cli.tables.rotated import rotated_text
+    from sparsepack.rotation.run import rotate as run
+
+    tell(rotated_text(run(model, calibration, output, options, overwrite), output))

@@ -1,0 +1,36 @@
+"""`calibrate` once more, of a model that was made: thresholds are about what enters its matrices, heavy channels about
+its keys, and pruning about both."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sparsepack.recipe.section import Recipe
+from sparsepack.recipe.stage import Stage, leaves
+from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, files_of, name_again
+from sparsepack.recipe.stages.pack import calibrated
+from sparsepack.recipe.stages.prune import PRUNE, pruned, prunes_by_text
+from sparsepack.recipe.stages.rotate import ROTATE, rotated
+from sparsepack.recipe.stages.thresholds import sparse
+
+
+def _again(stage: Stage, wanted: Callable[[Recipe], bool]) -> Stage:
+    """Of the model that a stage makes, where somebody wants to know it."""
+    return replace(
+        CALIBRATE,
+        name=name_again(stage.makes),
+        outputs=leaves(*files_of(f"{FOLDER}_{stage.makes}")),
+        wanted=lambda recipe, asked: wanted(recipe),
+    )
+
+
+def _of_rotated(recipe: Recipe) -> bool:
+    packed = not pruned(recipe) and (sparse(recipe) or calibrated(recipe))
+    return rotated(recipe) and (prunes_by_text(recipe) or packed)
+
+
+def _of_pruned(recipe: Recipe) -> bool:
+    return pruned(recipe) and (sparse(recipe) or calibrated(recipe))
+
+
+CALIBRATE_ROTATED = _again(ROTATE, _of_rotated)
+CALIBRATE_PRUNED = _again(PRUNE, _of_pruned)

@@ -1,0 +1,157 @@
+"""`rotate`: the model in another basis, which every later stage takes in its place."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sparsepack.errors import UserError
+from sparsepack.recipe.section import Recipe, Section
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
+from sparsepack.rotation.options import RotateOptions
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.records.rotated import RotationRecord
+
+FOLDER = "rotated"
+
+
+class Rotate(Section):
+    """The same model in a basis in which later steps lose less, before anything else is done with it
+    ([how](rotation.md)). They take the rotated model, which lies as `rotated` in the work folder."""
+
+    key: ClassVar[str] = "rotate"
+    options: ClassVar[type] = RotateOptions
+
+    basis: str
+    seed: int
+    weights: str
+
+
+def rotated(recipe: Recipe) -> bool:
+    """Whether the model is rotated before it is packed."""
+    return Rotate.asked_in(recipe) is not None
+
+
+def _options(recipe: Recipe, asked: Rotate) -> RotateOptions:
+    return RotateOptions(**asked.model_dump(), device=recipe.device)
+
+
+def _problems(recipe: Recipe, asked: Rotate) -> Iterator[str]:
+    if Calibrate.asked_in(recipe) is None:
+        yield "rotate: it takes statistics and text from a calibration; add a calibrate section"
+
+
+def _misfits(job: Job, asked: Rotate) -> Iterator[str]:
+    from sparsepack.rotation.run import check_model
+
+    try:
+        check_model(job.checkpoint, _options(job.recipe, asked))
+    except UserError as error:
+        yield f"rotate: {error}"
+
+
+def _run(job: Job, asked: Rotate) -> None:
+    """A run that was killed within goes on where it stopped."""
+    from sparsepack.rotation.run import rotate
+
+    rotate(job.checkpoint, folder_of(job), job.folder / FOLDER, _options(job.recipe, asked), overwrite=True)
+
+
+def _expected(job: Job, asked: Rotate) -> "Checkpoint":
+    """The rotated model as far as it is known before its basis is."""
+    from sparsepack.models.checkpoint.rotated import rotated
+
+    return rotated(job.checkpoint, None, asked.weights)
+
+
+def record_to_come(job: Job) -> "RotationRecord | None":
+    """What the rotated checkpoint will say of itself; None where the recipe rotates nothing."""
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.precision import type_name
+    from sparsepack.models.records.rotated import RotationRecord
+
+    asked, checkpoint = Rotate.asked_in(job.recipe), job.checkpoint
+    if asked is None:
+        return None
+    source = {"model": job.recipe.model, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
+    made = {"weights": type_name(checkpoint.dtype), "error": 1.2345678901234567e-07}
+    return RotationRecord({"basis": asked.basis, "seed": asked.seed, **made, **source})
+
+
+def _tokens(job: Job, asked: Rotate) -> int:
+    """Each block is run twice, as it was and in the basis, over a few tokens."""
+    from sparsepack.rotation.check import TOKENS, WINDOWS
+
+    calibrate = Calibrate.asked_in(job.recipe)
+    if calibrate is None:
+        return 0
+    count, context = windows(job, calibrate)
+    return 2 * min(count, WINDOWS) * min(context, TOKENS)
+
+
+def _memory(job: Job, asked: Rotate) -> int:
+    """The bytes of the basis and of what is largest beside it: its search, the embedding, or a block."""
+    from sparsepack.models.checkpoint.rotated import PIECE
+    from sparsepack.recipe.estimates import block_parameters
+
+    checkpoint = job.checkpoint
+    basis = 8 * int(checkpoint.config.hidden_size) ** 2
+    vocabulary, hidden = checkpoint.source.shapes[checkpoint.family.embedding]
+    matrices = 2 * 4 * vocabulary * hidden  # two at a time: of the model and rotated
+    block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize)
+    return basis + max(4 * basis, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
+
+
+def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
+    """What the rotated model will cost."""
+    from sparsepack.rotation.run import notes_of
+
+    if asked is None:
+        return {"rotation": None}
+    options = _options(job.recipe, asked)
+    notes = notes_of(job.checkpoint, _expected(job, asked), options.basis)
+    return {"rotation": {"basis": options.basis, "notes": list(notes)}}
+
+
+def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
+    made = plan["rotation"]
+    if made is not None:
+        yield from (f"rotated: {note}" for note in made["notes"])
+
+
+def _read(folder: Path) -> Any:
+    """What the rotated checkpoint says of itself."""
+    from sparsepack.models.records.rotated import RECORD
+
+    return read_json(f"{FOLDER}/{RECORD}")(folder)
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[str]:
+    made = report["rotate"]
+    if made is not None:
+        yield (
+            f"rotated: into the basis {made['options']['basis']}; over {made['tokens']:,} tokens the logits differ by "
+            f"{made['error']:.1e} of their size"
+        )
+
+
+ROTATE = Stage(
+    name="rotate",
+    key=Rotate.key,
+    type=Rotate | None,
+    needs=(CALIBRATE.name,),
+    makes=FOLDER,
+    expected=_expected,
+    outputs=leaves(FOLDER),
+    run=_run,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
+    plan=_plan,
+    show_plan=_show_plan,
+    result=("rotate", _read, None),
+    show=_show,
+)

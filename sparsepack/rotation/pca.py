@@ -1,0 +1,37 @@
+"""The directions by how much of the residual stream lies in them: eigenvectors of its second moments, pooled over all
+blocks, the largest first."""
+
+import torch
+from torch import Tensor
+
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.residual import second_moments
+from sparsepack.errors import RotationError
+from sparsepack.files.resume import ResumeState
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.rotation.options import RotateOptions
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Every model has one."""
+
+
+def basis(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Tensor:
+    """The basis of a model; the same for the same calibration. A direction that nothing lies in is as good as any
+    other. Raises `RotationError` where the calibration has no second moments of this model's stream."""
+    found = second_moments(calibration)
+    hidden = int(checkpoint.config.hidden_size)
+    if found is None or tuple(found[0][1].shape) != (hidden, hidden):
+        raise RotationError(f"{checkpoint.name}: the calibration has no second moments of its {hidden} channels")
+    pooled = sum((len(blocks) * moments for blocks, moments in found), torch.zeros(hidden, hidden).double())
+    return directions(pooled / checkpoint.layers)
+
+
+def directions(moments: Tensor) -> Tensor:
+    """The eigenvectors of second moments, float64 [hidden, hidden], as columns, that of the largest eigenvalue first.
+
+    Each points to the side on which its largest number is positive, which an eigenvector alone does not say.
+    """
+    vectors = torch.linalg.eigh((moments + moments.t()) / 2).eigenvectors.flip(1)
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return torch.where(largest < 0, -vectors, vectors)

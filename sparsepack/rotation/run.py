@@ -1,0 +1,172 @@
+"""`rotate`: a model one block at a time, each made in the new basis and run beside the block that it was.
+
+The basis, each new block and the hidden states of both models are kept beside the output, in `.NAME.unfinished`, from
+which a run that was killed goes on.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.calibration.residual import second_moments
+from sparsepack.errors import RotationError
+from sparsepack.files.atomic import check_output
+from sparsepack.files.hashing import fingerprint
+from sparsepack.files.resume import ResumeState, state_beside
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.rotated import rotated, rotated_config
+from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
+from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
+from sparsepack.models.families import stream_of
+from sparsepack.models.precision import type_name
+from sparsepack.models.records.pruned import pruning_record
+from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.option import check_type
+from sparsepack.progress import progress
+from sparsepack.rotation.bases import ROTATIONS
+from sparsepack.rotation.check import check_error, checked_tokens, relative_error
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.version import __version__
+
+_BASIS = "basis"
+
+
+def rotate(
+    model: Checkpoint | str | Path,
+    calibration: Path,
+    output: Path,
+    options: RotateOptions | None = None,
+    overwrite: bool = False,
+) -> Rotated:
+    """Write a model with its residual stream in another basis: the same function as an ordinary checkpoint, a Hugging
+    Face folder. Some of the calibration's text is run by both, and nothing is written where their logits differ.
+
+    calibration -- a folder made by `calibrate`
+
+    Raises `RotationError` for options that make no sense, a model that was rotated or pruned before, and a calibration
+    that lacks what the basis needs; `CalibrationError` for one of another model; `CheckpointError` also for a model of
+    a family that cannot be rotated; `OutputError`.
+    """
+    options = options or RotateOptions()
+    check_type("model", model, Checkpoint | Path, RotationError)
+    check_type("calibration", calibration, Path, RotationError)
+    check_type("output", output, Path, RotationError)
+    check_type("options", options, RotateOptions, RotationError)
+    options.check()
+    output = Path(output)
+    check_output(output, overwrite, folder=True, marker=RECORD)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    check_model(checkpoint, options)
+    read = load_calibration(calibration)
+    read.check_model(checkpoint)
+    basis = ROTATIONS[options.basis]
+    if basis.needs == "moments" and second_moments(read) is None:
+        raise RotationError(
+            f"{calibration}: a calibration without the second moments of the residual stream, from a sparsepack before "
+            f"they were counted; make it again: sparsepack calibrate {checkpoint.name} --text TEXT -o FOLDER"
+        )
+    asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
+    tokens = checked_tokens(read.windows)
+    with state_beside(output) as state, torch.inference_mode():
+        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}), checkpoint.layers)
+        found = resume.kept(_BASIS).get(_BASIS)
+        if found is None:
+            found = basis.find(checkpoint, read, options, resume)
+            resume.begin_blocks(_BASIS, {_BASIS: found})
+        view = rotated(checkpoint, found, options.weights, options.device)
+        made = made_of_blocks(view, resume.block)
+        error = _run(checkpoint, view, made, tokens, resume, options.device)
+        check_error(error, made.dtype, checkpoint.name)
+        record = Rotated(
+            model=checkpoint.name,
+            model_sha256=checkpoint.sha256,
+            calibration_sha256=read.sha256,
+            options=asdict(options),
+            weights=type_name(made.dtype),
+            tokens=tokens.numel(),
+            error=error,
+            notes=tuple(notes_of(checkpoint, made, options.basis)),
+        )
+        texts = texts_of(checkpoint)
+        texts[CONFIG] = json.dumps(rotated_config(json.loads(texts[CONFIG]), made), indent=2, ensure_ascii=False) + "\n"
+        write_checkpoint(made, texts, {RECORD: record.to_json()}, output, overwrite)
+    return record
+
+
+def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
+    """Raise `CheckpointError` for a model of a family that cannot be rotated, and `RotationError` for one that has no
+    such basis, or should not be rotated: it was before, or it was pruned."""
+    stream_of(checkpoint.family, checkpoint.name)
+    if (before := rotation_record(checkpoint.path)) is not None:
+        raise RotationError(
+            f"{checkpoint.name}: rotated already, into the basis {before.summary['basis']} of "
+            f"{before.summary['model']}; rotate that model"
+        )
+    if (pruned := pruning_record(checkpoint.path)) is not None:
+        raise RotationError(
+            f"{checkpoint.name}: pruned from {pruned.summary['model']}; in another basis its zeros would be numbers: "
+            "rotate that model, then prune it"
+        )
+    ROTATIONS[options.basis].check_model(checkpoint)
+
+
+def _run(
+    checkpoint: Checkpoint, view: Checkpoint, made: Checkpoint, tokens: Tensor, resume: ResumeState, device: str
+) -> float:
+    """Make the blocks that are not finished; the relative error of the logits.
+
+    view, made -- the rotated model, its tensors made as they are read, and its blocks as they are kept
+    """
+    model, other = (BlockStream(source, device) for source in (checkpoint, made))
+    hidden, turned = resume.hidden(), resume.hidden("turned")
+    if hidden is None or turned is None:
+        hidden, turned = model.embed(tokens), BlockStream(view).embed(tokens)
+    with progress("rotating", checkpoint.layers, resume.done) as advance:
+        for layer in range(resume.done, checkpoint.layers):
+            found = _block(view, layer)
+            model.load(layer)
+            model.pass_on(hidden, 1, lambda: None)
+            model.replace(found)
+            model.pass_on(turned, 1, lambda: None)
+            resume.keep_hidden(layer, turned, "turned")
+            resume.save_block(layer, found, hidden)
+            advance()
+    for stream in (model, other):
+        stream.load(checkpoint.layers - 1)
+    return relative_error(model, other, hidden, turned)
+
+
+def _block(view: Checkpoint, layer: int) -> dict[str, Tensor]:
+    """The tensors of a block of the rotated model, by their names within it."""
+    prefix = f"{view.family.block(layer)}."
+    names = [name for name in view.source.shapes if name.startswith(prefix)]
+    return {name.removeprefix(prefix): view.tensor(name) for name in names}
+
+
+def notes_of(checkpoint: Checkpoint, made: Checkpoint, basis: str) -> Iterator[str]:
+    """What a rotated model, `made` of a checkpoint, costs, and which formats it suits."""
+    if checkpoint.tied:
+        yield (
+            "the output matrix was the embedding itself (tied) and is a matrix of its own now: "
+            f"{_bytes(made, [HEAD]):,} bytes more in {type_name(made.source.dtypes[HEAD])}"
+        )
+    if made.dtype != checkpoint.dtype:
+        why = ", which would round the weights again" if made.dtype.itemsize > checkpoint.dtype.itemsize else ""
+        yield (
+            f"stored in {type_name(made.dtype)}, not in {type_name(checkpoint.dtype)}{why}: "
+            f"{_bytes(made, made.source.shapes):,} bytes in place of {_bytes(checkpoint, checkpoint.source.shapes):,}"
+        )
+    row = ROTATIONS[basis]
+    yield f"{basis} suits {', '.join(row.formats)}: {row.why}"
+
+
+def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
+    source = checkpoint.source
+    return sum(prod(source.shapes[name]) * source.dtypes[name].itemsize for name in names)

@@ -1,0 +1,138 @@
+"""`verify --against` the model that was rotated: it is rotated again, into the basis of the artifact's embedding."""
+
+import json
+from pathlib import Path
+
+import pytest
+from model_variants import FOLDERS
+from models_for_tests import TEXT, make_model
+
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.files.text import Text
+from sparsepack.formats.inspect import describe
+from sparsepack.formats.verify import ERROR_BOUNDS, verify
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.records.rotated import RECORD
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.run import rotate
+
+
+def make_rotated(folder: Path, basis: str = "pca", **changes: object) -> tuple[Checkpoint, Checkpoint]:
+    """A random model, and what `rotate` makes of it."""
+    model = open_checkpoint(make_model(folder / "m", **changes))
+    calibrate(model, Text("topics", (TEXT[:2000],), "topics"), folder / "c", CalibrateOptions(context=32, samples=4))
+    rotate(model, folder / "c", folder / "rotated", RotateOptions(basis))
+    return model, open_checkpoint(folder / "rotated")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint]:
+    """A llama with all the biases that there are, and the same rotated."""
+    return make_rotated(tmp_path_factory.mktemp("pair"), **FOLDERS["llama, biases"], hidden_act="relu")
+
+
+def packed(model: Checkpoint, path: Path, kind: str = "zigzag-q4_k", **asked: str) -> Path:
+    pack(PackRequest(str(model.path), path, format=kind, **asked))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", "zigzag-q4_k, all in 4 bits"])
+def test_a_zigzag_file_is_the_source_model(kind: str, pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
+    types = {"embedding_type": "q4_k", "output_type": "q4_k"} if "," in kind else {}
+    path = packed(pair[1], tmp_path / "m.gguf", **types)
+    own, again = verify(path, pair[1]), verify(path, pair[0])
+    assert own.passed, own.problems
+    assert again.passed, again.problems
+    assert again.checked[-1].startswith(
+        f"weights of {pair[0].name} in the artifact's basis, found from its embedding to"
+    )
+    assert [t.name for t in own.tensors] == [t.name for t in again.tensors]
+    for one, other in zip(own.tensors, again.tensors, strict=True):
+        assert other.error == pytest.approx(one.error, abs=0.06 if types else 0.012)
+        assert ERROR_BOUNDS[other.type] <= other.bound < ERROR_BOUNDS[other.type] + (0.15 if types else 0.04)
+        turned = not one.name.endswith(("norm.weight", "attn_in.bias", "mlp_in.bias"))
+        assert (ERROR_BOUNDS[other.type] < other.bound) == turned, one.name
+    assert next(t for t in again.tensors if t.name == "blk.1.mlp_mid.bias").error > 0  # turned, and stored as it is
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "f16", "bf16", "f32"])
+def test_a_plain_file_is_the_source_model(kind: str, tmp_path: Path) -> None:
+    model, turned = make_rotated(tmp_path, family="qwen3")
+    report = verify(packed(turned, tmp_path / "m.gguf", kind), model)
+    assert report.passed, report.problems
+    assert {"token_embd.weight", "output.weight"} <= {t.name for t in report.tensors}  # tied no more
+    if kind == "f32":
+        assert max(t.error for t in report.tensors) < 1e-6
+
+
+def test_neurons_and_their_records_are_turned(pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
+    model, turned = make_rotated(tmp_path, hidden_act="relu")
+    pack(
+        PackRequest(
+            str(turned.path), tmp_path / "m.gguf", format="neuron-q4_k", calibration=recalibrated(turned, tmp_path)
+        )
+    )
+    report = verify(tmp_path / "m.gguf", model)
+    assert report.passed, report.problems
+
+
+def recalibrated(model: Checkpoint, folder: Path) -> Path:
+    calibrate(model, Text("t", (TEXT[:2000],), "t"), folder / "again", CalibrateOptions(context=32, samples=2))
+    return folder / "again"
+
+
+def test_the_manifest_says_from_what_it_was_rotated(pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
+    path = packed(pair[1], tmp_path / "m.gguf")
+    rotation = describe(path)["provenance"]["rotation"]
+    record = json.loads((pair[1].path / RECORD).read_text())
+    assert (rotation["basis"], rotation["model"], rotation["model_sha256"]) == ("pca", pair[0].name, pair[0].sha256)
+    assert (rotation["error"], rotation["calibration_sha256"]) == (record["error"], record["calibration_sha256"])
+    unrotated = packed(pair[0], tmp_path / "own.gguf")
+    assert describe(unrotated)["provenance"]["rotation"] is None
+
+
+def test_another_model_is_another_model(pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
+    path = packed(pair[1], tmp_path / "m.gguf")
+    other = open_checkpoint(make_model(tmp_path / "other", **FOLDERS["llama, biases"], hidden_act="relu", seed=1))
+    report = verify(path, other)
+    assert "another model, or another version of it" in report.problems[0]
+    assert not any(t.passed for t in report.tensors if t.type == "Q4_K")
+
+
+def test_weights_that_are_not_those_of_the_source_in_that_basis_fail(
+    pair: tuple[Checkpoint, Checkpoint], tmp_path: Path
+) -> None:
+    """A file that says it is of this model: one matrix is turned into another basis than the embedding."""
+    from safetensors.torch import load_file, save_file
+
+    model, turned = make_rotated(tmp_path)
+    tensors = load_file(turned.path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].flip(1).contiguous()
+    save_file(tensors, turned.path / "model.safetensors", {"format": "pt"})
+    report = verify(packed(turned, tmp_path / "m.gguf"), model)
+    assert [t.name for t in report.tensors if not t.passed] == ["blk.1.mlp_in.weight"]
+
+
+def test_a_model_that_was_pruned_since_is_another_model_than_its_source(tmp_path: Path) -> None:
+    model, turned = make_rotated(tmp_path)
+    prune(turned, tmp_path / "pruned", PruneOptions(6, 8, method="magnitude"))
+    path = packed(open_checkpoint(tmp_path / "pruned"), tmp_path / "m.gguf")
+    assert verify(path, tmp_path / "pruned").passed
+    assert "another model, or another version of it" in verify(path, model).problems[0]
+    assert describe(path)["provenance"]["rotation"]["model_sha256"] == model.sha256
+
+
+def test_an_embedding_that_does_not_span_the_stream_is_one_line(tmp_path: Path) -> None:
+    """Fewer tokens than channels."""
+    model, turned = make_rotated(
+        tmp_path, hidden_size=640, num_attention_heads=5, num_key_value_heads=5, basis="hadamard"
+    )
+    report = verify(packed(turned, tmp_path / "m.gguf"), model)
+    (problem,) = report.problems
+    assert "its embedding does not say in which basis the model is" in problem
+    assert problem.endswith("give --against the rotated checkpoint")
+    assert report.checked[-1] == "padding"

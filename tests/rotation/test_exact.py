@@ -1,0 +1,142 @@
+"""Every family that can be rotated computes the same in another basis, whatever its heads, biases and ties."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_variants import FOLDERS
+from models_for_tests import OPT, SMALL, make_model, make_opt
+
+from sparsepack.errors import CheckpointError
+from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.procrustes import found_basis
+from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.families import FAMILIES
+from sparsepack.models.stock.whole import load_model
+
+IDS = torch.arange(2, 50)[None] * 7 % 512
+MORE: dict[str, dict[str, Any]] = {
+    "odd width": {"family": "llama", "hidden_size": 90, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "narrow, tied, head of another size": {"family": "mistral", "hidden_size": 48, "tie_word_embeddings": True},
+}
+
+
+def some_basis(hidden: int, seed: int = 0) -> torch.Tensor:
+    """A random orthogonal matrix."""
+    made = torch.randn(hidden, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    basis: torch.Tensor = torch.linalg.qr(made).Q
+    return basis
+
+
+def logits(checkpoint: Checkpoint) -> torch.Tensor:
+    """What stock transformers makes of it, in float32."""
+    with torch.inference_mode():
+        found: torch.Tensor = load_model(checkpoint)(IDS).logits
+    return found
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The relative error in the Frobenius norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *MORE])
+def test_the_same_function(name: str, tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m", **{**FOLDERS, **MORE}[name]))
+    basis = some_basis(model.config.hidden_size)
+    turned = rotated(model, basis)
+    assert off(logits(turned), logits(model)) < 1e-5
+    assert not turned.tied
+    assert turned.source.shapes[HEAD] == turned.source.shapes[model.family.embedding]
+    assert {turned.tensor(name).dtype for name in turned.source.shapes} == {torch.float32}
+    embedding = model.tensor(model.family.embedding).double()
+    assert off(turned.tensor(model.family.embedding), embedding @ basis) < 1e-6
+    norms = [name for name in turned.source.shapes if name.endswith(("layernorm.weight", "model.norm.weight"))]
+    assert len(norms) == 2 * model.layers + 1
+    assert all(torch.equal(turned.tensor(norm), torch.ones(model.config.hidden_size)) for norm in norms)
+    assert turned.sha256 == model.sha256
+
+
+@pytest.mark.parametrize("name", [*SMALL, "llama, biases"])
+def test_what_lies_within_a_block_stays(name: str, tmp_path: Path) -> None:
+    """Biases and norms of queries and keys, which are outputs of their matrices; of o and down they are turned."""
+    model = open_checkpoint(make_model(tmp_path / "m", **FOLDERS.get(name, {"family": name})))
+    turned = rotated(model, some_basis(model.config.hidden_size))
+    matrices = {f"{projection}.weight" for names in model.family.projections.values() for projection in names}
+    matrices |= {
+        f"{projection}.bias" for site in ("attn_out", "mlp_mid") for projection in model.family.projections[site]
+    }
+    folded = {f"{model.family.norms[norm]}.weight" for norm in ("attn_norm", "mlp_norm")}
+    for tensor in model.source.shapes:
+        within = tensor.removeprefix(f"{model.family.block(1)}.")
+        if within != tensor:
+            same = torch.equal(turned.tensor(tensor), model.tensor(tensor).float())
+            assert same == (within not in matrices | folded), tensor
+
+
+@pytest.mark.parametrize("name", OPT)
+def test_norms_with_a_mean_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    model = open_checkpoint(make_opt(tmp_path / "m", **OPT[name]))
+    with pytest.raises(
+        CheckpointError, match=r"opt models cannot be rotated \(its norms subtract the mean.*one of llama"
+    ):
+        rotated(model, some_basis(model.config.hidden_size))
+
+
+def test_every_family_says_whether_it_rotates() -> None:
+    for family in FAMILIES.values():
+        assert (family.residual is None) == bool(family.unrotatable), family.model_type
+        if family.residual is not None:
+            assert {*family.residual.readers, *family.residual.writers} == set(family.projections)
+            assert set(family.residual.readers.values()) <= set(family.norms)
+            assert family.residual.last in family.after
+
+
+def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m", **FOLDERS["llama, biases"]))
+    turned = rotated(model, some_basis(256))
+    whole = {name: turned.tensor(name) for name in turned.source.shapes}
+    monkeypatch.setattr("sparsepack.models.checkpoint.rotated.PIECE", 1000)
+    for name, expected in whole.items():
+        assert off(turned.tensor(name), expected) < 1e-7, name
+
+
+def test_sixteen_bits_are_kept_where_asked_for(tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m"))
+    turned = rotated(model, some_basis(256), "bfloat16")
+    assert {turned.tensor(name).dtype for name in turned.source.shapes} == {torch.bfloat16}
+    assert turned.dtype == turned.config.dtype == torch.bfloat16
+    assert 1e-4 < off(logits(turned), logits(model)) < 0.1
+
+
+def test_what_a_type_cannot_hold_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e7
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    turned = rotated(open_checkpoint(folder), some_basis(256), "float16")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has values that float16 cannot hold"):
+        turned.tensor("model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(("rows", "noise"), [(300, 0.0), (5000, 0.01), (600, 0.1)])
+def test_the_basis_is_found_from_two_embeddings_and_says_how_surely(rows: int, noise: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    basis = some_basis(48)
+    sizes = torch.linspace(0.2, 3, 48, dtype=torch.float64)
+    embedding = torch.randn(rows, 48, dtype=torch.float64, generator=generator) * sizes
+    stored = embedding @ basis
+    stored += noise * stored.square().mean().sqrt() * torch.randn(rows, 48, dtype=torch.float64, generator=generator)
+    found = found_basis(zip(torch.split(embedding, 70), torch.split(stored, 70), strict=True))
+    error = off(found.basis, basis)
+    assert off(found.basis.t() @ found.basis, torch.eye(48)) < 1e-12
+    assert found.residual == pytest.approx(noise / (1 + noise**2) ** 0.5, rel=0.1, abs=1e-6)
+    assert found.uncertainty == pytest.approx(error, rel=0.15, abs=1e-6)
+
+
+def test_directions_that_the_embedding_lacks_make_a_basis_unsure() -> None:
+    embedding = torch.randn(20, 48, generator=torch.Generator().manual_seed(1))
+    assert found_basis([(embedding, embedding @ some_basis(48).float())]).uncertainty == float("inf")
