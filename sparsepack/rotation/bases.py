@@ -25,12 +25,14 @@ class Basis:
     needs  -- what the calibration must have for it besides its text: nothing, or the second moments of the stream
     suits  -- whether a format's artifacts lose less in it
     why    -- a clause for people: what it does for these
+    trains -- whether it trains on the model's output, and holds the whole model
     """
 
     module: str
     needs: Literal["nothing", "moments"]
     suits: Callable[[Format], bool]
     why: str
+    trains: bool = False
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise `RotationError` for a model that has no such basis."""
@@ -65,6 +67,13 @@ ROTATIONS: Mapping[str, Basis] = {
         "nothing",
         lambda format: format.weight_sparsity and format.matrices in ("I8", "F8_E4M3"),
         "channels are even, so that rounding their inputs to 8 bits loses less",
+    ),
+    "learnt": Basis(
+        "sparsepack.rotation.learnt",
+        "moments",
+        lambda format: format.thresholds,
+        "its output changes least where small channels are skipped",
+        trains=True,
     ),
 }
 """Each basis stands under its name; `options.BASES` lists the names."""
