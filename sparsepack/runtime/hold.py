@@ -1,8 +1,10 @@
 """A held share: each text's thresholds are scaled token by token, so that the share of weights that it skips stays at
 the target on whatever text.
 
-The controller is integral: what the mean misses of the target moves the scale, until nothing is missing. It is three
-numbers a text, and the same on every backend (`cpu/native/decoder/hold.h`, `cuda/kernels/decoder/hold.cuh`).
+The controller is integral: what a token misses of the target moves the logarithm of the scale, much at first and less
+with every token, so that the scale is soon there and one token does not swing it (Robbins and Monro's stochastic
+approximation), but never nothing, so that the scale follows a text that changes. It keeps two numbers a text, the same
+on every backend (`cpu/native/decoder/hold.h`, `cuda/kernels/decoder/hold.cuh`).
 """
 
 from collections.abc import Sequence
@@ -16,17 +18,17 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import sparse_sites_of
 
-GAIN, SMOOTHING = 0.1, 0.5
+FIRST_GAIN, LAST_GAIN, GAIN_TOKENS = 0.15, 0.01, 16.0
 LEAST_SCALE, MOST_SCALE = 0.5, 2.0
 
 
 @dataclass(frozen=True)
 class HeldText:
-    """What is known of a text: what its thresholds are multiplied by, and the mean of the share that it skips; both
-    rounded to float32."""
+    """What is known of a text: what its thresholds are multiplied by, rounded to float32, and how many sparse steps it
+    has made."""
 
-    scale: float
-    mean: float
+    scale: float = 1.0
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,26 @@ class Hold:
 
     target      -- share of the weights of the sites that may be sparse
     weights     -- the number of these weights
-    gain        -- a token moves the logarithm of the scale by this share of what the mean misses of the target
-    smoothing   -- the weight of the newest token in the mean
+    first, last -- the gain: a token moves the logarithm of the scale by this multiple of what it misses of the target.
+                   Of a text's first token, and the least of later ones
+    over        -- after so many tokens the gain is half of the first
     least, most -- the scale stays between them: what they cannot reach is not held
     """
 
     target: float
     weights: int
-    gain: float = GAIN
-    smoothing: float = SMOOTHING
+    first: float = FIRST_GAIN
+    last: float = LAST_GAIN
+    over: float = GAIN_TOKENS
     least: float = LEAST_SCALE
     most: float = MOST_SCALE
 
-    @property
-    def begin(self) -> HeldText:
-        """A text whose thresholds are as they are in the file."""
-        return HeldText(1.0, _float32(self.target))
-
     def after(self, text: HeldText, skipped: int) -> HeldText:
         """A text after a sparse step that skipped so many of the weights. Computed in float64."""
-        mean = _float32(text.mean + self.smoothing * (skipped / self.weights - text.mean))
-        # 1 + y, not exp(y), where y is a few thousandths: every device computes this to the same bits.
-        scale = text.scale * (1 + self.gain * (self.target - mean))
-        return HeldText(_float32(min(max(scale, self.least), self.most)), mean)
+        gain = max(self.last, self.first / (1 + text.steps / self.over))
+        # 1 + y in place of exp(y), where y is a few thousandths: every device computes it alike.
+        scale = text.scale * (1 + gain * (self.target - skipped / self.weights))
+        return HeldText(_float32(min(max(scale, self.least), self.most)), text.steps + 1)
 
 
 def _float32(x: float) -> float:
@@ -107,7 +106,7 @@ class HeldTexts:
 
     def __init__(self, hold: Hold, texts: int, device: torch.device) -> None:
         self._hold, self._device = hold, device
-        self._texts = [hold.begin] * texts
+        self._texts = [HeldText()] * texts
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -116,11 +115,11 @@ class HeldTexts:
 
     def begin(self, text: int) -> None:
         """Let a text begin anew."""
-        self._texts[text] = self._hold.begin
+        self._texts[text] = HeldText()
 
     def begin_all(self) -> None:
         """Let every text begin anew."""
-        self._texts = [self._hold.begin] * len(self._texts)
+        self._texts = [HeldText()] * len(self._texts)
 
     def step(self, texts: Sequence[int]) -> HeldStep:
         """A sparse step of these texts begins."""

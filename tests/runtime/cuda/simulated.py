@@ -206,11 +206,11 @@ def pick_likeliest(
         positions += 1
     if held is None:
         return
-    for n, (scale, mean, skipped) in enumerate(zip(held.scales, held.means, held.skipped, strict=True)):
+    for n, (scale, steps, skipped) in enumerate(zip(held.scales, held.steps, held.skipped, strict=True)):
         if held.moving is None or held.moving[n]:
-            text = held.hold.after(HeldText(float(scale), float(mean)), int(skipped))
-            scale.fill_(text.scale)
-            mean.fill_(text.mean)
+            text = held.hold.after(HeldText(float(scale), int(steps)), int(skipped))
+            scale.copy_(torch.tensor(text.scale))
+            steps.copy_(torch.tensor(text.steps))
     held.skipped.zero_()
 
 

@@ -18,7 +18,7 @@ def pick_likeliest(
     positions  -- int32 [sequences]: one is added to each; None: nothing is
     held       -- where the step was sparse and a share is held: thresholds are scaled for the next one
     """
-    of_held = [None] * 5 if held is None else [held.scales, held.means, held.skipped, held.moving, held.how]
+    of_held = [None] * 5 if held is None else [held.scales, held.steps, held.skipped, held.moving, held.how]
     launch(
         kernel("sampling", "pick_likeliest", (), candidates.device.index or 0),
         (len(candidates),),

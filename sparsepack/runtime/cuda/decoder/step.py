@@ -123,7 +123,7 @@ class Step:
 
 def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The views `active`, `ids`, `best` and `lasting` of a step's state, or of a copy of such a state. lasting: float32
-    [2, B], scales and means of what is held."""
+    [2, B], scales and steps of what is held."""
     active, chosen, lasting = state[: -2 * sequences], state[-2 * sequences : -sequences], state[-sequences:]
     ids, best = chosen.view(torch.int32)[:sequences], chosen.view(torch.float32)[sequences:]
     return active.view(-1, len(SITES)), ids, best, lasting.view(torch.float32).view(2, sequences)

@@ -201,10 +201,9 @@ void bind_decoder(nb::module_& m) {
         .def("active", &Session::active)
         .def(
             "hold",
-            [](Session& self, double target, double weights, double gain, double smoothing, double least, double most) {
-                self.hold({target, weights, gain, smoothing, least, most});
-            },
-            nb::kw_only(), "target"_a, "weights"_a, "gain"_a, "smoothing"_a, "least"_a, "most"_a)
+            [](Session& self, double target, double weights, double first, double last, double over, double least,
+               double most) { self.hold({target, weights, first, last, over, least, most}); },
+            nb::kw_only(), "target"_a, "weights"_a, "first"_a, "last"_a, "over"_a, "least"_a, "most"_a)
         .def("begin_held", &Session::begin_held, "sequence"_a)
         .def("scales", &Session::scales)
         .def("step", &Session::step, "sequences"_a, "ids"_a, "sparse"_a, "logits"_a, Released())

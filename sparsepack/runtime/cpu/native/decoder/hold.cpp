@@ -8,7 +8,7 @@ namespace sparsepack {
 void Decoder::hold(const Hold& hold) {
     if (!(hold.weights > 0)) throw std::invalid_argument("hold: no weights");
     hold_ = hold;
-    held_.assign(model_.caches.size(), hold.begin());
+    held_.assign(model_.caches.size(), {});
     for (Scratch& own : scratch_) {
         own.limits = Buffer<float>(all_.size());
         own.skipped.assign(model_.caches.size(), 0);
@@ -17,7 +17,7 @@ void Decoder::hold(const Hold& hold) {
 
 void Decoder::begin_held(int32_t sequence) {
     if (sequence < 0 || sequence >= int32_t(model_.caches.size())) throw std::out_of_range("unknown sequence");
-    if (holds()) held_[sequence] = hold_.begin();
+    if (holds()) held_[sequence] = {};
 }
 
 // What the columns of a site are compared with, from `first` on, for the text of this number in the step.

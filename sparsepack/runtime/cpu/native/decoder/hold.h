@@ -1,5 +1,5 @@
 // What scales the thresholds of each text so that the share of weights that the text skips stays at a target:
-// runtime/hold.py, whose fields these are, and whose numbers to the same bits.
+// runtime/hold.py, whose fields and numbers these are.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,20 +7,18 @@
 namespace sparsepack {
 
 struct HeldText {
-    float scale, mean;
+    float scale = 1;
+    int64_t steps = 0;
 };
 
 struct Hold {
-    double target, weights, gain, smoothing, least, most;
-
-    HeldText begin() const { return {1, float(target)}; }
+    double target, weights, first, last, over, least, most;
 
     // After a sparse step that skipped so many weights.
     HeldText after(HeldText text, int64_t skipped) const {
-        double before = text.mean;
-        float mean = float(before + smoothing * (double(skipped) / weights - before));
-        double scale = text.scale * (1 + gain * (target - mean));
-        return {float(std::min(std::max(scale, least), most)), mean};
+        double gain = std::max(last, first / (1 + double(text.steps) / over));
+        double scale = text.scale * (1 + gain * (target - double(skipped) / weights));
+        return {float(std::min(std::max(scale, least), most)), text.steps + 1};
     }
 };
 

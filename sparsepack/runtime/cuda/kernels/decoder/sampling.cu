@@ -17,13 +17,13 @@
 // positions   int32 [sequences]: one is added; or null
 // scale ..    as in `Held`, null where nothing is held
 extern "C" __global__ void __launch_bounds__(64)
-    pick_likeliest(const u64* candidates, int blocks, int* ids, float* best, int* positions, float* scale, float* mean,
+    pick_likeliest(const u64* candidates, int blocks, int* ids, float* best, int* positions, float* scale, float* steps,
                    u64* skipped, const int* moving, const double* how) {
     launch_dependents();
     wait_for_previous();
     const int sequence = blockIdx.x;
     if (threadIdx.x >= 32) {
-        if (threadIdx.x == 32) hold_step({scale, mean, skipped, moving, how}, sequence);
+        if (threadIdx.x == 32) hold_step({scale, steps, skipped, moving, how}, sequence);
         return;
     }
     u64 top = 0;
