@@ -103,7 +103,7 @@ def gemv(
     x = x if input.offset is None else x - input.offset
     on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > _scaled(input)[0]
     if input.skipped is not None:
-        input.skipped += matrix.rows * (~on).sum()
+        input.skipped.add_(matrix.rows * (~on).sum())
     assert activation is None or residual is None
     assert bool(matrix.gate_bands) == (activation is not None), "gate and up lie side by side for products of both"
     product = matrix.weight @ torch.where(on, x, 0)
@@ -283,10 +283,10 @@ def _zigzag_batch(
     on = torch.ones(columns, dtype=torch.bool)
     assert not macros["HOLD"] or not macros["DENSE"]
     if not macros["DENSE"]:
-        each = x.abs() > (scales[:, None] * threshold if macros["HOLD"] else threshold)
-        on = each.any(0)
+        active_in = x.abs() > (scales[:, None] * threshold if macros["HOLD"] else threshold)
+        on = active_in.any(0)
         if macros["HOLD"]:
-            skipped += rows * (~each).sum(1)
+            skipped += rows * (~active_in).sum(1)
     product = torch.einsum("bk,gksr->bgsr", torch.where(on, x, 0), blocks)
     # Of a group the first half of the bands, then the second, where rows are of gate and up.
     product = product.view(inputs, len(blocks), each, -1).transpose(1, 2).reshape(inputs, each, -1)
