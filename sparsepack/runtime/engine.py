@@ -72,8 +72,9 @@ class Engine:
         self._offload = options.offload
         self._module = opened(row)
         self._decoder = self._with_room(row, cache_type, options)
-        if options.hold:
-            self._decoder.hold(hold_of(packed))
+        self._hold = hold_of(packed) if options.hold else None
+        if self._hold is not None:
+            self._decoder.hold(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
 
     def _with_room(self, row: Backend, cache_type: str, options: EngineOptions) -> Decoder:
@@ -113,10 +114,11 @@ class Engine:
 
     @property
     def description(self) -> str:
-        """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
+        """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences, 50 % held`."""
         attention = _described_attention(self._decoder.cache.sparse_from, self.context, self._offload)
         sequences = f", {len(self.positions)} sequences" if len(self.positions) > 1 else ""
-        return f"{self.backend}, {self._decoder.description}{sequences}{attention}"
+        held = "" if self._hold is None else f", {100 * self._hold.target:.3g} % held"
+        return f"{self.backend}, {self._decoder.description}{sequences}{held}{attention}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
