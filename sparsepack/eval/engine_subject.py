@@ -12,7 +12,7 @@ from sparsepack.eval.tokens_read import TokensRead
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact, read_packed
 from sparsepack.formats.packed import PackedModel
-from sparsepack.formats.stock import stock_tokenizer, target_sparsity
+from sparsepack.formats.stock import stock_tokenizer
 from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.records.skipped import sparse_sites_of
@@ -146,7 +146,7 @@ def open_engine_subject(name: str, options: EngineOptions) -> EngineSubject:
         context=packed.architecture.context,
         source_sha256=str(packed.manifest["model"]["sha256"]),
         made_from=source_made_from(packed.manifest),
-        target_sparsity=target_sparsity(packed),
+        target_sparsity=packed.target_sparsity,
         sparse_sites=sparse_sites_of(packed.manifest, packed.rules),
         attention=packed.attention,
         packed=packed,

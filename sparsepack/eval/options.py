@@ -110,6 +110,8 @@ class EvalRequest:
                 )
         if self.engine.cached is not None:
             self._check_slots()
+        if self.engine.hold:
+            self._check_hold()
 
     def _check_slots(self) -> None:
         if self.runtime == "transformers":
@@ -117,3 +119,10 @@ class EvalRequest:
             raise UserError(f"cached: transformers gives neurons no slots; give --backend {able}")
         if self.protocol == "dense":
             raise UserError("cached: protocol dense decodes nothing that slots could serve; take decode or all")
+
+    def _check_hold(self) -> None:
+        if self.runtime == "transformers":
+            able = " or ".join(row.name for row in BACKENDS.values() if row.holds)
+            raise UserError(f"hold: transformers takes thresholds as they are; give --backend {able}")
+        if self.protocol == "dense":
+            raise UserError("hold: protocol dense skips nothing whose share could be held; take decode or all")

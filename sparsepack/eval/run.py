@@ -58,6 +58,7 @@ def evaluate(request: EvalRequest, read: Callable[[str], Text] = read_text) -> d
                 "text": text.name,
                 "text_sha256": text.sha256,
                 "protocol": protocol,
+                "held": request.engine.hold,
                 "scored": "second half" if protocol == "decode" or request.second_half else "all",
                 "context": context,
                 "windows_of": len(inputs) if request.windows is None or len(inputs) < request.windows else None,
@@ -133,7 +134,7 @@ def _tasks(request: EvalRequest, subject: Subject, protocol: str) -> dict[str, A
 
     scorer = subject.task_scorer()
     result = run_tasks(scorer, subject.tokenizer, request, protocol)
-    return {**result, "batch": request.requests_at_once, **_counted(scorer, subject)}
+    return {**result, "held": request.engine.hold, "batch": request.requests_at_once, **_counted(scorer, subject)}
 
 
 def _counted(scorer: CountingScorer, subject: Subject) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _perplexity(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _perplexity_row(row: Mapping[str, Any], compared: bool, reads: bool) -> list[str]:
     cells = [
         Path(row["text"]).name,
-        row["protocol"],
+        _protocol(row),
         f"{row['windows']} x {row['context']}",
         with_error(row["perplexity"], 3),
         f"{row['bits_per_byte']:.4f}",
@@ -57,6 +57,11 @@ def _perplexity_row(row: Mapping[str, Any], compared: bool, reads: bool) -> list
     overall = "-" if realised["neurons_counted"] is False else f"{100 * realised['overall']:.1f} %"
     cells += [overall, _of_sparse_sites(realised)]
     return [*cells, share_read(row["tokens_read"])] if reads else cells
+
+
+def _protocol(found: Mapping[str, Any]) -> str:
+    """The protocol, and whether the share was held at the target."""
+    return f"{found['protocol']}, held" if found.get("held") else str(found["protocol"])
 
 
 def skipped(realised: Mapping[str, Any]) -> str:
@@ -79,7 +84,7 @@ def share_read(read: Mapping[str, Any] | None) -> str:
 
 def _tasks(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
-        [name, metric, with_error(value, 4), task["samples"], of_protocol["protocol"]]
+        [name, metric, with_error(value, 4), task["samples"], _protocol(of_protocol)]
         for of_protocol in found
         for name, task in of_protocol["tasks"].items()
         for metric, value in task["metrics"].items()

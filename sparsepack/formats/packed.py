@@ -174,6 +174,13 @@ class PackedModel:
         return {key: site.rule for key, site in sites.items() if site.rule is not None}
 
     @property
+    def target_sparsity(self) -> float:
+        """The sparsity that the rules were made for; 0 where there are none."""
+        table = self.manifest.get("thresholds")
+        value = table.get("sparsity") if isinstance(table, Mapping) else None
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    @property
     def mlp_kind(self) -> MlpKind:
         """How the MLPs are stored, all of them alike."""
         return self.layers[0].mlp.kind

@@ -62,15 +62,10 @@ def stock_of(packed: PackedModel) -> StockModel:
         dequantised(packed),
         stock_tokenizer(packed),
         rules,
-        target_sparsity(packed),
+        packed.target_sparsity,
         sites,
         attention=packed.attention,
     )
-
-
-def target_sparsity(packed: PackedModel) -> float:
-    """The sparsity that the rules were made for."""
-    return float((packed.manifest.get("thresholds") or {}).get("sparsity", 0.0))
 
 
 def stock_config(packed: PackedModel) -> Any:

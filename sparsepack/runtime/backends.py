@@ -30,6 +30,7 @@ class Backend:
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
     slots       -- whether some of these neurons can have slots of their own
+    holds       -- whether the share that is skipped can be held at the target
     """
 
     name: str
@@ -43,6 +44,7 @@ class Backend:
     tunes: bool = False
     mlps: tuple[MlpKind, ...] = (DENSE,)
     slots: bool = False
+    holds: bool = False
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise `UserError` for a device of a type that it is not made for."""
@@ -73,6 +75,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 mlps=(DENSE, NEURONS),
                 slots=True,
+                holds=True,
             ),
             Backend(
                 "cpu",
@@ -85,6 +88,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 tunes=True,
                 mlps=(DENSE, NEURONS),
                 slots=True,
+                holds=True,
             ),
             Backend(
                 "cuda",
@@ -97,6 +101,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 offloads=True,
                 tunes=True,
+                holds=True,
             ),
         )
     }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
+from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.sampling import Sampler
@@ -42,6 +43,14 @@ class Decoder(Protocol):
     def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """What the thresholds of each text are multiplied by; empty: no share is held."""
+
+    def hold(self, hold: Hold) -> None:
+        """Hold the share that sparse steps skip from now on, of each text for itself. Asked once, before any token, and
+        of backends alone whose row `holds`."""
+
     def active(self) -> Mapping[tuple[int, str], int]:
         """Columns that were active in any sequence, per (layer, site), summed over those steps."""
 
@@ -49,7 +58,7 @@ class Decoder(Protocol):
         """Forget the texts and what was counted."""
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget what a sequence has beyond its first tokens; what was counted stays."""
+        """Forget what a sequence has beyond its first tokens; what was counted stays, what is held begins anew."""
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""

@@ -17,6 +17,7 @@ from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped
 from sparsepack.runtime.features import check_features
+from sparsepack.runtime.hold import hold_of
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.room import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.sampling import Sampler
@@ -44,7 +45,8 @@ class Engine:
 
     `dense` of the options may be changed between calls. With `offload`, models with sparse attention select tokens
     wherever the policy says, also where reading all would be faster on the device. With `cached`, the result is the
-    same but for rounding.
+    same but for rounding. With `hold`, each text's thresholds are scaled from token to token (`runtime/hold.py`), as
+    they are in the file at first, and again once the text has lost tokens.
 
     The reference backend computes in float32 and holds every matrix decoded, 4 bytes a weight (7.1 times the stored
     size of a zigzag matrix); the cpu and cuda backends hold them at their stored size (`runtime/cpu/decoder.py`,
@@ -52,8 +54,8 @@ class Engine:
     one, `description` what runs in a few words.
 
     Raises `UserError` for an unknown backend or device, a backend that cannot run there or not run this model, a cache
-    type that it does not have, a context the model was not made for, an offload or slots that the backend or the model
-    does not know, or more sequences than the backend decodes together.
+    type that it does not have, a context the model was not made for, an offload, slots or a share to hold that the
+    backend or the model does not know, or more sequences than the backend decodes together.
     """
 
     def __init__(self, packed: PackedModel, options: EngineOptions | None = None, **changes: Any) -> None:
@@ -70,6 +72,9 @@ class Engine:
         self._offload = options.offload
         self._module = opened(row)
         self._decoder = self._with_room(row, cache_type, options)
+        self._hold = hold_of(packed) if options.hold else None
+        if self._hold is not None:
+            self._decoder.hold(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
 
     def _with_room(self, row: Backend, cache_type: str, options: EngineOptions) -> Decoder:
@@ -109,10 +114,11 @@ class Engine:
 
     @property
     def description(self) -> str:
-        """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences`."""
+        """What runs: `cpu, avx512, 2 threads`, `cuda, NVIDIA H100 80GB HBM3, 4 sequences, 50 % held`."""
         attention = _described_attention(self._decoder.cache.sparse_from, self.context, self._offload)
         sequences = f", {len(self.positions)} sequences" if len(self.positions) > 1 else ""
-        return f"{self.backend}, {self._decoder.description}{sequences}{attention}"
+        held = "" if self._hold is None else f", {100 * self._hold.target:.3g} % held"
+        return f"{self.backend}, {self._decoder.description}{sequences}{held}{attention}"
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
@@ -123,6 +129,11 @@ class Engine:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
         return self._decoder.hit_counts
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """What the thresholds of each sequence are multiplied by in its next step; empty: no share is held."""
+        return self._decoder.scales
+
     def reset(self) -> None:
         """Forget the texts and the activity counted so far."""
         for ids in self._ids:
@@ -130,8 +141,8 @@ class Engine:
         self._decoder.reset()
 
     def truncate(self, length: int, sequence: int = 0) -> None:
-        """Forget what a text has beyond its first `length` tokens; the activity counted stays. Raises `UserError`
-        where it has fewer."""
+        """Forget what a text has beyond its first `length` tokens; the activity counted stays, and what is held begins
+        anew. Raises `UserError` where it has fewer."""
         self._check_sequence(sequence)
         position = self.positions[sequence]
         if not 0 <= length <= position:

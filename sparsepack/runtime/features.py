@@ -58,6 +58,13 @@ def check_selects(packed: PackedModel) -> None:
         )
 
 
+def check_holds(packed: PackedModel) -> None:
+    """Raise `UserError` for a model without thresholds, or whose target is not known."""
+    from sparsepack.runtime.hold import hold_of  # it brings torch
+
+    hold_of(packed)
+
+
 def check_by_count(packed: PackedModel) -> None:
     """Raise `UserError` for a model whose MLPs have no neurons that could have slots."""
     if not packed.mlp_kind.by_count:
@@ -95,6 +102,12 @@ FEATURES = (
         there=lambda row, options, packed: row.slots,
         refusal="cached: the {row.name} backend gives neurons no slots; use backend {names}",
         check_model=check_by_count,
+    ),
+    Feature(
+        asked=lambda options, packed: options.hold,
+        there=lambda row, options, packed: row.holds,
+        refusal="hold: the {row.name} backend does not scale thresholds; use backend {names}, or leave it out",
+        check_model=check_holds,
     ),
     TUNING,
 )

@@ -10,6 +10,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
 from sparsepack.progress import counted
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
+from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.operations import Operations
 from sparsepack.runtime.operations_layer import Mode, load_layer
@@ -54,6 +55,7 @@ class OperationsDecoder:
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
         self.stepped = 0
+        self._held: HeldTexts | None = None
 
     @property
     def threads(self) -> int:
@@ -67,6 +69,13 @@ class OperationsDecoder:
     def hit_counts(self) -> HitCounts | None:
         return None
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return () if self._held is None else self._held.scales
+
+    def hold(self, hold: Hold) -> None:
+        self._held = HeldTexts(hold, len(self.cache.lengths), self._device)
+
     def active(self) -> dict[tuple[int, str], int]:
         layers = enumerate(self._layers)
         return {(number, name): int(count) for number, layer in layers for name, count in layer.active.items()}
@@ -77,9 +86,13 @@ class OperationsDecoder:
         for layer in self._layers:
             for count in layer.active.values():
                 count.zero_()
+        if self._held is not None:
+            self._held.begin_all()
 
     def truncate(self, sequence: int, length: int) -> None:
         self.cache.truncate(length, sequence)
+        if self._held is not None:
+            self._held.begin(sequence)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
@@ -113,30 +126,37 @@ class OperationsDecoder:
         if mode is not Mode.PREFILL:
             self.stepped += len(ids)
         hidden = [self._output_norm.new_empty(0, self._architecture.hidden)]
-        hidden += [self._blocks(chunk, mode, [sequence]) for chunk in torch.split(ids, PREFILL_TOKENS) if len(chunk)]
+        # A token that is held depends on the one before.
+        at_once = 1 if self._held is not None and mode is Mode.MASKED else PREFILL_TOKENS
+        hidden += [self._blocks(chunk, mode, [sequence]) for chunk in torch.split(ids, at_once) if len(chunk)]
         return torch.cat(hidden)
 
     def _blocks(self, tokens: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
         """Append as many tokens to each of some sequences, those of the first one first."""
         eps = self._architecture.norm_eps
         activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
+        holds = self._held if mode in (Mode.STEP, Mode.MASKED) else None
+        held = None if holds is None else holds.step(sequences)
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         for number, layer in enumerate(self._layers):
-            x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode, sequences)
-            x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode)
+            normed = reference.rms_norm(x, layer.norms["attn_norm"], eps)
+            x = x + self._attention(number, normed, mode, sequences, held)
+            x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode, held)
+        if holds is not None and held is not None:
+            holds.stepped(sequences, held)
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.rms_norm(x, self._output_norm, eps)
 
-    def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
+    def _attention(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], held: HeldStep | None) -> Tensor:
         sites = self._layers[number].attention
         sparse = mode in (Mode.STEP, Mode.MASKED)
-        rows = sites["attn_in"].product(x, mode).tensor_split(len(sequences))
+        rows = sites["attn_in"].product(x, mode, held).tensor_split(len(sequences))
         attended = [
             self.cache.attend(number, self.cache.append(number, qkv, sequence), sequence, sparse)
             for sequence, qkv in zip(sequences, rows, strict=True)
         ]
-        return sites["attn_out"].product(torch.cat(attended), mode)
+        return sites["attn_out"].product(torch.cat(attended), mode, held)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._operations.matmul(self._output, hidden)

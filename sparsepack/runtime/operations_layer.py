@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.formats.packed import DenseMlp, NeuronMlp, PackedLayer, PackedSite
 from sparsepack.models.records.rule import SiteRule
+from sparsepack.runtime.hold import HeldStep
 from sparsepack.runtime.operations import Operations
 
 Activation = Callable[[Tensor], Tensor]
@@ -40,8 +41,8 @@ class Mlp(Protocol):
     def active(self) -> Mapping[str, Tensor]:
         """For each matrix, by its name there, the units that were read: int64 []."""
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
-        """What the MLP makes of x [S, hidden]: [S, hidden]."""
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+        """What the MLP makes of x [S, hidden]: [S, hidden]. held: as in `LoadedSite.product`."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +60,29 @@ class LoadedSite:
     sparse_bias: Tensor | None
     active: Tensor
 
-    def product(self, x: Tensor, mode: Mode) -> Tensor:
-        """The output rows for x [S, columns]: [S, rows]."""
+    def product(self, x: Tensor, mode: Mode, held: HeldStep | None = None) -> Tensor:
+        """The output rows for x [S, columns]: [S, rows]. held: where a share is held, of S texts, which the product
+        counts with."""
         if mode in (Mode.PREFILL, Mode.DENSE, Mode.DENSE_STEP) or self.rule is None:
             self.active.add_(mode.units(x))
             return _plus(self.operations.zigzag_matmul(self.matrix, x), self.bias)
         threshold, offset = self.rule.limits, self.rule.offset
+        limits = threshold if held is None else held.limits(threshold)
         d = x if offset is None else x - offset
         if mode is Mode.STEP and len(x) == 1:
-            indices, count = self.operations.collect(d[0], threshold)
+            indices, count = self.operations.collect(d[0], limits.reshape(threshold.shape))
             y = self.operations.zigzag_gemv(self.matrix, d[0], indices, count)[None]
+            of_each = count[None]
         else:
-            active = d.abs() > threshold
+            active = d.abs() > limits
+            of_each = active.sum(1)
             if mode is Mode.STEP:
                 active = active.any(0)
             count = active.sum()
             y = self.operations.zigzag_matmul(self.matrix, torch.where(active, d, 0))
         self.active.add_(count)
+        if held is not None:
+            held.count(x.shape[1] - of_each, y.shape[1])
         return _plus(y, self.sparse_bias)
 
 
@@ -87,9 +94,9 @@ class _LoadedDenseMlp:
     def active(self) -> Mapping[str, Tensor]:
         return {name: site.active for name, site in self.sites.items()}
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
-        gate, up = self.sites["mlp_in"].product(x, mode).chunk(2, dim=-1)
-        return self.sites["mlp_mid"].product(activation(gate) * up, mode)
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
+        gate, up = self.sites["mlp_in"].product(x, mode, held).chunk(2, dim=-1)
+        return self.sites["mlp_mid"].product(activation(gate) * up, mode, held)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class _LoadedNeuronMlp:
     records: Any
     active: Mapping[str, Tensor]
 
-    def output(self, x: Tensor, activation: Activation, mode: Mode) -> Tensor:
+    def output(self, x: Tensor, activation: Activation, mode: Mode, held: HeldStep | None = None) -> Tensor:
         gate = activation(self.operations.zigzag_matmul(self.gate, x))  # [S, neurons]
         self.active[MLP_GATE].add_(mode.units(x))
         if mode is Mode.STEP and len(x) == 1:

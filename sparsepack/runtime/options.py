@@ -72,6 +72,13 @@ class EngineOptions:
         choices=ONLINE,
         counts=(only_with("cached"),),
     )
+    hold: bool = option(
+        "Scale thresholds from token to token so that each text skips the share that the file was packed for, on "
+        "whatever text.",
+        default=False,
+        counts=(not_with("dense", True), not_with("runtime", "transformers")),
+        everywhere=True,
+    )
     begin: Callable[..., Any] | None = None
     links: Links | None = None
 

@@ -6,6 +6,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.table import FORMATS, those_with
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stages.pack import Pack, mlp_kind
+from sparsepack.recipe.stages.thresholds import ActivationSparsity, sparse
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -28,6 +29,9 @@ def engine_problems(recipe: Recipe, asked: Section) -> Iterator[str]:
         yield f"{asked.key}.cached: the artifact's MLPs are not stored by neurons; expected pack.format {able}"
     if options.cached is not None and recipe.device != "cpu":
         yield f"{asked.key}.cached: two workers share the CPU so far; expected device cpu"
+    if options.hold and not sparse(recipe):
+        key = ActivationSparsity.key
+        yield f"{asked.key}.hold: nothing is skipped whose share could be held; expected {key}.sparsity above 0"
 
 
 def needs_engine(name: str, recipe: Recipe) -> Iterator[str]:

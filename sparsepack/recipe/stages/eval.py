@@ -16,7 +16,8 @@ from sparsepack.recipe.stages.eval_gates import GATES, judge, unmeasured
 from sparsepack.recipe.stages.eval_section import Eval, protocols_of, second_half, skips_neurons
 from sparsepack.recipe.stages.pack import PACK, Pack, artifact_of
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse
-from sparsepack.runtime.backends import backend_named
+from sparsepack.runtime.backends import BACKENDS, backend_named
+from sparsepack.runtime.options import EngineOptions
 
 RESULT = "eval.json"
 
@@ -35,6 +36,12 @@ def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
         yield "eval.cached: transformers gives neurons no slots; expected eval.backend cpu or reference"
     elif asked.cached is not None and not problems and set(protocols_of(recipe)) == {"dense"}:
         yield "eval.cached: nothing is decoded that slots could serve; expected protocol decode or all"
+    if asked.told(EngineOptions)["hold"] and not problems:
+        if asked.runtime == EvalRequest.runtime:
+            able = " or ".join(row.name for row in BACKENDS.values() if row.holds)
+            yield f"eval.hold: transformers takes thresholds as they are; expected eval.backend {able}"
+        elif set(protocols_of(recipe)) == {"dense"}:
+            yield "eval.hold: nothing is skipped whose share could be held; expected protocol decode or all"
     if asked.apply_chat_template and not asked.tasks:
         yield "eval.apply_chat_template: it is for tasks, and there are none; add eval.tasks or leave it out"
     if asked.task_path and not Path(asked.task_path).is_dir():
@@ -100,7 +107,7 @@ def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        engine=replace(engine, cached=None, policy=None) if protocol == "dense" else engine,
+        engine=replace(engine, cached=None, policy=None, hold=False) if protocol == "dense" else engine,
         **own,
     )
 

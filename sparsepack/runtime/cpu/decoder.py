@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sparsepack.runtime.cpu.dispatch import instruction_set, native
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
 from sparsepack.runtime.cpu.operations import ROW_TYPES, load_neurons, load_rows, load_zigzag
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
+from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -77,6 +79,13 @@ class NativeDecoder:
     def stepped(self) -> int:
         return int(self.native.stepped)
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        return tuple(self.native.scales())
+
+    def hold(self, hold: Hold) -> None:
+        self.native.hold(**asdict(hold))
+
     def active(self) -> dict[tuple[int, str], int]:
         names = self._counted
         return {(n // len(names), names[n % len(names)]): count for n, count in enumerate(self.native.active())}
@@ -86,6 +95,7 @@ class NativeDecoder:
 
     def truncate(self, sequence: int, length: int) -> None:
         self.cache.truncate(length, sequence)
+        self.native.begin_held(sequence)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
+from sparsepack.runtime.cuda.decoder.held import CudaHeld
 from sparsepack.runtime.cuda.driver import kernel_set, shared_memory
 from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, WORKSPACE_WORDS
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
@@ -34,6 +35,7 @@ from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.cuda.products import tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.hold import HeldText
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
 
@@ -99,7 +101,9 @@ def gemv(
         reset.copy_(torch.tensor(SENTINEL))
     x = input.x if input.norm is None else reference.rms_norm(input.x, input.norm, input.eps)
     x = x if input.offset is None else x - input.offset
-    on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > input.threshold
+    on = torch.ones_like(x, dtype=torch.bool) if input.threshold is None else x.abs() > _scaled(input)[0]
+    if input.skipped is not None:
+        input.skipped.add_(matrix.rows * (~on).sum())
     assert activation is None or residual is None
     assert bool(matrix.gate_bands) == (activation is not None), "gate and up lie side by side for products of both"
     product = matrix.weight @ torch.where(on, x, 0)
@@ -113,6 +117,11 @@ def gemv(
         _write(squares, torch.nn.functional.pad(product.square().sum()[None], (0, len(squares) - 1)))
     if active is not None:
         active += on.sum()
+
+
+def _scaled(input: Input) -> Tensor:
+    """The thresholds of each input."""
+    return input.threshold[None] if input.scales is None else input.scales[:, None] * input.threshold
 
 
 BUFFERS: dict[int, Tensor] = {}
@@ -188,11 +197,21 @@ def new_candidates(matrix: Matrix, vectors: int) -> Tensor:
     return torch.zeros(vectors, 2, dtype=torch.int64)
 
 
-def pick_likeliest(candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None) -> None:
+def pick_likeliest(
+    candidates: Tensor, ids: Tensor, best: Tensor, positions: Tensor | None = None, held: CudaHeld | None = None
+) -> None:
     ids.copy_(candidates[:, 0])
     best.copy_(candidates[:, 1].int().view(torch.float32))
     if positions is not None:
         positions += 1
+    if held is None:
+        return
+    for n, (scale, steps, skipped) in enumerate(zip(held.scales, held.steps, held.skipped, strict=True)):
+        if held.moving is None or held.moving[n]:
+            text = held.hold.after(HeldText(float(scale), int(steps)), int(skipped))
+            scale.copy_(torch.tensor(text.scale))
+            steps.copy_(torch.tensor(text.steps))
+    held.skipped.zero_()
 
 
 # kernels/decoder/prefill.cu, kernels/products/gate.cu and kernels/products/zigzag_batch.cu
@@ -245,7 +264,8 @@ def _gate(defines: Any, grid: Any, stacked: Tensor, width: int, activation: int,
 def _zigzag_batch(
     defines: Any, grid: Any, blocks: Tensor, columns: int, rows: int, largest_d: float, *rest: Any
 ) -> None:
-    x, norm, eps, squares, parts, threshold, offset, y, bias, residual, squares_of_y, active, workspace = rest
+    x, norm, eps, squares, parts, threshold, offset, scales, *outputs = rest
+    y, bias, residual, squares_of_y, active, skipped, workspace = outputs
     macros = {name: int(value) for name, value in defines.items()}
     inputs, tile_bands, each = macros["INPUTS"], macros["TILE_BANDS"], 2 if macros["GATE"] else 1
     assert grid == (macros["SPLITS"], len(blocks))
@@ -260,7 +280,13 @@ def _zigzag_batch(
         x = x * torch.rsqrt(sums / columns + eps)[:, None] * norm
     x = x - offset if macros["OFFSET"] else x
     assert macros["DENSE"] or len(threshold) == (columns if macros["PER_CHANNEL"] else 1)
-    on = torch.ones(columns, dtype=torch.bool) if macros["DENSE"] else (x.abs() > threshold).any(0)
+    on = torch.ones(columns, dtype=torch.bool)
+    assert not macros["HOLD"] or not macros["DENSE"]
+    if not macros["DENSE"]:
+        active_in = x.abs() > (scales[:, None] * threshold if macros["HOLD"] else threshold)
+        on = active_in.any(0)
+        if macros["HOLD"]:
+            skipped += rows * (~active_in).sum(1)
     product = torch.einsum("bk,gksr->bgsr", torch.where(on, x, 0), blocks)
     # Of a group the first half of the bands, then the second, where rows are of gate and up.
     product = product.view(inputs, len(blocks), each, -1).transpose(1, 2).reshape(inputs, each, -1)

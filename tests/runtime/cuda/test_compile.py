@@ -94,7 +94,7 @@ def test_every_kernel_compiles(name: str, defines: tuple[str, ...], arch: int) -
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "flag in data", "gate"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "held per channel", "flag in data", "gate"])
 def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
     x = torch.empty(9001)
     one = torch.empty(1)
@@ -102,6 +102,8 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
         "dense": Input(x, norm=x),
         "sparse": Input(x, threshold=one),
         "per channel": Input(x, threshold=x, offset=x),
+        "held": Input(x, norm=x, squares=one, threshold=one, scales=one, skipped=one, flag_in_data=True),
+        "held per channel": Input(x, threshold=x, offset=x, scales=one, skipped=one),
         "flag in data": Input(x, norm=x, squares=one, threshold=one, flag_in_data=True),
         "gate": Input(x, threshold=one),
     }[what]
@@ -119,13 +121,14 @@ def test_products_compile_as_they_are_launched(what: str, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("inputs", [1, 3, 8])
-@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "norm", "norm of squares", "gate"])
+@pytest.mark.parametrize("what", ["dense", "sparse", "per channel", "held", "norm", "norm of squares", "gate"])
 def test_products_of_several_inputs_compile_as_they_are_launched(what: str, inputs: int, arch: int) -> None:
     x, weight, one = torch.empty(inputs, 9001), torch.empty(9001), torch.empty(1)
     input = {
         "dense": Input(x),
         "sparse": Input(x, threshold=one),
         "per channel": Input(x, threshold=weight, offset=weight),
+        "held": Input(x, threshold=weight, offset=weight, scales=torch.empty(inputs), skipped=torch.empty(inputs)),
         "norm": Input(x, norm=weight, threshold=one),
         "norm of squares": Input(x, norm=weight, squares=torch.empty(inputs, 600)),
         "gate": Input(x, norm=weight, squares=torch.empty(inputs, 100), threshold=one),

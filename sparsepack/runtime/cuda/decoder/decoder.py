@@ -18,6 +18,7 @@ from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.driver.mirror import Mirror
 from sparsepack.runtime.decoder import stepped
+from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.sampling import Sampler, not_finite
 
@@ -74,6 +75,7 @@ class CudaDecoder:
             self._stream = kernels.new_stream()
             self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 else None
         self._ids = Mirror(self._step.ids, kernels)
+        self._moving: Mirror | None = None
         self._steps: dict[tuple[bool, int | None], torch.cuda.CUDAGraph] = {}  # by `_key`
         self._stepped = 0
         if sequences > 1:
@@ -94,15 +96,30 @@ class CudaDecoder:
     def active(self) -> dict[tuple[int, str], int]:
         return self._ahead.active() if self._ahead and self._ahead.begun else counted(self._step.active)
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        if self._step.held is None:
+            return ()
+        return self._ahead.scales if self._ahead and self._ahead.begun else tuple(self._step.held.scales.tolist())
+
+    def hold(self, hold: Hold) -> None:
+        with self._kernels.on_device(self._device):
+            held = self._step.hold(hold)
+        self._moving = None if held.moving is None else Mirror(held.moving, self._kernels)
+
     def reset(self) -> None:
         self._drop()
         self._cache.reset()
         self._stepped = 0
         self._step.active.zero_()
+        if self._step.held is not None:
+            self._step.held.begin()
 
     def truncate(self, sequence: int, length: int) -> None:
         self._drop()
         self._cache.truncate(length, sequence)
+        if self._step.held is not None:
+            self._step.held.begin(sequence)
 
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with self._kernels.on_device(self._device):
@@ -169,7 +186,7 @@ class CudaDecoder:
 
     def _chosen(self, ids: Sequence[int | None], samplers: Sequence[Sampler | None]) -> list[int | None]:
         """What the samplers of several sequences choose; the likeliest tokens are found on the device."""
-        _, likeliest, bests = state_parts(self._step.state.cpu(), len(samplers))
+        _, likeliest, bests, _ = state_parts(self._step.state.cpu(), len(samplers))
         self._ids.known = likeliest.tolist()
         chosen: list[int | None] = list(self._ids.known)
         for n, (id, sampler, best) in enumerate(zip(ids, samplers, bests.tolist(), strict=True)):
@@ -204,6 +221,8 @@ class CudaDecoder:
         first = next(iter(moving.values()))
         if self._ahead is None or not self._ahead.taken(first, sparse):
             self._drop()
+            if self._moving is not None:
+                self._moving.write([int(id is not None) for id in ids])
             self._begin([first if id is None else id for id in ids], sparse)
         for sequence in range(len(ids)):
             self._cache.advance(1, sequence)
@@ -230,13 +249,15 @@ class CudaDecoder:
             self._ahead.undo()
 
     def _captured_step(self, sparse: bool) -> torch.cuda.CUDAGraph:
-        before, positions = self._step.active.clone(), self._cache.positions
+        before, positions = self._step.state.clone(), self._cache.positions
         self._ids.known = positions.known = None
         self._step.ids.zero_()
         positions.write(self._cache.lengths)  # what is cached there now is written again by the step itself
         graph = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
         positions.known = None
-        self._step.active.copy_(before)
+        active, _, _, lasting = state_parts(before, len(self._cache.lengths))
+        self._step.active.copy_(active)
+        self._step.lasting.copy_(lasting)
         self._steps[self._key(sparse)] = graph
         return graph
 

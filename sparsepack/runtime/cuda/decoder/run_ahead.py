@@ -26,7 +26,7 @@ class RunAhead:
         self._draw = torch.zeros((), dtype=torch.float64, device=step.logits.device)
         # What a step left, as the host has it.
         self._state = kernels.host_memory(step.state)
-        self._active, self._chosen, self._best = state_parts(self._state, 1)
+        self._active, self._chosen, self._best, self._lasting = state_parts(self._state, 1)
         self._brought = kernels.new_event()
         self._samplers: dict[tuple[float, int | None, float | None], torch.cuda.CUDAGraph] = {}
         # The step that has begun: its token (None until the host has read it) and whether it is sparse.
@@ -41,6 +41,11 @@ class RunAhead:
         """Columns that were active before the step that has begun, per (layer, site)."""
         return counted(self._active)
 
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """What thresholds were multiplied by in the step that has begun."""
+        return tuple(self._lasting[0].tolist())
+
     def taken(self, id: int, sparse: bool) -> bool:
         """Whether the step that is asked for has begun already. If so, the step no longer counts as ahead."""
         if self._begun != (id, sparse):
@@ -49,9 +54,10 @@ class RunAhead:
         return True
 
     def undo(self) -> None:
-        """Take back what the step that has begun counted."""
+        """Take back what the step that has begun counted, and what it holds."""
         self._begun = None
         self._step.active.copy_(self._active, non_blocking=True)
+        self._step.lasting.copy_(self._lasting, non_blocking=True)
 
     def choose(self, sampler: Sampler, sparse: bool, following: torch.cuda.CUDAGraph | None) -> int:
         """The token that a sampler chooses from the step's logits.

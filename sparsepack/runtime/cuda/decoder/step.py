@@ -12,9 +12,11 @@ from torch import Tensor
 from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
 from sparsepack.runtime.cuda.decoder.buffers import Buffers, flag_in_data_of_one, memory_of_several
+from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
 from sparsepack.runtime.cuda.decoder.model import CudaModel
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag import Input
+from sparsepack.runtime.hold import Hold
 
 Launch = Callable[[], object]
 """The function launches a kernel with all that the kernel takes."""
@@ -27,7 +29,9 @@ class Step:
     best   -- float32 [B]: their logits
     logits -- float32 [B, vocabulary]
     active -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
-    state  -- int64 [layers * sites + B]: active, ids and best together, which one copy brings to the host
+    held   -- what is held of the sequences; None: nothing
+    state  -- int64 [layers * sites + 2 B]: active, ids, best and what lasts of `held` together, which one copy brings
+              to the host
 
     together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
                 sequence, and a kernel reads what the one before leaves as soon as it is written (`flag_in_data.py`)
@@ -37,27 +41,36 @@ class Step:
         a, sequences = model.architecture, len(cache.lengths)
         self._model, self._cache, self._kernels = model, cache, kernels
         self._multiply: Callable[..., None] = kernels.batch if together else kernels.gemv
-        self.state = torch.zeros(a.layers * len(SITES) + sequences, dtype=torch.int64, device=model.device)
-        self.active, self.ids, self.best = state_parts(self.state, sequences)
+        self.state = torch.zeros(a.layers * len(SITES) + 2 * sequences, dtype=torch.int64, device=model.device)
+        self.active, self.ids, self.best, self.lasting = state_parts(self.state, sequences)
+        self.held: CudaHeld | None = None
         self.logits = torch.empty(sequences, a.vocabulary, device=model.device)
         embedded = torch.empty(sequences, a.hidden, device=model.device)
         candidates = kernels.new_candidates(model.output, sequences)
-        buffers = (memory_of_several if together else flag_in_data_of_one)(model, embedded, kernels)
-        first = partial(kernels.embed, model.embedding, self.ids, embedded)
-        last = partial(
+        self._buffers = (memory_of_several if together else flag_in_data_of_one)(model, embedded, kernels)
+        self._first = partial(kernels.embed, model.embedding, self.ids, embedded)
+        self._last = partial(
             kernels.product,
             model.output,
-            buffers[-1].y.view(sequences, -1),
+            self._buffers[-1].y.view(sequences, -1),
             self.logits,
             norm=model.output_norm,
             eps=float(a.norm_eps),
             candidates=candidates,
         )
-        end = partial(kernels.pick_likeliest, candidates, self.ids, self.best, cache.positions.there)
-        self._launches: dict[bool, list[Launch]] = {}
-        for sparse in (False, True):
-            layers = [self._layer(number, of, sparse) for number, of in enumerate(buffers)]
-            self._launches[sparse] = [first, *(launch for layer in layers for launch in layer), last, end]
+        self._end = partial(kernels.pick_likeliest, candidates, self.ids, self.best, cache.positions.there)
+        self._launches = {sparse: self._put_together(sparse) for sparse in (False, True)}
+
+    def hold(self, hold: Hold) -> CudaHeld:
+        """Hold the share that sparse steps skip from now on; before the first."""
+        self.held = new_held(hold, self.lasting)
+        self._launches[True] = self._put_together(sparse=True)
+        return self.held
+
+    def _put_together(self, sparse: bool) -> list[Launch]:
+        layers = [self._layer(number, of, sparse) for number, of in enumerate(self._buffers)]
+        end = partial(self._end, held=self.held) if sparse else self._end
+        return [self._first, *(launch for layer in layers for launch in layer), self._last, end]
 
     def run(self, sparse: bool) -> None:
         """Put the kernels of a step on the current stream. Sites without a rule are dense in sparse steps, too."""
@@ -94,10 +107,13 @@ class Step:
         columns = site.sparse if sparse else site.dense
         if name in of.reset:
             more["reset"] = of.reset[name]
+        input = replace(input, threshold=columns.threshold, offset=columns.offset)
+        if self.held is not None and not input.dense:
+            input = replace(input, scales=self.held.scales, skipped=self.held.skipped)
         return partial(
             self._multiply,
             site.matrix,
-            replace(input, threshold=columns.threshold, offset=columns.offset),
+            input,
             y,
             bias=columns.bias,
             active=self.active[number, SITES.index(name)],
@@ -105,10 +121,12 @@ class Step:
         )
 
 
-def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The three views `active`, `ids` and `best` of a step's state, or of a copy of such a state."""
-    active, chosen = state[:-sequences], state[-sequences:].view(torch.int32)
-    return active.view(-1, len(SITES)), chosen[:sequences], chosen[sequences:].view(torch.float32)
+def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The views `active`, `ids`, `best` and `lasting` of a step's state, or of a copy of such a state. lasting: float32
+    [2, B], scales and steps of what is held."""
+    active, chosen, lasting = state[: -2 * sequences], state[-2 * sequences : -sequences], state[-sequences:]
+    ids, best = chosen.view(torch.int32)[:sequences], chosen.view(torch.float32)[sequences:]
+    return active.view(-1, len(SITES)), ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
 def counted(active: Tensor) -> dict[tuple[int, str], int]:

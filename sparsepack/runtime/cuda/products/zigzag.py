@@ -122,6 +122,8 @@ class Input:
                        product adds them up
     threshold       -- float32 [1] or [columns]; None: every column is active
     offset          -- float32 [columns], taken from x before it is compared and multiplied
+    scales          -- float32 [1], of several inputs [B]: what the threshold is multiplied by; None: one
+    skipped         -- int64 [1] or [B], where there are scales: the weights of inactive columns are added
     flag_in_data    -- x and squares are in words of `flag_in_data.py`: read as soon as they are stored; no norm without
                        squares
     """
@@ -132,6 +134,8 @@ class Input:
     squares: Tensor | None = None
     threshold: Tensor | None = None
     offset: Tensor | None = None
+    scales: Tensor | None = None
+    skipped: Tensor | None = None
     flag_in_data: bool = False
 
     @property
@@ -176,9 +180,9 @@ def gemv(
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_scale),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.numel()),
-        *(input.threshold, input.offset),
+        *(input.threshold, input.offset, input.scales),
         *(y, bias, residual, squares),
-        *(active, workspace(device)),
+        *(active, input.skipped, workspace(device)),
         *(reset, 0 if reset is None else reset.numel()),
         shared=shared_bytes(matrix.columns, config),
     )
@@ -249,9 +253,9 @@ def batch(
         config.threads,
         *(matrix.blocks, matrix.columns, matrix.rows, matrix.largest_d),
         *(input.x, input.norm, input.eps, input.squares, 0 if input.squares is None else input.squares.shape[1]),
-        *(input.threshold, input.offset),
+        *(input.threshold, input.offset, input.scales),
         *(y, bias, residual, squares),
-        *(active, workspace(device)),
+        *(active, input.skipped, workspace(device)),
         shared=_batch_bytes(matrix.columns, config, inputs),
     )
 
@@ -314,6 +318,7 @@ def _of_input(matrix: CudaZigzag, input: Input, activation: int | None) -> dict[
         else -(-input.squares.shape[-1] // (32 * matrix.config.warps)),
         "OFFSET": int(input.offset is not None),
         "PER_CHANNEL": _per_channel(input.threshold),
+        "HOLD": int(input.scales is not None),
     }
 
 

@@ -105,6 +105,21 @@ public:
         return decoder_->active();
     }
 
+    void hold(const Hold& hold) {
+        Lock lock(mutex_);
+        decoder_->hold(hold);
+    }
+    void begin_held(int32_t sequence) {
+        Lock lock(mutex_);
+        decoder_->begin_held(sequence);
+    }
+    std::vector<float> scales() {
+        Lock lock(mutex_);
+        std::vector<float> scales;
+        for (const HeldText& text : decoder_->held()) scales.push_back(text.scale);
+        return scales;
+    }
+
     void step(const Sequences& sequences, const Ids& ids, bool sparse, Array<float, 2> logits) {
         expect_room(logits.size(), ids.size());
         Lock lock(mutex_);
@@ -184,6 +199,13 @@ void bind_decoder(nb::module_& m) {
         .def("reset", &Session::reset, Released())
         .def_prop_ro("stepped", &Session::stepped)
         .def("active", &Session::active)
+        .def(
+            "hold",
+            [](Session& self, double target, double weights, double first, double last, double over, double least,
+               double most) { self.hold({target, weights, first, last, over, least, most}); },
+            nb::kw_only(), "target"_a, "weights"_a, "first"_a, "last"_a, "over"_a, "least"_a, "most"_a)
+        .def("begin_held", &Session::begin_held, "sequence"_a)
+        .def("scales", &Session::scales)
         .def("step", &Session::step, "sequences"_a, "ids"_a, "sparse"_a, "logits"_a, Released())
         .def("prefill", &Session::prefill, "sequence"_a, "ids"_a, "all"_a, "logits"_a, Released())
         .def("decode_next", &Session::decode_next, "sequences"_a, "ids"_a, "sparse"_a, "how"_a, Released())

@@ -116,6 +116,7 @@ void Decoder::reset() {
     for (const auto& cache : model_.caches) cache->reset();
     stepped_ = 0;
     active_.assign(active_.size(), 0);
+    held_.assign(held_.size(), {});
 }
 
 KvCache& Decoder::checked(int32_t sequence, const int64_t* ids, int64_t count) const {

@@ -14,6 +14,7 @@
 // itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums (threads/products.h);
 // whoever reads them adds them in order.
 #pragma once
+#include "decoder/hold.h"
 #include "decoder/kv_cache.h"
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -71,7 +72,15 @@ public:
     // Columns per (layer, site) that were active in any text, summed over the steps.
     const std::vector<int64_t>& active() const noexcept { return active_; }
 
+    // What scales the thresholds of each text; empty where no share is held.
+    const std::vector<HeldText>& held() const noexcept { return held_; }
+
     void reset();
+
+    // From now on holds the share of weights that each text skips. Throws std::invalid_argument without weights.
+    void hold(const Hold& hold);
+    // What is held of a text begins anew. Throws std::out_of_range for an unknown text.
+    void begin_held(int32_t sequence);
 
     // Appends a token to each of `count` texts, in ascending order; the others stand still. logits: [count][vocabulary].
     // Throws std::out_of_range for an unknown id or text, or a full context, and then nothing has changed.
@@ -83,9 +92,10 @@ public:
 private:
     // The memory that each thread has for itself.
     struct Scratch {
-        Buffer<float> x, normed, d, heads, attention;
+        Buffer<float> x, normed, d, heads, attention, limits;
         Buffer<int32_t> indices;
         Buffer<uint8_t> neuron_input;
+        std::vector<int64_t> skipped;  // weights, of each text of a step, where a share is held
     };
     // The input of a product: the active columns of x.
     struct Input {
@@ -106,6 +116,12 @@ private:
     };
 
     KvCache& checked(int32_t sequence, const int64_t* ids, int64_t count) const;
+
+    // decoder/hold.cpp
+    bool holds() const noexcept { return !held_.empty(); }
+    const float* limits(const Site& at, int32_t first, int32_t n, int32_t text, int thread);
+    void count_skipped(const Site& at, int64_t columns, int32_t text, int thread);
+    void hold_step();
 
     // decoder/products.cpp
     Input whole(int layer, int site, const float* x, int thread);
@@ -161,8 +177,11 @@ private:
     Buffer<int32_t> listed_;         // active columns, each thread's range at a place of its own
     Buffer<int32_t> counts_;         // of those, one cache line per thread
     std::vector<KvCache*> texts_;    // that a step of several appends to
+    std::vector<int32_t> moving_;    // the sequences that these are
     Buffer<uint8_t> active_in_any_;  // of these, by column
     std::vector<Scratch> scratch_;
+    Hold hold_ = {};
+    std::vector<HeldText> held_;
     Buffer<float> wide_x_, wide_normed_, wide_rows_, wide_inner_;  // [prefill_tokens][...], or [texts][...] in a step
 };
 

@@ -22,10 +22,15 @@ Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse,
     const Site& at = model_.layers[layer].sites[site];
     if (!sparse || at.threshold.empty()) return whole(layer, site, x, thread);
     Scratch& own = scratch_[thread];
+    int32_t columns = int32_t(at.matrix->columns);
     const float* offset = at.offset.empty() ? nullptr : at.offset.data();
-    int32_t count = k_.collect(x, offset, at.threshold.data(), at.threshold.size() > 1, int32_t(at.matrix->columns), 0,
-                               own.d.data(), own.indices.data());
-    if (thread == 0) active_[layer * SITES + site] += count;
+    const float* threshold = limits(at, 0, columns, 0, thread);
+    int32_t count =
+        k_.collect(x, offset, threshold, at.threshold.size() > 1, columns, 0, own.d.data(), own.indices.data());
+    if (thread == 0) {
+        active_[layer * SITES + site] += count;
+        count_skipped(at, columns - count, 0, thread);
+    }
     return {&at, own.d.data(), {own.indices.data(), count}, &at.sparse_bias, partial_sums_[site & 1].data()};
 }
 

@@ -72,12 +72,13 @@ Active Decoder::select_several(const Site& at, float* x, int32_t texts, int thre
     uint8_t* in_any = active_in_any_.data() + first;
     bool per_channel = at.threshold.size() > 1;
     const float* offset = at.offset.empty() ? nullptr : at.offset.data() + first;
-    const float* threshold = at.threshold.data() + (per_channel ? first : 0);
     if (n) memset(in_any, 0, n);
     for (int32_t t = 0; t < texts && n; ++t) {
         float* of_range = x + t * columns + first;
+        const float* threshold = limits(at, first, n, t, thread);
         int32_t found = k_.collect(of_range, offset, threshold, per_channel, n, 0, of_range, own.indices.data());
         for (int32_t i = 0; i < found; ++i) in_any[own.indices.data()[i]] = 1;
+        count_skipped(at, n - found, t, thread);
     }
     int32_t* listed = list(columns, thread);
     for (int32_t i = 0; i < n; ++i)

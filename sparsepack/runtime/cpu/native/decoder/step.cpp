@@ -10,6 +10,7 @@ namespace sparsepack {
 
 void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits) {
     texts_.clear();
+    moving_.assign(sequences, sequences + count);
     for (int32_t i = 0; i < count; ++i) {
         if (i && sequences[i] <= sequences[i - 1]) throw std::out_of_range("texts not in ascending order");
         texts_.push_back(&checked(sequences[i], ids + i, 1));
@@ -22,6 +23,7 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
         grow_wide(count);
         pool_.run([&](int thread) { tokens(ids, count, sparse, logits, thread); });
     }
+    if (sparse && holds()) hold_step();
     for (KvCache* cache : texts_) cache->advance(1);
     ++stepped_;
 }
@@ -116,12 +118,15 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
     if (n && sparse) {
         bool per_channel = site.threshold.size() > 1;
         const float* offset = site.offset.empty() ? nullptr : site.offset.data() + first;
-        const float* threshold = site.threshold.data() + (per_channel ? first : 0);
+        const float* threshold = limits(site, first, n, 0, thread);
         count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(s_.intermediate, thread));
     }
     int32_t total = gather(s_.intermediate, count, thread);
     if (!sparse) return whole(layer, MLP_MID, middle_.data(), thread);
-    if (thread == 0) active_[layer * SITES + MLP_MID] += total;
+    if (thread == 0) {
+        active_[layer * SITES + MLP_MID] += total;
+        count_skipped(site, s_.intermediate - total, 0, thread);
+    }
     Active active = {own.indices.data(), total};
     return {&site, middle_.data(), active, &site.sparse_bias, partial_sums_[MLP_MID & 1].data()};
 }

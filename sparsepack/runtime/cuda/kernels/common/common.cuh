@@ -180,8 +180,8 @@ __device__ __forceinline__ void warp_arrive(u64* barrier) {
 }
 
 // Add to a counter of the whole GPU.
-__device__ __forceinline__ void atomic_add(u64* counter, int n) {
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"((u64)n) : "memory");
+__device__ __forceinline__ void atomic_add(u64* counter, u64 n) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(n) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900

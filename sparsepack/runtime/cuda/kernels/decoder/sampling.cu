@@ -5,19 +5,27 @@
 //        | value: float32 whose order is that of integers | ~row     |     the largest is the first row of the largest
 //                                                                          value; a NaN is larger than infinity
 //
-// Launch: grid (sequences), one warp a block.
+// Launch: grid (sequences), one warp a block, and where a share is held a second one, which scales the sequence's
+// thresholds for the next step (hold.cuh).
 
 #include "common/common.cuh"
+#include "decoder/hold.cuh"
 
 // candidates  u64 [sequences, blocks]
 // ids         int32 [sequences]: the rows chosen
 // best        float32 [sequences]: their values
 // positions   int32 [sequences]: one is added; or null
-extern "C" __global__ void __launch_bounds__(32)
-    pick_likeliest(const u64* candidates, int blocks, int* ids, float* best, int* positions) {
+// scale ..    as in `Held`, null where nothing is held
+extern "C" __global__ void __launch_bounds__(64)
+    pick_likeliest(const u64* candidates, int blocks, int* ids, float* best, int* positions, float* scale, float* steps,
+                   u64* skipped, const int* moving, const double* how) {
     launch_dependents();
     wait_for_previous();
     const int sequence = blockIdx.x;
+    if (threadIdx.x >= 32) {
+        if (threadIdx.x == 32) hold_step({scale, steps, skipped, moving, how}, sequence);
+        return;
+    }
     u64 top = 0;
 #pragma unroll 8
     for (int i = threadIdx.x; i < blocks; i += 32) top = max(top, load_l2(candidates + (u64)blocks * sequence + i));

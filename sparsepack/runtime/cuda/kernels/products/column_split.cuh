@@ -22,7 +22,8 @@
 //         at a time, PASSES times; FLAG_IN_DATA 1: inputs are read as soon as stored (common/flag_in_data.cuh), not
 //         when the kernel before has ended; NORM 1: RMSNorm comes first; SQUARES: how many parts of its sum of
 //         squares a thread takes that others have added up, 0: the sum is made here; OFFSET 1: it is taken from x;
-//         PER_CHANNEL 1: a threshold for each column; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA
+//         PER_CHANNEL 1: a threshold for each column; HOLD 1: thresholds are scaled, each input's by a number of its
+//         own; INPUTS: how many are multiplied together, 1 where FLAG_IN_DATA
 #ifndef SPLITS
 #define SPLITS 2
 #define ROUNDS 4
@@ -35,6 +36,9 @@
 #endif
 #ifndef INPUTS
 #define INPUTS 1
+#endif
+#ifndef HOLD
+#define HOLD 0
 #endif
 static_assert(INPUTS == 1 || !FLAG_IN_DATA, "one input can have its flag in the data");
 
@@ -50,6 +54,12 @@ struct Site {
     int parts;
     const float* threshold;  // [1] or [columns]
     const float* offset;     // [columns]
+    // Where HOLD: what thresholds are multiplied by [INPUTS], written by the last kernel of the step before, which has
+    // ended when this step's graph begins; how many weights lay in inactive columns of this site, which is added to
+    // skipped [INPUTS] for each input, and may be null.
+    const float* scales;
+    int rows;
+    u64* skipped;
 };
 
 // A number for each input.
@@ -197,11 +207,16 @@ struct InputChunks {
         }
     }
 
-    // Is the lane's column of a round active?
-    __device__ __forceinline__ bool active(int r, float limit) const {
+    // Is the lane's column of a round active in input b?
+    __device__ __forceinline__ bool active(int r, int b, float limit, const PerInput& scales) const {
+        const float unscaled = PER_CHANNEL ? threshold[r] : limit;
+        return fabsf(v[b][r]) > (HOLD ? __fmul_rn(scales.of[b], unscaled) : unscaled);
+    }
+    // Is it in any?
+    __device__ __forceinline__ bool active(int r, float limit, const PerInput& scales) const {
         bool is = false;
 #pragma unroll
-        for (int b = 0; b < INPUTS; ++b) is |= fabsf(v[b][r]) > (PER_CHANNEL ? threshold[r] : limit);
+        for (int b = 0; b < INPUTS; ++b) is |= active(r, b, limit, scales);
         return is;
     }
 };
@@ -232,6 +247,9 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
     InputChunks in;
     in.prepare(site, column_split, warp * ROUNDS);
     const float limit = ALL || PER_CHANNEL ? 0 : *site.threshold, share = 1.0f / site.columns;
+    PerInput scales;
+#pragma unroll
+    for (int b = 0; HOLD && !ALL && b < INPUTS; ++b) scales.of[b] = load_l2(site.scales + b);
     before_input();
     PerInput squares = in.load<SQUARES, THREADS>(site, column_split, warp * ROUNDS), scale;
     if (NORM) {
@@ -247,6 +265,7 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
         for (int b = 0; b < INPUTS; ++b) scale.of[b] = INPUTS > 1 ? __shfl_sync(ALL_LANES, mine, b) : mine;
     }
     PerInput max_abs;
+    int inactive[INPUTS] = {};  // of several inputs, of the warp
     list.count = 0;
 #pragma unroll 1
     for (int pass = 0; pass < PASSES; ++pass) {
@@ -276,7 +295,10 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const int k = column_split.column(first + r) + lane;
-            const bool is = InputChunks::real(column_split, first + r, k) && in.active(r, limit);
+            const bool real = InputChunks::real(column_split, first + r, k), is = real && in.active(r, limit, scales);
+#pragma unroll
+            for (int b = 0; HOLD && INPUTS > 1 && b < INPUTS; ++b)
+                inactive[b] += __popc(__ballot_sync(ALL_LANES, real && !in.active(r, b, limit, scales)));
             if (is) {
 #pragma unroll
                 for (int b = 0; b < INPUTS; ++b) max_abs.of[b] = fmaxf(max_abs.of[b], fabsf(in.v[b][r]));
@@ -303,6 +325,11 @@ __device__ __forceinline__ PerInput compact_active(const Site& site, const Colum
     if (ALL) {
         list.count = column_split.chunks * COLUMNS_AT_ONCE;
     } else {
+        if (HOLD && site.skipped && INPUTS == 1 && threadIdx.x == 0)
+            atomic_add(site.skipped, (u64)site.rows * (column_split.count() - list.count));
+#pragma unroll
+        for (int b = 0; HOLD && INPUTS > 1 && b < INPUTS; ++b)
+            if (site.skipped && lane == b) atomic_add(site.skipped + b, (u64)site.rows * inactive[b]);
         list.fill_up();
     }
     return max_abs;

@@ -141,12 +141,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     const u8* __restrict__ blocks, int columns, int rows, float largest_d,
     // what comes in: x [INPUTS][columns]; partial sums of x^2 [INPUTS][parts]
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
-    const float* offset,
+    const float* offset, const float* scales,
     // what goes out: y [INPUTS][rows] = product + bias + residual, or of half as many rows activation(gate) * up; of
     // y^2 the sums in each block [INPUTS][tiles * SPLITS]
     float* y, const float* bias, const float* residual, float* squares_of_y,
-    // sums of active columns; the blocks' partial sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
-    u64* active, float* workspace) {
+    // sums of active columns; where HOLD, of the weights of inactive ones, for each input [INPUTS]; the blocks' partial
+    // sums, every word SENTINEL: [tiles][SPLITS][TILE_BANDS][INPUTS][256]
+    u64* active, u64* skipped, float* workspace) {
     extern __shared__ uint4 memory[];
     __shared__ float sums_of[WARPS][INPUTS], warp_max_abs[WARPS][INPUTS];
     __shared__ int found[WARPS];
@@ -173,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
     if (is_producer) {  // while the input is not there yet
         pipeline.set_up();
     } else {
-        const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
+        const Site site{
+            x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
         max_abs =
             compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of[0], [] { wait_for_previous(); });
         pipeline.announce(list.count);

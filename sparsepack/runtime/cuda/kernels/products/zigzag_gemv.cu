@@ -200,12 +200,13 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const u8* __restrict__ blocks, int columns, int rows, float largest_scale,
     // what comes in
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
-    const float* offset,
+    const float* offset, const float* scales,
     // what goes out: y [rows] = product + bias + residual, or of half as many rows activation(gate) * up; of y^2 the
     // sum in each block
     float* y, const float* bias, const float* residual, float* squares_of_y,
-    // sums of active columns; the blocks' partial sums, every word SENTINEL: [tiles][splits][TILE_ROWS]
-    u64* active, float* workspace,
+    // sums of active columns; where HOLD, of the weights of inactive ones; the blocks' partial sums, every word SENTINEL:
+    // [tiles][splits][TILE_ROWS]
+    u64* active, u64* skipped, float* workspace,
     // flag-in-data words that nobody reads any more
     u32* reset, int reset_count) {
     extern __shared__ uint4 memory[];
@@ -242,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
-        const Site site{x, columns, norm, eps, squares, parts, threshold, offset};
+        const Site site{
+            x, columns, norm, eps, squares, parts, threshold, offset, scales, rows, tile ? nullptr : skipped};
         max_abs = compact_active<WARPS, DENSE>(site, column_split, list, found, sums_of, [] {
                       if (!FLAG_IN_DATA) wait_for_previous();
                   }).of[0];
