@@ -70,6 +70,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "model_type": checkpoint.family.model_type,
         "sha256": checkpoint.sha256,
         "layers": checkpoint.layers,
+        "bases": list(checkpoint.bases),
         "hidden": int(checkpoint.config.hidden_size),
         "vocabulary": int(checkpoint.config.vocab_size),
         "context": int(checkpoint.config.max_position_embeddings),

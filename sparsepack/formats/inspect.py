@@ -46,6 +46,7 @@ def describe(path: Path) -> dict[str, Any]:
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
+        "bases": list(artifact.bases()),
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),
         "runs": artifact.format.runs,

@@ -122,6 +122,8 @@ class OperationsDecoder:
         activation = reference.ACTIVATION_FUNCTIONS[self._architecture.activation]
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         for number, layer in enumerate(self._layers):
+            if layer.basis is not None:
+                x = self._operations.matmul(layer.basis, x)
             x = x + self._attention(number, reference.rms_norm(x, layer.norms["attn_norm"], eps), mode, sequences)
             x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode)
         for sequence in sequences:
