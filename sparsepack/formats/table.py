@@ -68,7 +68,7 @@ class Format:
         if checkpoint.bases and not self.bases:
             raise PackingError(
                 f"{checkpoint.name}: its residual stream changes its basis before block {checkpoint.bases[0]}, for "
-                f"which {self.name} has no place; pack as {those_with('bases')}, or give the model one basis"
+                f"which {self.name} has no place; pack as {those_with('bases')}, or rotate it with one basis"
             )
         self._implementation.check_model(self, checkpoint)
 

@@ -36,7 +36,7 @@ class ZigzagArtifact(GgufArtifact):
         return self.packed().attention
 
     def bases(self) -> tuple[int, ...]:
-        return tuple(self.packed().bases)
+        return tuple(layer for layer in range(len(self.tensors)) if f"blk.{layer}.{BASIS}" in self.tensors)
 
     def check_shapes(self) -> None:
         stock_config(self.packed())

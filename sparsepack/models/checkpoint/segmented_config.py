@@ -44,6 +44,14 @@ def segmented_config(config_json: str, bases: Sequence[int]) -> str:
     return f"{json.dumps({**wrapped, 'residual_basis': [*bases], 'config': values}, indent=2, ensure_ascii=False)}\n"
 
 
+def segments_summary(bases: Sequence[int]) -> dict[str, Any] | None:
+    """The blocks that have a residual basis, JSON-able and in words; None where there are none."""
+    if not bases:
+        return None
+    blocks = f"block{'s' if len(bases) > 1 else ''} {', '.join(map(str, bases))}"
+    return {"bases": [*bases], "in_words": f"the residual stream changes its basis before {blocks}"}
+
+
 def stock_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     """What the family's config.json says, and the blocks that have a residual basis; none of an ordinary one.
 
