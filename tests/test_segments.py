@@ -94,7 +94,7 @@ def test_perplexity_is_that_of_the_model_from_before(both: Both) -> None:
     [
         AllocationOptions(0.5, windows=2),
         AllocationOptions(0.5, criterion="column-norm", upstream="dense"),
-        AllocationOptions(0.5, "teal", windows=2),
+        AllocationOptions(0.5, "teal", windows=1, include=("blk.*.attn_in", "blk.*.attn_out")),
         AllocationOptions(0.5, "global", windows=2, steps=2, batch=1, length=32),
     ],
     ids=lambda options: f"{options.allocation}, {options.criterion}",
@@ -118,7 +118,7 @@ def test_every_allocation_finds_thresholds_and_goes_on_after_a_kill(
         again = find_thresholds(both.changed, both.of_changed, options, state)
     assert again.to_json() == whole.to_json()
     sites = {key for key, rule in whole.rules.items() if not rule.dense}
-    assert {site for _, site in sites} == {"attn_in", "attn_out", "mlp_in", "mlp_mid"}
+    assert {layer for layer, _ in sites} == {0, 1, 2}
 
 
 def test_a_packed_model_is_intact_and_skips_about_what_was_asked(both: Both, packed: Path) -> None:
@@ -148,8 +148,12 @@ def test_a_trace_is_the_one_of_the_model_from_before(both: Both, tmp_path: Path)
     assert 0.3 < plain.mean() < 0.7
 
 
-def test_pruning_leaves_bases_as_they_are(both: Both, tmp_path: Path) -> None:
-    prune(both.changed, tmp_path / "p", PruneOptions(6, 8, windows=2, permute=True), both.folder / "c1")
+@pytest.mark.parametrize(
+    "options",
+    [PruneOptions(6, 8, windows=1), PruneOptions(6, 8, method="magnitude", permute=True, include=("blk.1.attn_*",))],
+)
+def test_pruning_leaves_bases_as_they_are(both: Both, options: PruneOptions, tmp_path: Path) -> None:
+    prune(both.changed, tmp_path / "p", options, None if options.method == "magnitude" else both.folder / "c1")
     pruned = open_checkpoint(tmp_path / "p")
     assert pruned.bases == STARTS
     assert pruning_record(pruned.path) is not None
