@@ -53,6 +53,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
 
     from sparsepack.formats.table import holders
     from sparsepack.models.checkpoint.checkpoint import HEAD, open_checkpoint
+    from sparsepack.models.checkpoint.segmented_config import segments_summary
     from sparsepack.models.families import SITES
     from sparsepack.models.precision import type_name
     from sparsepack.models.records.pruned import pruning_record
@@ -72,6 +73,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "model_type": checkpoint.family.model_type,
         "sha256": checkpoint.sha256,
         "layers": checkpoint.layers,
+        "segments": segments_summary(checkpoint.bases),
         "hidden": int(checkpoint.config.hidden_size),
         "vocabulary": int(checkpoint.config.vocab_size),
         "context": int(checkpoint.config.max_position_embeddings),

@@ -14,10 +14,9 @@ site that is not named is wholly active."""
 def parameters(packed: PackedModel) -> int:
     """The model's parameters: logical weights, norms and biases; a tied output matrix counts once."""
     matrices = [packed.embedding] + ([] if packed.architecture.tied else [packed.output])
-    count = packed.output_norm.numel() + sum(m.rows * m.columns for m in matrices)
+    count = packed.output_norm.numel() + sum(m.rows * m.columns for m in matrices) + sum(packed.parameters.values())
     for layer in packed.layers:
         count += sum(norm.numel() for norm in layer.norms.values())
-        count += sum(matrix.rows * matrix.columns for matrix in layer.matrices.values())
         count += sum(site.bias.numel() for site in layer.sites.values() if site.bias is not None)
     return count
 
@@ -34,7 +33,7 @@ def stored_bytes(packed: PackedModel) -> int:
 
 def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
     """Stored bytes that decoding one token needs: active columns and records, the output matrix, one row of the
-    embedding, norms, biases and rules. The KV cache, which grows with the text, is left out."""
+    embedding, changes of basis, norms, biases and rules. The KV cache, which grows with the text, is left out."""
     blocks = sum(
         matrix.blocks.nbytes * activity.get((number, name), 1.0)
         for number, layer in enumerate(packed.layers)
@@ -46,6 +45,7 @@ def bytes_per_token(packed: PackedModel, activity: Activity) -> float:
 
 def _always_read(packed: PackedModel) -> int:
     tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm]
+    tensors += [basis.blocks for basis in packed.bases.values()]
     for layer in packed.layers:
         tensors += layer.norms.values()
         for site in layer.sites.values():

@@ -157,10 +157,10 @@ class Subject(ABC):
 
     @abstractmethod
     def parameters(self) -> Mapping[SiteKey, int]:
-        """How many parameters each site's matrices have."""
+        """How many parameters each site's matrices have, and each change of basis between blocks."""
 
     def parameter_shares(self) -> dict[SiteKey, float]:
-        """Each site's share of the parameters of all sites."""
+        """The share that each of these has of all."""
         sizes = self.parameters()
         total = sum(sizes.values())
         return {key: size / total for key, size in sizes.items()}

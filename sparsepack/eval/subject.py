@@ -21,7 +21,7 @@ from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import source_made_from
 from sparsepack.formats.open import is_artifact, open_artifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import SITES, Family
+from sparsepack.models.families import BASIS, SITES, Family
 from sparsepack.models.precision import arithmetic, type_name
 from sparsepack.models.records.made import made_from
 from sparsepack.models.records.rule import Rules, SiteKey
@@ -62,7 +62,7 @@ class StockSubject(Subject):
     @cached_property
     def model(self) -> Any:
         """The whole stock model in memory, in `dtype`."""
-        return build_model(self.source.config, self.source.tensor, self.device, self.dtype)
+        return build_model(self.source.config, self.source.tensor, self.device, self.dtype, self.source.bases)
 
     @cached_property
     def sparse(self) -> bool:
@@ -79,12 +79,13 @@ class StockSubject(Subject):
         return SparseScorer(self.model, self.family, self.rules, self.context, self.inputs, self.attention)
 
     def parameters(self) -> dict[SiteKey, int]:
-        shapes = parameter_shapes(self.source.config)
-        return {
+        shapes = parameter_shapes(self.source.config, self.source.bases)
+        sites = {
             (layer, site): sum(math.prod(shapes[f"{self.family.block(layer)}.{name}.weight"]) for name in names)
             for layer in range(self.source.layers)
             for site, names in ((site, self.family.projections[site]) for site in SITES)
         }
+        return sites | {(layer, BASIS): math.prod(shapes[self.family.basis(layer)]) for layer in self.source.bases}
 
 
 def open_subject(

@@ -10,6 +10,7 @@ from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention_summary import attention_summary
 from sparsepack.formats.manifest import PRUNING, ROTATION
 from sparsepack.formats.open import open_artifact
+from sparsepack.models.checkpoint.segmented_config import segments_summary
 
 _BLOCKS = ("blk.", "model.layers.")
 _SHOWN = ("schema", "sparsepack", "model", PRUNING, ROTATION, "calibration", "recipe", "versions")
@@ -46,6 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
+        "segments": segments_summary(artifact.bases()),
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),
         "runs": artifact.format.runs,

@@ -14,10 +14,14 @@ from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.version import __version__
 
-SCHEMA = 3
-"""The schema of what has `ATTENTION`, and of folders of several files of tensors (`containers.safetensors.layout`)."""
+SCHEMA = 4
+"""The newest schema, of models whose residual stream changes its basis between blocks."""
 
-_WITHOUT_ATTENTION = 2
+FILES_SCHEMA = 3
+"""The schema of what else has `ATTENTION`, and of folders of several files of tensors
+(`containers.safetensors.layout`)."""
+
+_OLDEST = 2
 """The schema of everything else, and the oldest that is read."""
 
 NEURONS = "neurons"
@@ -133,7 +137,7 @@ def make_manifest(
     if taken := set(provenance) & set(_OWN):
         raise ValueError(f"provenance {sorted(taken)}: the manifest has keys of its own by that name")
     return {
-        "schema": SCHEMA if attention else _WITHOUT_ATTENTION,
+        "schema": SCHEMA if checkpoint.bases else FILES_SCHEMA if attention else _OLDEST,
         "kind": kind,
         "sparsepack": __version__,
         "model": {
@@ -164,7 +168,7 @@ def read_manifest(stored: Any, where: str) -> dict[str, Any]:
     try:
         manifest = stored if isinstance(stored, dict) else json.loads(stored)
         schema, kind = manifest["schema"], manifest["kind"]
-        if type(schema) is not int or schema < _WITHOUT_ATTENTION:
+        if type(schema) is not int or schema < _OLDEST:
             raise TypeError(f"schema {str(schema)[:60]!r}")
         if schema > SCHEMA:
             raise ArtifactError(

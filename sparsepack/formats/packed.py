@@ -12,7 +12,7 @@ from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedMatrix, decode_matrix, zigzag_rows
 from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.families import Family
+from sparsepack.models.families import BASIS, Family
 from sparsepack.models.records.rule import Rules, SiteKey, SiteRule
 from sparsepack.models.records.sparse_attention import SparseAttention
 
@@ -110,11 +110,16 @@ Mlp = DenseMlp | NeuronMlp
 @dataclass(frozen=True)
 class PackedLayer:
     """One decoder block: the sites of its attention, its norms (attn_norm, mlp_norm, q_norm, k_norm) as float32, and
-    its MLP."""
+    its MLP.
+
+    basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
+             it stays in the basis that it has
+    """
 
     attention: Mapping[str, PackedSite]
     norms: Mapping[str, Tensor]
     mlp: Mlp
+    basis: PackedMatrix | None = None
 
     @property
     def sites(self) -> dict[str, PackedSite]:
@@ -134,7 +139,9 @@ class PackedLayer:
     def weights(self, family: Family) -> Weights:
         """The tensors of the stock model's decoder block, decoded when asked for."""
         norms = {f"{module}.weight": partial(_same, self.norms[name]) for name, module in family.norms.items()}
-        return {**norms, **_weights_of(self.attention, family.projections), **self.mlp.weights(family.projections)}
+        bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
+        sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family.projections)}
+        return {**norms, **bases, **sites}
 
 
 def _same(value: Tensor) -> Tensor:
@@ -181,6 +188,11 @@ class PackedModel:
         return float(value) if isinstance(value, int | float) else 0.0
 
     @property
+    def bases(self) -> dict[int, PackedMatrix]:
+        """The change of basis before each block that has one."""
+        return {n: layer.basis for n, layer in enumerate(self.layers) if layer.basis is not None}
+
+    @property
     def mlp_kind(self) -> MlpKind:
         """How the MLPs are stored, all of them alike."""
         return self.layers[0].mlp.kind
@@ -192,6 +204,8 @@ class PackedModel:
 
     @property
     def parameters(self) -> dict[SiteKey, int]:
-        """Logical weights of each matrix of every block, by its name there."""
+        """Logical weights of each matrix of every block, by its name there, and of each change of basis."""
         layers = enumerate(self.layers)
-        return {(n, name): m.rows * m.columns for n, layer in layers for name, m in layer.matrices.items()}
+        matrices = {(n, name): matrix for n, layer in layers for name, matrix in layer.matrices.items()}
+        matrices |= {(n, BASIS): basis for n, basis in self.bases.items()}
+        return {key: matrix.rows * matrix.columns for key, matrix in matrices.items()}

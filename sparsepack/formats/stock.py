@@ -31,6 +31,7 @@ class StockModel:
     rules  -- of the sites; target_sparsity -- what they were made for; sparse_sites -- those that may be sparse
     inputs -- what the inputs of sites are quantised to, token by token, before they are multiplied
     attention -- which tokens decoded positions read; None: all
+    bases -- the blocks before which the residual stream changes its basis
     """
 
     config: Any
@@ -41,6 +42,7 @@ class StockModel:
     sparse_sites: Collection[Any] = ()
     inputs: Mapping[SiteKey, torch.dtype] = field(default_factory=dict)
     attention: SparseAttention | None = None
+    bases: Collection[int] = ()
 
     @property
     def layers(self) -> int:
@@ -65,6 +67,7 @@ def stock_of(packed: PackedModel) -> StockModel:
         packed.target_sparsity,
         sites,
         attention=packed.attention,
+        bases=tuple(packed.bases),
     )
 
 

@@ -31,6 +31,7 @@ class Format:
     thresholds      -- whether it carries the rules of the sites
     attention       -- whether it carries a policy for sparse attention
     weight_sparsity -- whether it leaves out pruned weights
+    bases           -- whether it has a place for changes of basis between blocks
     mlp             -- how MLPs are stored
     runs            -- whether an engine of ours runs it
     file_type       -- llama.cpp's enum llama_ftype, which viewers of GGUFs show
@@ -44,6 +45,7 @@ class Format:
     thresholds: bool = False
     attention: bool = False
     weight_sparsity: bool = False
+    bases: bool = False
     mlp: MlpKind = DENSE
     runs: bool = False
     file_type: int = 0
@@ -63,6 +65,11 @@ class Format:
 
         Raises `PackingError` for a model that another format may hold, `CheckpointError` for one that none holds.
         """
+        if checkpoint.bases and not self.bases:
+            raise PackingError(
+                f"{checkpoint.name}: its residual stream changes its basis before block {checkpoint.bases[0]}, for "
+                f"which {self.name} has no place; pack as {those_with('bases')}, or rotate it with one basis"
+            )
         self._implementation.check_model(self, checkpoint)
 
     def plan(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "Plan":
@@ -84,7 +91,7 @@ _PLAIN = "sparsepack.formats.plain.plan"
 _SLID = "sparsepack.formats.slid.plan"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
 _FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
-_RUN: Mapping[str, Any] = {"thresholds": True, "attention": True, "runs": True}
+_RUN: Mapping[str, Any] = {"thresholds": True, "attention": True, "bases": True, "runs": True}
 _PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsity": True}
 
 FORMATS: Mapping[str, Format] = {

@@ -19,6 +19,10 @@ execution."""
 
 ATTENTION_SITES, MLP_SITES = SITES[:2], SITES[2:]
 
+BASIS = "residual_basis"
+"""The module of a decoder block that changes the basis of the residual stream before anything else in it: h' = h W^T.
+No stock model has such a module (`models.stock.basis`)."""
+
 MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
 
@@ -111,6 +115,10 @@ class Family:
     def block(self, layer: int | str) -> str:
         """The name of a decoder block; "" for what the names of all begin with."""
         return f"{self.backbone}.layers.{layer}"
+
+    def basis(self, layer: int) -> str:
+        """The name of the tensor [hidden, hidden] that changes the basis of the residual stream before a block."""
+        return f"{self.block(layer)}.{BASIS}.weight"
 
     def setting(self, config: Any, name: str) -> Any:
         """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""

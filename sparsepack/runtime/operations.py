@@ -23,7 +23,7 @@ class Operations(Protocol):
         """Prepare a zigzag matrix for `zigzag_gemv` and `zigzag_matmul`."""
 
     def load_rows(self, matrix: PackedMatrix, device: torch.device | str = "cpu") -> Any:
-        """Prepare a matrix stored by rows for `matmul`."""
+        """Prepare a matrix stored by rows, the output matrix or a change of basis, for `matmul`."""
 
     def collect(self, x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
         """The active columns of x, in ascending order, and their count."""

@@ -139,6 +139,8 @@ class OperationsDecoder:
         held = None if holds is None else holds.step(sequences)
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         for number, layer in enumerate(self._layers):
+            if layer.basis is not None:
+                x = self._operations.matmul(layer.basis, x)
             normed = reference.rms_norm(x, layer.norms["attn_norm"], eps)
             x = x + self._attention(number, normed, mode, sequences, held)
             x = x + layer.mlp.output(reference.rms_norm(x, layer.norms["mlp_norm"], eps), activation, mode, held)

@@ -123,11 +123,12 @@ class _LoadedNeuronMlp:
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A loaded block."""
+    """A loaded block. `basis` is what its input is multiplied by first; None: nothing."""
 
     attention: Mapping[str, LoadedSite]
     norms: Mapping[str, Tensor]
     mlp: Mlp
+    basis: Any | None
 
     @property
     def active(self) -> Mapping[str, Tensor]:
@@ -139,7 +140,8 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device)
     """A block on a device, its counts at zero."""
     norms = {name: norm.to(device) for name, norm in layer.norms.items()}
     mlp = _LOADERS[layer.mlp.kind](layer.mlp, operations, device)
-    return LoadedLayer(_loaded_sites(layer.attention, operations, device), norms, mlp)
+    basis = None if layer.basis is None else operations.load_rows(layer.basis, device)
+    return LoadedLayer(_loaded_sites(layer.attention, operations, device), norms, mlp, basis)
 
 
 def _loaded_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:

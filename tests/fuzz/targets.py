@@ -44,6 +44,7 @@ from tests.fuzz import sealed_gguf
 from tests.fuzz.harness import Broken, Target, command
 from tests.fuzz.mutate import bytes_changed, json_changed
 from tests.models_for_tests import TEXT, make_model
+from tests.segments_for_tests import segmented
 
 TARGETS = ("artifact", "resealed", "checkpoint", "calibration", "trace", "thresholds", "recipe")
 _SMALL = {"num_hidden_layers": 1, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -81,9 +82,10 @@ def _files(model: Path, folder: Path) -> list[Path]:
     write_zigzag(checkpoint, rules, folder / "zigzag.gguf", provenance={**provenance, "thresholds": table.summary()})
     write_zigzag(checkpoint, {}, folder / "attention.gguf", attention=_attention(checkpoint))
     plan_neurons(open_checkpoint(_relu(model, folder / "relu"))).write(folder / "neuron.gguf")
+    write_zigzag(segmented(model, (0,), folder / "segments"), {}, folder / "segments.gguf")
     write_plain(checkpoint, folder / "plain.gguf")
     write_plain(checkpoint, folder / "f16.gguf", "f16")
-    names = ("zigzag", "zigzag", "attention", "neuron", "plain", "f16")
+    names = ("zigzag", "zigzag", "attention", "neuron", "segments", "plain", "f16")
     return [folder / f"{name}.gguf" for name in names]
 
 
@@ -181,18 +183,21 @@ def _checkpoint(model: Path, folder: Path) -> Target:
     index = {"metadata": {"total_size": 1}, "weight_map": {"model.norm.weight": "model.safetensors"}}
     text = folder / "text.txt"
     text.write_text(TEXT[:3000])
+    changed = segmented(model, (0,), folder / "segments").path
 
     def write(random: Random, into: Path) -> None:
         (into / "how").write_text(random.choice(("read", "read", "read", "pack", "calibrate")))
         if random.random() < 0.2:
             (into / "m.gguf").write_bytes(bytes_changed(random, source))
             return
-        shutil.copytree(model, into / "m")
+        shutil.copytree(changed if random.random() < 0.3 else model, into / "m")
         if random.random() < 0.2:
             (into / "m" / "model.safetensors.index.json").write_text(json_changed(random, json.dumps(index)))
             return
         names = ["config.json"] * 4 + sorted(path.name for path in model.iterdir())
         path = into / "m" / random.choice(names)
+        if not path.is_file():
+            return
         if path.suffix == ".json":
             path.write_bytes(json_changed(random, path.read_text()).encode("utf-8", "surrogatepass"))
         elif random.random() < 0.5:

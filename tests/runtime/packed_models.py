@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "llama, segments": {"model_type": "llama", "bases": (0, 1)},
     "qwen3, tied": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
 }
 
@@ -89,6 +90,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = {**SMALL, **VARIANTS[variant], **changes}
+    bases = values.pop("bases", ())
     config = AutoConfig.for_model(**values)
     family = FAMILIES[config.model_type]
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +123,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         for i in range(config.num_hidden_layers)
     )
     embedding = by_rows("model.embed_tokens.weight", "F16" if config.hidden_size % 256 else "Q6_K")
-    return PackedModel(
+    packed = PackedModel(
         architecture=architecture_of(config, config.bos_token_id),
         layers=layers,
         embedding=embedding,
@@ -131,6 +133,18 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         tokenizer_json="{}",
         manifest={"kind": "zigzag-q4_k", "model": {"name": f"random {variant}"}},
     )
+    return with_bases(packed, bases)
+
+
+def with_bases(packed: PackedModel, starts: Collection[int], type: str = "Q8_0") -> PackedModel:
+    """The model with a random change of basis before some blocks, of which it is another model."""
+    hidden, layers = packed.architecture.hidden, [*packed.layers]
+    for layer in starts:
+        generator = torch.Generator().manual_seed(layer)
+        q = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator)).Q
+        basis = PackedMatrix(encode_rows(q, type), type, hidden, hidden)
+        layers[layer] = dataclasses.replace(layers[layer], basis=basis)
+    return dataclasses.replace(packed, layers=tuple(layers))
 
 
 def layer_of(sites: Mapping[str, PackedSite], norms: Mapping[str, Tensor]) -> PackedLayer:
@@ -143,7 +157,7 @@ def with_sites(layer: PackedLayer, changed: Mapping[str, PackedSite]) -> PackedL
     """The same block with these sites in place of their namesakes."""
     sites = {**layer.sites, **changed}
     if isinstance(layer.mlp, DenseMlp):
-        return layer_of(sites, layer.norms)
+        return dataclasses.replace(layer_of(sites, layer.norms), basis=layer.basis)
     return dataclasses.replace(layer, attention=sites)
 
 
@@ -162,7 +176,7 @@ def by_neurons(packed: PackedModel, seed: int = 0) -> PackedModel:
             frequency=torch.linspace(1, 0, len(gate)),
             order=order,
         )
-        layers.append(PackedLayer(sites, layer.norms, mlp))
+        layers.append(PackedLayer(sites, layer.norms, mlp, layer.basis))
     return dataclasses.replace(packed, layers=tuple(layers), manifest={**packed.manifest, "kind": "neuron-q4_k"})
 
 
@@ -171,7 +185,7 @@ def stock_model(packed: PackedModel) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**json.loads(packed.config_json))
-    return build_model(config, dequantised(packed))
+    return build_model(config, dequantised(packed), bases=packed.bases)
 
 
 class Sparsifier:

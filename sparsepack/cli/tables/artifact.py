@@ -34,6 +34,8 @@ def artifact_table(description: Mapping[str, Any]) -> str:
         parts.append(thresholds_table(description["thresholds"]))
     if description["attention"]:
         parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
+    if description["segments"]:
+        parts.append(f"segments: {description['segments']['in_words']}")
     if description["neurons"]:
         parts.append(f"neurons: {description['neurons']['in_words']}")
     if description["padding_rows"]:

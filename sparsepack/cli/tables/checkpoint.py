@@ -15,6 +15,7 @@ def checkpoint_table(found: Mapping[str, Any]) -> str:
         f"{found['layers']} blocks of {found['hidden']:,} channels, {found['vocabulary']:,} tokens, made for texts of "
         f"{found['context']:,}",
         Table(["site", "outputs x inputs, in each block"], rows),
+        *([f"segments: {found['segments']['in_words']}"] if found["segments"] else []),
         _pruned(found["pruned"]),
         _rotated(found["rotated"]),
         found["formats"],

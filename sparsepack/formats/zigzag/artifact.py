@@ -12,7 +12,7 @@ from sparsepack.formats.codecs.q4_k_fit import SUB
 from sparsepack.formats.containers.gguf.container import GgufArtifact
 from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
-from sparsepack.formats.zigzag.layout import RULE_VECTORS
+from sparsepack.formats.zigzag.layout import BASIS, RULE_VECTORS
 from sparsepack.formats.zigzag.reader import ModelReader
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.records.sparse_attention import SparseAttention
@@ -34,6 +34,9 @@ class ZigzagArtifact(GgufArtifact):
 
     def attention(self) -> SparseAttention | None:
         return self.packed().attention
+
+    def bases(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(len(self.tensors)) if f"blk.{layer}.{BASIS}" in self.tensors)
 
     def check_shapes(self) -> None:
         stock_config(self.packed())
@@ -63,6 +66,8 @@ class ZigzagArtifact(GgufArtifact):
             return None
         if what in checkpoint.family.norms:
             return checkpoint.tensor(f"model.layers.{layer}.{checkpoint.family.norms[what]}.weight")
+        if f"{what}.{part}" == BASIS and int(layer) in checkpoint.bases:
+            return checkpoint.tensor(checkpoint.family.basis(int(layer)))
         if what in checkpoint.family.projections:
             weight, bias = checkpoint.stacked(int(layer), what)
             return bias if part == "bias" else weight

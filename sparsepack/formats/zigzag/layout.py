@@ -5,6 +5,9 @@ from sparsepack.models.families import FAMILIES
 
 NUMBERS = "sparsepack.architecture"
 
+BASIS = "basis.weight"
+"""The name of a block's change of basis, after the block's own."""
+
 RULE_VECTORS = (".threshold", ".offset")
 """The names of the tensors that hold a site's rule end so."""
 

@@ -1,6 +1,7 @@
 """The zigzag GGUF: one file with everything to run a model that skips the columns of inactive channels.
 
     token_embd.weight              [vocabulary, hidden]    Q8_0, Q6_K, Q4_K, F16, BF16 or F32
+    blk.I.basis.weight             [hidden, hidden]        Q8_0 or F16, where the residual stream changes its basis
     blk.I.SITE.weight              [bands, columns, 256]   Q4_K in zigzag order; SITE: attn_in, attn_out, ...
     blk.I.SITE.bias                [rows]                  F32, where the model has one
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
@@ -28,6 +29,7 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.matrices import encode_rows
+from sparsepack.formats.codecs.types import type_that_fits
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.containers.gguf.embeddings import embedding_types
 from sparsepack.formats.containers.gguf.values import manifest_values, string
@@ -37,7 +39,7 @@ from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, al
 from sparsepack.formats.table import Format
 from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
-from sparsepack.formats.zigzag.layout import NUMBERS, site_shapes
+from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, site_shapes
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
@@ -49,6 +51,9 @@ from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 
 ALIGNMENT = 64  # a cache line: what the kernels load
+
+BASIS_TYPE = "Q8_0"
+"""A change of basis is stored in this type where it fits the width."""
 
 Block = Callable[[Architecture, int], Iterator[PlannedGroup]]
 """The function makes the matrices of a block, by the block's number, and what belongs to them."""
@@ -131,24 +136,25 @@ def _groups(
     device: str,
 ) -> Iterator[PlannedGroup]:
     """Every tensor, in the order in which an engine needs them."""
-    big = (architecture.vocabulary, architecture.hidden)
 
-    def matrix(name: str, source: str) -> PlannedGroup:
-        kind = embedding[name]
-
+    def matrix(name: str, source: str, kind: str) -> PlannedGroup:
         def encoded() -> Tensor:
             return encode_rows(stacked_on(device, [checkpoint.tensor(source)]), kind)
 
-        return alone(PlannedTensor(name, big, kind), encoded)
+        rows = architecture.vocabulary if name in embedding else architecture.hidden
+        return alone(PlannedTensor(name, (rows, architecture.hidden), kind), encoded)
 
-    yield matrix("token_embd.weight", EMBEDDING)
+    yield matrix("token_embd.weight", EMBEDDING, embedding["token_embd.weight"])
+    of_basis = type_that_fits(BASIS_TYPE, architecture.hidden)
     for layer in range(checkpoint.layers):
+        if layer in checkpoint.bases:
+            yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
         for name, module in checkpoint.family.norms.items():
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
         yield from block(architecture, layer)
     yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
     if "output.weight" in embedding:
-        yield matrix("output.weight", HEAD)
+        yield matrix("output.weight", HEAD, embedding["output.weight"])
 
 
 def planned_site(

@@ -17,7 +17,7 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.config_check import check_config
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.packed import DenseMlp, Mlp, PackedLayer, PackedModel, PackedSite
-from sparsepack.formats.zigzag.layout import NUMBERS, norm_widths, site_shapes
+from sparsepack.formats.zigzag.layout import BASIS, NUMBERS, norm_widths, site_shapes
 from sparsepack.models.architecture import ACTIVATIONS, Architecture
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.families import ATTENTION_SITES, MLP_SITES, PACKABLE
@@ -69,7 +69,12 @@ class ModelReader:
 
     def layer(self, layer: int) -> PackedLayer:
         """A block, by its number."""
-        return PackedLayer(self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer))
+        return PackedLayer(self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer), self.basis(layer))
+
+    def basis(self, layer: int) -> PackedMatrix | None:
+        """The change of basis before a block; None: there is none."""
+        name, hidden = f"blk.{layer}.{BASIS}", self.architecture.hidden
+        return self.rows_matrix(name, _MATRIX_TYPES, (hidden, hidden)) if name in self.file.tensors else None
 
     def mlp(self, layer: int) -> Mlp:
         """The MLP of a block."""

@@ -22,6 +22,7 @@ from sparsepack.files.stored import Count, Stored, checked, shown
 from sparsepack.models.architecture import Architecture, architecture_of, token_ids
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.checkpoint.saved_copy import METHOD, is_saved_copy, told_of_copy
+from sparsepack.models.checkpoint.segmented_config import stock_values
 from sparsepack.models.checkpoint.sources import GgufSource, SafetensorsSource, TensorSource
 from sparsepack.models.families import FAMILIES, Family, check_packable, family_of
 from sparsepack.models.own_code import STOCK_ALONE, refused_own_code, tell_own_code
@@ -41,13 +42,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A source model. `config` is the stock transformers configuration."""
+    """A source model. `config` is the stock transformers configuration.
+
+    bases -- the blocks before which the residual stream changes its basis, ascending: a segment begins at each
+    """
 
     name: str
     path: Path
     config: Any
     family: Family
     source: TensorSource
+    bases: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -122,7 +127,7 @@ class Checkpoint:
             if self.gguf is not None:
                 tokenizer = gguf_tokenizer(self.gguf, self.name)
             else:
-                tokenizer = folder_tokenizer(self.path)
+                tokenizer = folder_tokenizer(self.path, self.config)
             # What does not fit together shows only in use.
             list(tokenizer("a b", add_special_tokens=False, verbose=False)["input_ids"])
         except CheckpointError:
@@ -194,7 +199,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     name = str(name)
     path = _located(name)
     file = read_gguf(path) if path.is_file() else None
-    config = _folder_config(path, name) if file is None else _gguf_config(file, name)
+    config, bases = _folder_config(path, name) if file is None else (_gguf_config(file, name), ())
     family = family_of(config.model_type, name)
     check_sizes(config, name)
     source: TensorSource
@@ -206,7 +211,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     else:
         source = SafetensorsSource(path, family.decoder)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
-    checkpoint = Checkpoint(shown_name, path, config, family, source)
+    checkpoint = Checkpoint(shown_name, path, config, family, source, bases)
     _check_understood(checkpoint)
     return checkpoint
 
@@ -249,18 +254,20 @@ def _gguf_config(file: GgufFile, name: str) -> Any:
     return gguf_config(file, name)
 
 
-def _folder_config(path: Path, name: str) -> Any:
+def _folder_config(path: Path, name: str) -> tuple[Any, tuple[int, ...]]:
+    """The stock configuration, and the blocks that have a residual basis."""
     from transformers import AutoConfig
 
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        model_type = raw["model_type"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        stock, bases = stock_values(raw)
+        model_type = stock["model_type"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / 'config.json'}: not a model configuration ({shown(error)})") from error
     except OSError as error:
         raise CheckpointError(f"{path / 'config.json'}: cannot be read ({error.strerror})") from error
     family_of(model_type, name)
-    quantised = raw.get("quantization_config")
+    quantised = stock.get("quantization_config")
     if is_saved_copy(path):
         raise CheckpointError(told_of_copy(name))
     if isinstance(quantised, dict) and quantised.get("quant_method") == METHOD:
@@ -268,13 +275,13 @@ def _folder_config(path: Path, name: str) -> Any:
     if quantised:
         raise CheckpointError(f"{name}: quantised already (quantization_config); expected F32, F16 or BF16 weights")
     try:
-        config = AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
+        config = AutoConfig.for_model(**stock) if bases else AutoConfig.from_pretrained(str(path), **STOCK_ALONE)
     except Exception as error:  # the library checks fields in several ways, each with its own kind
         raise refused_own_code(error, path / "config.json") or CheckpointError(
             f"{path / 'config.json'}: not a {model_type} configuration ({shown(error)})"
         ) from error
     tell_own_code(path / "config.json")
-    return config
+    return config, bases
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -318,7 +325,7 @@ def _check_understood(checkpoint: Checkpoint) -> None:
     _check_activation(checkpoint)
     found = checkpoint.source.shapes
     try:
-        expected = parameter_shapes(checkpoint.config)
+        expected = parameter_shapes(checkpoint.config, checkpoint.bases)
     except Exception as error:  # transformers' own code, on numbers that it did not check
         raise CheckpointError(f"{checkpoint.name}: its configuration is not understood ({shown(error)})") from error
     # A tied model's output matrix may be stored a second time; it is never read.

@@ -7,6 +7,7 @@ from typing import Any
 from sparsepack.errors import PackingError
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.segmented_config import segmented_config, stock_values
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, template_of
 from sparsepack.models.tokenizer.sentencepiece_model import sentencepiece_config
 from sparsepack.models.tokenizer.tokenizer import only_sentencepiece
@@ -15,9 +16,12 @@ CONFIG = "config.json"
 
 
 def config_json(checkpoint: Checkpoint) -> str:
-    """The content of the model's config.json."""
+    """The content of the config.json that the family's stock model has."""
     path = checkpoint.path / CONFIG
-    return path.read_text(encoding="utf-8") if path.is_file() else str(checkpoint.config.to_json_string())
+    if not path.is_file():
+        return str(checkpoint.config.to_json_string())
+    text = path.read_text(encoding="utf-8")
+    return json.dumps(stock_values(json.loads(text))[0], indent=2, ensure_ascii=False) if checkpoint.bases else text
 
 
 _BESIDE = (
@@ -33,10 +37,13 @@ _BESIDE = (
 def texts_of(checkpoint: Checkpoint) -> dict[str, str]:
     """The files that describe a model, by name: config.json, the tokenizer's, and what else there is. Raises as
     `tokenizer_config`."""
-    texts = {CONFIG: config_json(checkpoint), "tokenizer.json": checkpoint.tokenizer_json()}
+    config = config_json(checkpoint)
+    if checkpoint.bases:
+        config = segmented_config(config, checkpoint.bases)
+    texts = {CONFIG: config, "tokenizer.json": checkpoint.tokenizer_json()}
     if checkpoint.path.is_file() or only_sentencepiece(checkpoint.path):
-        config = json.dumps(tokenizer_config(checkpoint), indent=2, ensure_ascii=False)
-        return texts | {"tokenizer_config.json": f"{config}\n"}
+        of_tokenizer = json.dumps(tokenizer_config(checkpoint), indent=2, ensure_ascii=False)
+        return texts | {"tokenizer_config.json": f"{of_tokenizer}\n"}
     beside = [checkpoint.path / name for name in _BESIDE]
     return texts | {path.name: path.read_text(encoding="utf-8") for path in beside if path.is_file()}
 

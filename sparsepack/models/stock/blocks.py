@@ -5,7 +5,7 @@ in turn, so masks, rotary embeddings and sliding windows are never re-implemente
 after them is done once, by the names that the family gives it, and is taken out of that backbone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from sparsepack.models.checkpoint.checkpoint import HEAD
 from sparsepack.models.families import Family
 from sparsepack.models.own_code import STOCK_ALONE
 from sparsepack.models.stock.attention import Watcher, watched_attention
+from sparsepack.models.stock.basis import add_basis
 from sparsepack.models.stock.skeleton import single_layer
 from sparsepack.models.stock.whole import backbone_of
 
@@ -33,6 +34,10 @@ class BlockSource(Protocol):
     @property
     def layers(self) -> int:
         """Number of decoder blocks."""
+
+    @property
+    def bases(self) -> Collection[int]:
+        """The blocks before which the residual stream changes its basis."""
 
     @property
     def tensor(self) -> Callable[[str], torch.Tensor]:
@@ -58,7 +63,7 @@ class BlockStream:
     ) -> None:
         self.source, self._attention = source, attention
         self.device, self.dtype = torch.device(device), dtype
-        self._backbones: dict[str, Any] = {}
+        self._backbones: dict[tuple[str, bool], Any] = {}  # by the kind of the layer, and whether it has a basis
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
 
@@ -66,7 +71,7 @@ class BlockStream:
         """Let go of the block in memory, then read block `layer` from disk."""
         self.unload()
         kinds = getattr(self.source.config, "layer_types", None)
-        kind = kinds[layer] if kinds else "only"
+        kind = kinds[layer] if kinds else "only", layer in self.source.bases
         if kind not in self._backbones:
             self._backbones[kind] = self._empty(layer)
         self._backbone = self._backbones[kind]
@@ -148,6 +153,8 @@ class BlockStream:
         config.dtype = self.dtype
         with torch.device("meta"):
             backbone = backbone_of(AutoModel.from_config(config, attn_implementation=self._attention, **STOCK_ALONE))
+        if layer in self.source.bases:
+            add_basis(backbone.layers[0], config.hidden_size)
         backbone.eval().requires_grad_(False)
         after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
         self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}

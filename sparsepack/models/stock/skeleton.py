@@ -1,6 +1,7 @@
 """The stock model without its weights: what one decoder block is, and which parameters a checkpoint must hold."""
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ def single_layer(config: Any, layer: int = 0) -> Any:
     return single
 
 
-def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of the stock causal language model of a family that we know; of two tied ones,
-    the first."""
+    the first.
+
+    bases -- blocks that also have a residual basis (`models.stock.basis`)
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -33,4 +37,4 @@ def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
         layers = range(config.num_hidden_layers) if within != name else ()
         names = [f"{family.block(layer)}.{within}" for layer in layers] or [name]
         shapes |= dict.fromkeys(names, tuple(parameter.shape))
-    return shapes
+    return shapes | {family.basis(layer): (config.hidden_size, config.hidden_size) for layer in bases}

@@ -1,6 +1,6 @@
 """The whole stock transformers model, for work that needs the model's own output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -9,16 +9,27 @@ from torch import nn
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.own_code import STOCK_ALONE
+from sparsepack.models.stock.basis import add_basis
 
 
 def build_model(
-    config: Any, tensor: Callable[[str], torch.Tensor], device: str = "cpu", dtype: torch.dtype = torch.float32
+    config: Any,
+    tensor: Callable[[str], torch.Tensor],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    bases: Collection[int] = (),
 ) -> Any:
-    """A stock causal language model with every parameter taken from `tensor(name)`, frozen, in eval mode."""
+    """A stock causal language model with every parameter taken from `tensor(name)`, frozen, in eval mode.
+
+    bases -- the blocks before which the residual stream changes its basis
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype, **STOCK_ALONE)
+    backbone = backbone_of(model)
+    for layer in bases:
+        add_basis(backbone.layers[layer], config.hidden_size)
     for name, _ in list(model.named_parameters()):
         if name == HEAD and config.tie_word_embeddings:
             continue
@@ -27,7 +38,6 @@ def build_model(
         setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
-    backbone = backbone_of(model)
     if FAMILIES[config.model_type].rotary != "none":
         backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
     return model.eval()
@@ -40,4 +50,4 @@ def backbone_of(model: Any) -> Any:
 
 def load_model(checkpoint: Checkpoint, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The whole checkpoint as a stock transformers model on one device."""
-    return build_model(checkpoint.config, checkpoint.tensor, device, dtype)
+    return build_model(checkpoint.config, checkpoint.tensor, device, dtype, checkpoint.bases)

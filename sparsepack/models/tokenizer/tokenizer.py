@@ -27,8 +27,10 @@ def gguf_tokenizer(file: GgufFile, name: str) -> Any:
     return tokenizer
 
 
-def folder_tokenizer(folder: Path) -> Any:
+def folder_tokenizer(folder: Path, model: Any = None) -> Any:
     """The tokenizer of a Hugging Face folder: transformers' own, except where there is only a `tokenizer.model`.
+
+    model -- the model's stock configuration; None: what config.json in the folder says
 
     Raises `CheckpointError` as `sentencepiece_json` does and for one that is Python of the model's own, and what
     transformers raises.
@@ -40,7 +42,7 @@ def folder_tokenizer(folder: Path) -> Any:
     check_tokenizer_of(folder)
     config = folder / "tokenizer_config.json"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **STOCK_ALONE)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=model, **STOCK_ALONE)
     except ValueError as error:
         raise refused_own_code(error, config) or error from error
     tell_own_code(config)

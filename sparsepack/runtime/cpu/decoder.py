@@ -149,6 +149,8 @@ def _built(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any:
     )
     for layer in packed.layers:
         builder.add_layer(vector(layer.norms["attn_norm"]), vector(layer.norms["mlp_norm"]))
+        if layer.basis is not None:
+            builder.set_basis(load_rows(layer.basis))
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(

@@ -269,7 +269,7 @@ def renamed(groups: list, old: str, new: str) -> list:
 
 NUMBERS = "sparsepack.architecture"
 FORGED = {
-    "newer schema": (lambda v, t: (edited(v, KEY, schema=4), t), "schema 4 .* update sparsepack"),
+    "newer schema": (lambda v, t: (edited(v, KEY, schema=5), t), "schema 5 .* update sparsepack"),
     "attention of another kind": (
         lambda v, t: (edited(v, KEY, attention={"kept": 0.1}), t),
         "attention.kind: Field req",

@@ -31,9 +31,11 @@ TEXTS = torch.randint(300, (8, 13), generator=torch.Generator().manual_seed(3))
 LENGTHS = (1, 5, 8)
 INTERLEAVED = "gate and up in one matrix"
 LARGE = "several bands and groups"
+SEGMENTS = "segments of one and two blocks"
 CHANGES: dict[str, dict[str, Any]] = {
     INTERLEAVED: {"hidden_size": 128, "intermediate_size": 768, "attention_bias": True, "mlp_bias": True},
     LARGE: {"hidden_size": 512, "intermediate_size": 2816, "vocab_size": 4100},
+    SEGMENTS: {"num_hidden_layers": 3, "bases": (0, 2)},
 }
 every_variant = pytest.mark.parametrize(
     "variant",
@@ -45,6 +47,7 @@ every_variant = pytest.mark.parametrize(
         "qwen3, tied",
         INTERLEAVED,
         LARGE,
+        SEGMENTS,
     ],
 )
 ON_GPU = EngineOptions("cuda")

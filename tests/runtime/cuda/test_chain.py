@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import simulated
@@ -21,7 +22,9 @@ from sparsepack.runtime.sampling import Sampler, Sampling
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
 STARTS = [0, 6, 12]
 INTERLEAVED = "gate and up in one product"
+SEGMENTS = "segments of one block"
 BLOCKS = {"hidden_size": 128, "intermediate_size": 768, "attention_bias": True, "mlp_bias": True}
+OTHERS: dict[str, dict[str, Any]] = {INTERLEAVED: BLOCKS, SEGMENTS: {"num_hidden_layers": 3, "bases": (1, 2)}}
 ROUNDED = 0.1
 """Largest difference of a logit after a prefill, whose inputs are rounded to float16; 0.025 measured, 0.07 where that
 decides about a column."""
@@ -35,7 +38,7 @@ def _simulated() -> Iterator[None]:
 
 @cache
 def model(variant: str) -> PackedModel:
-    packed = random_model("llama", **BLOCKS) if variant == INTERLEAVED else random_model(variant)
+    packed = random_model("llama", **OTHERS[variant]) if variant in OTHERS else random_model(variant)
     return with_rules(packed, stock_model(packed), IDS.tolist(), STARTS)
 
 
@@ -56,7 +59,7 @@ def largest(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-every_variant = pytest.mark.parametrize("variant", [*VARIANTS, INTERLEAVED])
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, *OTHERS])
 
 
 @every_variant

@@ -35,6 +35,12 @@ def model() -> PackedModel:
     return with_rules(packed, stock_model(packed), IDS, [0])
 
 
+@cache
+def segments() -> PackedModel:
+    packed = random_model("llama", **LARGE, num_hidden_layers=5, bases=(0, 2, 3))
+    return with_rules(packed, stock_model(packed), IDS, [0])
+
+
 @pytest.fixture(scope="module")
 def books(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
     path = tmp_path_factory.mktemp("cuda") / "books.gguf"
@@ -54,6 +60,35 @@ def nothing_waits() -> Iterator[None]:
 def run(engine: Engine, prompt: int = 5) -> Tensor:
     engine.reset()
     return torch.stack([engine.prefill(IDS[:prompt]), *(engine.step(id) for id in IDS[prompt:])])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_change_of_basis_has_the_same_bits_every_time_and_those_of_the_reference_nearly(dense: bool) -> None:
+    """Also where a step begins ahead, and behind one that left its words in plain memory."""
+    engine = Engine(segments(), device="cuda", dense=dense, cache_type="f32")
+    expected = run(engine)
+    for _ in range(20):
+        assert torch.equal(run(engine), expected)
+    engine.reset()
+    engine.prefill(IDS[:5])
+    sampler, chosen = Sampler(Sampling()), [IDS[5]]
+    for _ in range(30):
+        chosen.append(engine.decode_next(chosen[-1], sampler))
+    engine.reset()
+    logits = [engine.prefill(IDS[:5]), *(engine.step(id) for id in chosen[:-1])]
+    assert [int(row.argmax()) for row in logits[1:]] == chosen[1:]
+    if dense:
+        reference = Engine(segments(), backend="reference", dense=True).teacher_forced(IDS, 5)
+        assert (expected.cpu() - reference[4:]).norm() < 5e-3 * reference[4:].norm()
+
+
+def test_a_step_of_segments_never_waits_for_the_device() -> None:
+    engine = Engine(segments(), device="cuda")
+    engine.prefill(IDS[:5])
+    engine.step(3)
+    with nothing_waits():
+        for id in IDS[5:15]:
+            engine.step(id)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -13,7 +13,7 @@ from sparsepack.files.shards import SHARD_BYTES, WEIGHTS
 from sparsepack.formats.containers.safetensors.layout import CONFIG, MANIFEST, METHOD, sealed
 from sparsepack.formats.containers.safetensors.shards import Shard, index_of, shards_of
 from sparsepack.formats.containers.write_tensors import TensorFile, write_files
-from sparsepack.formats.manifest import SCHEMA
+from sparsepack.formats.manifest import FILES_SCHEMA
 from sparsepack.formats.plan import Plan
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.source_files import texts_of
@@ -80,7 +80,7 @@ class FolderPlan(Plan):
         if len(weights) == 1:
             old_place = {"header_sha256": weights[WEIGHTS]["header_sha256"]}
         else:
-            manifest, old_place = {**manifest, "schema": SCHEMA}, {}
+            manifest, old_place = {**manifest, "schema": FILES_SCHEMA}, {}
         inside = {
             "manifest": manifest,
             "files": {**texts, **weights},

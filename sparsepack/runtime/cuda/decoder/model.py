@@ -46,11 +46,12 @@ class CudaSite:
 
 @dataclass(frozen=True)
 class CudaLayer:
-    """A decoder block without its attention."""
+    """A decoder block without its attention. `basis` is what its input is multiplied by first; None: nothing."""
 
     sites: Mapping[str, CudaSite]
     attn_norm: Tensor
     mlp_norm: Tensor
+    basis: RowsMatrix | None
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ def load_attention(packed: PackedModel, device: torch.device, context: int, sequ
 
 def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> CudaLayer:
     sites = {name: _site(site, device, name == "mlp_in", kernels) for name, site in layer.sites.items()}
-    return CudaLayer(sites, _vector(layer.norms["attn_norm"], device), _vector(layer.norms["mlp_norm"], device))
+    attn_norm, mlp_norm = (_vector(layer.norms[name], device) for name in ("attn_norm", "mlp_norm"))
+    basis = None if layer.basis is None else kernels.load_rows(layer.basis, device)
+    return CudaLayer(sites, attn_norm, mlp_norm, basis)
 
 
 def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) -> CudaSite:

@@ -29,6 +29,10 @@ class Prefill:
         update: Product | None = None  # that x still lacks
         with sdpa_kernel(BACKENDS):
             for number, layer in enumerate(model.layers):
+                if layer.basis is not None:
+                    if update is not None:
+                        kernels.add(x, update)
+                    x, update = kernels.matmul(layer.basis, x), None
                 attn_output = self._attention(number, kernels.to_scaled_fp16(x, update, layer.attn_norm, eps), sequence)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
                 update = self._mlp(layer, kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps))

@@ -1,5 +1,5 @@
 """One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
-or attention takes more than one), which wait for no host."""
+attention takes more than one, or the basis of the residual stream changes first), which wait for no host."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,7 +82,10 @@ class Step:
         layer, cache, activation = self._model.layers[number], self._cache, self._model.activation
         sequences, eps = len(cache.lengths), float(self._model.architecture.norm_eps)
         product = partial(self._product, number, of, sparse)
-        x = Input(of.x, layer.attn_norm, eps, of.squares, flag_in_data=of.flag_in_data and number > 0)
+        if layer.basis is not None and of.before is not None:
+            before, changed = of.before.view(sequences, -1), of.x.view(sequences, -1)
+            yield partial(self._kernels.product, layer.basis, before, changed)
+        x = Input(of.x, layer.attn_norm, eps, of.squares, flag_in_data=of.flag_in_data and of.squares is not None)
         yield product("attn_in", x, of.qkv)
         flag_in_data = of.flag_in_data and cache.flag_in_data
         attn_output = of.attn_output.view(sequences, -1)

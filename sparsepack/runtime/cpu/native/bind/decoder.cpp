@@ -60,6 +60,13 @@ public:
         model_.owners.push_back(std::move(records));
     }
 
+    // Sets what the last layer begins with.
+    void set_basis(std::shared_ptr<RowsMatrix> matrix) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().basis = &matrix->view;
+        model_.owners.push_back(std::move(matrix));
+    }
+
     // The embedding's bytes stay where they are.
     void set_embedding(Array<const uint8_t, 2> bytes, int64_t columns, int32_t type) {
         if (type < F32 || type > Q8_0 || columns % block_columns(type) ||
@@ -191,6 +198,7 @@ void bind_decoder(nb::module_& m) {
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a)
+        .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
         .def("add_cache", &Builder::add_cache, "cache"_a);

@@ -35,6 +35,8 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     }
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
         expect(norm->size() == size_t(s.hidden), name + ": norm of another length");
+    expect(!layer.basis || (layer.basis->rows == s.hidden && layer.basis->columns == s.hidden),
+           name + ": basis of another shape");
 }
 
 void check_model(const Model& m) {
@@ -95,6 +97,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     for (int32_t i = 0; i < columns; ++i) all_.data()[i] = i;
     for (int i = 0; i < 2; ++i) partial_sums_[i] = Buffer<float>(padded[i]);
     sum_ = Buffer<float>(s_.hidden);
+    changed_ = Buffer<float>(s_.hidden);
     attn_output_ = Buffer<float>(a_.q_rows());
     middle_ = Buffer<float>(s_.intermediate);
     listed_ = Buffer<int32_t>(columns + 16 * threads);

@@ -2,7 +2,7 @@
 //
 // A token is one region of the pool. Its phases, a barrier after each:
 //
-//     per block:  attn_in product | attention | attn_out product | mlp_in product | gate * up | mlp_mid product
+//     per block:  [change of basis |] attn_in product | attention | attn_out product | mlp_in product | gate * up | mlp_mid product
 //     at the end: the output matrix
 //
 // Where an MLP is stored by neurons, its last three phases are: gate product | active neurons | their records.
@@ -49,6 +49,7 @@ struct Layer {
     Site sites[SITES];
     std::vector<float> attn_norm, mlp_norm;
     const Neurons* neurons = nullptr;  // then MLP_IN is the gate alone, and MLP_MID nothing
+    const Rows* basis = nullptr;       // [hidden, hidden]: the block begins with x = basis x
 };
 
 struct Model {
@@ -133,6 +134,7 @@ private:
 
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
+    void change_basis(const Rows& basis, float* x);
     void attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread);
     int32_t border(int64_t columns, int thread) const;
     int32_t* list(int64_t columns, int thread) const;
@@ -159,6 +161,7 @@ private:
     void append_rows(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
     void add_rows(const Site& site, int32_t first, int32_t last);
+    void change_basis_of_rows(const Rows& basis, int32_t first, int32_t last, int32_t positions);
     void norm_rows(const std::vector<float>& weight, int32_t first, int32_t last);
 
     Model model_;
@@ -172,6 +175,7 @@ private:
     Buffer<int32_t> all_;            // 0, 1, 2, ...
     Buffer<float> partial_sums_[2];  // of neighbouring sites in turns: one may be read while the next is written
     Buffer<float> sum_;              // of these, where they are too many for every thread to add all
+    Buffer<float> changed_;          // the hidden state in another basis
     Buffer<float> attn_output_;
     Buffer<float> middle_;           // gate * up
     Buffer<int32_t> listed_;         // active columns, each thread's range at a place of its own

@@ -1,4 +1,6 @@
 // Many tokens at once, dense. Products are shared out by quads and positions, all else by positions.
+#include <string.h>
+
 #include <algorithm>
 
 #include "decoder/decoder.h"
@@ -33,6 +35,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
+        if (layer.basis) change_basis_of_rows(*layer.basis, first, last, count);
         norm_rows(layer.attn_norm, first, last);
         pool_.barrier();
         matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
@@ -96,6 +99,15 @@ void Decoder::add_rows(const Site& site, int32_t first, int32_t last) {
     const float* bias = site.bias.empty() ? nullptr : site.bias.data();
     for (int64_t p = first; p < last; ++p)
         k_.sum(wide_rows_.data() + p * s_.hidden, 0, 1, bias, s_.hidden, 1, wide_x_.data() + p * s_.hidden);
+}
+
+// x = basis x of all positions, of which this thread has made first ... last - 1 and goes on with them.
+void Decoder::change_basis_of_rows(const Rows& basis, int32_t first, int32_t last, int32_t positions) {
+    pool_.barrier();
+    share_matmul(k_, pool_, basis, wide_x_.data(), positions, wide_inner_.data());
+    pool_.barrier();
+    int64_t at = int64_t(first) * s_.hidden, count = int64_t(last - first) * s_.hidden;
+    memcpy(wide_x_.data() + at, wide_inner_.data() + at, count * sizeof(float));
 }
 
 void Decoder::norm_rows(const std::vector<float>& weight, int32_t first, int32_t last) {

@@ -18,6 +18,7 @@ void Decoder::tokens(const int64_t* ids, int32_t texts, bool sparse, float* logi
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
+        if (layer.basis) change_basis_of_rows(*layer.basis, first, last, texts);
         norm_rows(layer.attn_norm, first, last);
         pool_.barrier();
         attend_several(multiply_several(number, ATTN_IN, normed, texts, sparse, thread), number, texts, sparse, thread);

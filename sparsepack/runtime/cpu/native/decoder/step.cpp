@@ -35,6 +35,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
+        if (layer.basis) change_basis(*layer.basis, x);
         k_.rms_norm(x, layer.attn_norm.data(), s_.hidden, s_.eps, normed);
         Input input = select(number, ATTN_IN, normed, sparse, thread);
         multiply(input);
@@ -63,6 +64,14 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
     }
     k_.rms_norm(x, model_.output_norm.data(), s_.hidden, s_.eps, normed);
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
+}
+
+// x = basis x; x is the thread's own. What another thread has yet to copy is not overwritten: it meets this one at a
+// barrier of the block before.
+void Decoder::change_basis(const Rows& basis, float* x) {
+    share_matmul(k_, pool_, basis, x, 1, changed_.data());
+    pool_.barrier();
+    memcpy(x, changed_.data(), s_.hidden * sizeof(float));
 }
 
 // The query heads of one key head: from a text's product of attn_in to their part of y [q_rows].
