@@ -25,6 +25,10 @@ class PruningError(UserError):
     """A model that cannot be pruned as asked."""
 
 
+class SingularError(UserError):
+    """Inputs of a matrix that do not say enough of it: their products have no inverse."""
+
+
 class ThresholdsError(UserError):
     """A thresholds table that is damaged, out of range, or belongs to another model."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention_summary import attention_summary
-from sparsepack.formats.manifest import PRUNING
+from sparsepack.formats.manifest import PRUNING, REFIT, refit_in_words
 from sparsepack.formats.open import open_artifact
 
 _BLOCKS = ("blk.", "model.layers.")
@@ -22,6 +22,7 @@ def describe(path: Path) -> dict[str, Any]:
     it is not ours; the tensors' hashes are `verify`'s business.
     """
     artifact = open_artifact(Path(path))
+    refit = artifact.manifest.get(REFIT)
     tensors = artifact.tensors
     weights = {name: _weights(artifact, name) for name in tensors}
     matrices = [name for name in artifact.manifest["tensors"] if name in tensors]
@@ -46,6 +47,7 @@ def describe(path: Path) -> dict[str, Any]:
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
+        "refit": refit and {**refit, "in_words": refit_in_words(artifact.manifest)},
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),
         "runs": artifact.format.runs,

@@ -26,6 +26,9 @@ NEURONS = "neurons"
 PRUNING = "pruning"
 """The manifest says under this key what was pruned before: `models.records.pruned.PruningRecord.summary`."""
 
+REFIT = "refit"
+"""The manifest says under this key how matrices were fitted to their inputs: `refit.run.Refit.section`."""
+
 _OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
 
 
@@ -70,6 +73,22 @@ class _Pruning(Stored):
     model_sha256: Name
 
 
+class _RefitSite(Stored):
+    site: Name
+    changes: dict[Name, Annotated[float, Field(ge=0, lt=1)]]
+    error_before: Annotated[float, Field(ge=0)]
+    error: Annotated[float, Field(ge=0)]
+
+
+class _Refit(Stored):
+    refit: bool
+    quantiser: Name
+    refit_dense: float
+    damping: float
+    windows: Count
+    sites: Annotated[list[_RefitSite], Field(min_length=1)]
+
+
 class _Calibration(Stored):
     sha256: Name
 
@@ -94,6 +113,7 @@ class _ArtifactManifest(Stored):
     recipe: _Recipe | None = None
     thresholds: _Thresholds | None = None
     pruning: _Pruning | None = None
+    refit: _Refit | None = None
     attention: AttentionSection | None = None
 
 
@@ -137,6 +157,28 @@ def make_manifest(
         "notes": list(notes),
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
     }
+
+
+def refit_in_words(manifest: Mapping[str, Any]) -> str | None:
+    """How matrices were fitted to their inputs, as a clause; None where they were not."""
+    made = manifest.get(REFIT)
+    if made is None:
+        return None
+    sites = made["sites"]
+    before, after = (sum(site[name] for site in sites) / len(sites) for name in ("error_before", "error"))
+    what = "fitted to the sparse inputs, " if made["refit"] else ""
+    dense = f", {100 * made['refit_dense']:.3g} % of the inputs dense" if made["refit"] else ""
+    return (
+        f"{what}quantised by {made['quantiser']}, on {made['windows']} windows{dense}; weights changed by "
+        f"{100 * max(weight_changes(manifest).values(), default=0):.1f} % at most, mean relative error of outputs "
+        f"{after:.4f} (else {before:.4f})"
+    )
+
+
+def weight_changes(manifest: Mapping[str, Any]) -> dict[str, float]:
+    """How far the weights of tensors fitted to their inputs are from the model's, relative, by their names."""
+    sites = (manifest.get(REFIT) or {}).get("sites", ())
+    return {name: change for site in sites for name, change in site["changes"].items()}
 
 
 def pruned_from(manifest: Mapping[str, Any]) -> str | None:

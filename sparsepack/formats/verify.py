@@ -11,6 +11,7 @@ import torch
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.formats.manifest import refit_in_words, weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.option import check_type
@@ -34,7 +35,8 @@ _PIECE, _BAND = 1 << 22, 256
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far a stored tensor is from the model: relative Frobenius error, and the most that its type explains."""
+    """How far a stored tensor is from the model: relative Frobenius error, and the most that its type explains, and
+    how its weights were fitted to their inputs."""
 
     name: str
     type: str
@@ -43,7 +45,7 @@ class TensorError:
 
     @property
     def passed(self) -> bool:
-        """Whether the type explains the error."""
+        """Whether the bound explains the error."""
         return self.error <= self.bound
 
 
@@ -102,7 +104,10 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
     if checkpoint is None or problems:
         return Report(str(path), kind, problems, tuple(checked))
     problems, tensors = _against(artifact, checkpoint)
-    return Report(str(path), kind, problems, (*checked, f"weights of {checkpoint.name}"), tensors)
+    weights = f"weights of {checkpoint.name}"
+    if (words := refit_in_words(artifact.manifest)) is not None:
+        weights += f", those of its blocks {words}"
+    return Report(str(path), kind, problems, (*checked, weights), tensors)
 
 
 def _against(artifact: Artifact, checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[TensorError, ...]]:
@@ -133,6 +138,7 @@ def _against(artifact: Artifact, checkpoint: Checkpoint) -> tuple[tuple[str, ...
 
 
 def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorError | str]:
+    changes = weight_changes(artifact.manifest)
     for name in artifact.tensors:
         if not artifact.holds_weights(name):
             continue
@@ -142,7 +148,8 @@ def _compared(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[TensorErro
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
             continue
         type = artifact.type_of_weights(name)
-        yield TensorError(name, type, _relative_error(artifact, name, source), ERROR_BOUNDS[type])
+        bound = ERROR_BOUNDS[type] + changes.get(name, 0.0)
+        yield TensorError(name, type, _relative_error(artifact, name, source), bound)
 
 
 def _relative_error(artifact: Artifact, name: str, expected: torch.Tensor) -> float:

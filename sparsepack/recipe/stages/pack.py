@@ -17,6 +17,7 @@ from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
 from sparsepack.recipe.stages.prune import pruned, record_to_come
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
+from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.tables import Part, Table
 
@@ -28,17 +29,23 @@ _MADE_FROM = ("name", "model", "dtype", "calibrate", "prune", "activation_sparsi
 
 
 class Pack(Section):
-    """The artifact. Sparse attention takes its channels from the calibration, which is made again of a pruned model."""
+    """The artifact. Sparse attention takes its channels from the calibration, and weights are fitted to inputs on its
+    text; of a pruned model it is made again."""
 
     key: ClassVar[str] = "pack"
     options: ClassVar[type] = PackRequest
-    also: ClassVar[tuple[type, ...]] = (AttentionOptions,)
+    also: ClassVar[tuple[type, ...]] = (AttentionOptions, RefitOptions)
 
     format: str
     output_type: str
     embedding_type: str
     keep: int | None
     of: int | None
+    refit: bool
+    quantiser: str
+    refit_windows: int
+    refit_dense: float
+    damping: float
     attention: str
     channels: int | None
     tokens: Text
@@ -52,6 +59,17 @@ class Pack(Section):
         """What it asks for of attention."""
         return AttentionOptions(**self.told(AttentionOptions))
 
+    def refit_options(self, recipe: Recipe) -> RefitOptions:
+        """How weights come to be what is stored."""
+        return RefitOptions(**self.told(RefitOptions), device=recipe.device, dtype=recipe.dtype)
+
+
+def fitted(recipe: Recipe) -> RefitOptions | None:
+    """How weights will be fitted to their inputs; None where they will not."""
+    asked = Pack.asked_in(recipe)
+    options = RefitOptions() if asked is None else asked.refit_options(recipe)
+    return options if options.fits else None
+
 
 def sparse_attention(recipe: Recipe) -> bool:
     """Whether the artifact will have attention that reads some of the tokens alone."""
@@ -61,7 +79,7 @@ def sparse_attention(recipe: Recipe) -> bool:
 
 def calibrated(recipe: Recipe) -> bool:
     """Whether the artifact takes something from the calibration itself, not by way of thresholds."""
-    return sparse_attention(recipe) or mlp_kind(recipe).by_count
+    return sparse_attention(recipe) or mlp_kind(recipe).by_count or fitted(recipe) is not None
 
 
 def mlp_kind(recipe: Recipe) -> MlpKind:
@@ -95,6 +113,8 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
         what = "format: it stores neurons by how often they are active on"
         if sparse_attention(recipe):
             what = "attention: its channels are chosen on"
+        elif fitted(recipe) is not None:
+            what = "refit, pack.quantiser: weights are fitted to their inputs on"
         yield f"pack.{what} calibration text; add a calibrate section"
     try:
         _request(recipe, asked, recipe.model, Path(), Path(FOLDER)).check()
@@ -126,6 +146,7 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
         overwrite=True,
         recipe=provenance(recipe),
         sparse_attention=asked.sparse_attention,
+        refit=asked.refit_options(recipe),
         **asked.told(PackRequest),
     )
 
