@@ -2,7 +2,8 @@
 
 The loop of SparseGPT (Frantar and Alistarh, 2023) and GPTQ (Frantar et al., 2022), which differ in what becomes of a
 column. With U of the inputs' inverse products U^T U, an error in column j, divided by U_jj, times row j of U is taken
-off the columns behind. Within a block of columns that is done at once, for the columns behind the block in one product.
+off the columns behind it. A column takes all errors of its block when its turn comes, and the columns behind the block
+take them in one product.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ and returns what changes its columns, one after the other."""
 
 
 def fed_back(weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1) -> Tensor:
-    """float32 [rows, columns], overwritten -> its columns as `begin` would have them.
+    """float32 [rows, columns] -> its columns as `begin` would have them, in new memory.
 
     group -- columns that are begun together; the last group may be shorter
 
@@ -33,21 +34,22 @@ def fed_back(weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1) -> Te
     """
     factor = inputs.inverse_factor
     pivots = factor.diagonal()
-    columns = weight.shape[1]
+    columns, rows = weight.t().contiguous(), len(weight)  # each column in one piece
     step = max(BLOCK // group, 1) * group
-    for first in range(0, columns, step):
-        last = min(first + step, columns)
-        block, of_block = weight[:, first:last].clone(), factor[first:last, first:last]
-        errors = torch.empty_like(block)
-        for column in range(last - first):
-            if column % group == 0:
-                change = begin(first + column, block[:, column : column + group])
-            before = block[:, column].clone()
-            block[:, column] = change(column % group, before)
-            errors[:, column] = (before - block[:, column]) / pivots[first + column]
-            if column + 1 < last - first:
-                block[:, column + 1 :].addr_(errors[:, column], of_block[column, column + 1 :], alpha=-1)
-        weight[:, first:last] = block
-        if last < columns:
-            weight[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
-    return weight
+    for first in range(0, len(columns), step):
+        block = columns[first : first + step]
+        behind = first + len(block)
+        errors = torch.zeros(len(block), rows, device=weight.device)
+        for start in range(0, len(block), group):
+            here, of_here = block[start : start + group], slice(first + start, min(first + start + group, behind))
+            here.addmm_(factor[first : first + start, of_here].t(), errors[:start], alpha=-1)
+            change = begin(first + start, here.t())
+            for number, column in enumerate(here):
+                at = first + start + number
+                if number:
+                    column.addmv_(errors[start : start + number].t(), factor[first + start : at, at], alpha=-1)
+                after = change(number, column)
+                errors[start + number] = (column - after) / pivots[at]
+                column.copy_(after)
+        columns[behind:].addmm_(factor[first:behind, behind:].t(), errors, alpha=-1)
+    return columns.t()

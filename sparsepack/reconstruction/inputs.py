@@ -29,6 +29,13 @@ class Inputs:
         return replace(self, moments=self.moments[order], products=products)
 
     @cached_property
+    def by_size(self) -> tuple[Tensor, "Inputs"]:
+        """The order of the inputs in which the largest come first, of equal ones the lower number, int64 [columns]; and
+        what is known of them in that order."""
+        order = self.moments.argsort(descending=True, stable=True)
+        return order, self.permuted(order)
+
+    @cached_property
     def inverse_factor(self) -> Tensor:
         """U, upper triangular, of the inverse U^T U of the damped products: float32 [columns, columns].
 

@@ -85,8 +85,9 @@ class SiteSums:
     def inputs(self, damping: float) -> SiteInputs:
         """The means of what was counted; the sums are let go of."""
         lost = None if self._lost is None else self._weight @ self._lost.div_(self._tokens)
-        self._lost = None
-        return SiteInputs(self._sums.inputs(damping), lost, self._outputs / self._tokens, self._missing / self._tokens)
+        inputs = self._sums.inputs(damping)
+        del self._lost, self._sums
+        return SiteInputs(inputs, lost, self._outputs / self._tokens, self._missing / self._tokens)
 
 
 def _squares(weight: Tensor, x: Tensor) -> float:

@@ -17,5 +17,8 @@ def refitted(weight: Tensor, known: SiteInputs) -> Tensor:
     """float32 [rows, columns] -> new weights of the same shape. Raises `SingularError` as `Inputs.inverse_factor`."""
     if known.lost is None:
         return weight
-    factor = known.inputs.inverse_factor
-    return weight + known.lost @ factor.t() @ factor
+    order, inputs = known.inputs.by_size  # as quantising will take them, so that the inverse is made once
+    factor = inputs.inverse_factor
+    found = weight.clone()
+    found[:, order] += known.lost[:, order] @ factor.t() @ factor
+    return found

@@ -54,7 +54,7 @@ def plain(weight: Tensor, x: Tensor, rule: SiteRule, dense: float, damping: floa
 def test_new_weights_are_those_of_least_squares(name: str, dense: float, length: int) -> None:
     weight, x, rule = weights(), tokens(10, length), RULES[name]
     found = refitted(weight, known(weight, x, rule, dense))
-    assert torch.allclose(found.double(), plain(weight, x, rule, dense, 0.01), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(found.double(), plain(weight, x, rule, dense, 0.01), rtol=1e-3, atol=1e-3)
 
 
 def test_without_anything_skipped_weights_stay_as_they_are() -> None:

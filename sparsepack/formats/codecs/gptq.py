@@ -16,18 +16,13 @@ from sparsepack.reconstruction.feedback import Change, fed_back
 from sparsepack.reconstruction.inputs import Inputs
 
 
-def by_size(inputs: Inputs) -> Tensor:
-    """The largest inputs first, of equal ones the lower number: int64 [columns]."""
-    return inputs.moments.argsort(descending=True, stable=True)
-
-
 def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
     """As `zigzag.pack`: float32 [rows, columns] -> uint8 [bands, columns, 144].
 
     Raises `PackingError` as `zigzag.pack`, `SingularError` as `Inputs.inverse_factor`.
     """
     largest(weight)
-    order = by_size(inputs)
+    order, ordered = inputs.by_size
     blocks = weight.new_empty(weight.shape[1], zigzag.bands(len(weight)), BLOCK_BYTES, dtype=torch.uint8)
 
     def begin(number: int, _: Tensor) -> Change:
@@ -37,7 +32,7 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
 
         return change
 
-    fed_back(weight[:, order], inputs.permuted(order), begin)
+    fed_back(weight[:, order], ordered, begin)
     found = torch.empty_like(blocks)
     found[order] = blocks
     return found.transpose(0, 1).contiguous()
@@ -67,7 +62,7 @@ def q4_k_rows(weight: Tensor, inputs: Inputs) -> Tensor:
 
         return change
 
-    fed_back(weight.clone(), inputs, begin, BLOCK)
+    fed_back(weight, inputs, begin, BLOCK)
     return blocks.view(len(weight), -1)
 
 
@@ -78,7 +73,7 @@ def symmetric_rows(weight: Tensor, inputs: Inputs, dtype: torch.dtype, steps: fl
     Raises `PackingError` as `symmetric.quantise_rows`, `SingularError` as `Inputs.inverse_factor`.
     """
     scale, inverse = scales(weight, steps)
-    order = by_size(inputs)
+    order, ordered = inputs.by_size
     stays, quantised = weight[:, order] != 0, torch.empty_like(weight)
 
     def begin(number: int, _: Tensor) -> Change:
@@ -90,7 +85,7 @@ def symmetric_rows(weight: Tensor, inputs: Inputs, dtype: torch.dtype, steps: fl
 
         return change
 
-    fed_back(weight[:, order], inputs.permuted(order), begin)
+    fed_back(weight[:, order], ordered, begin)
     found = torch.empty_like(quantised)
     found[:, order] = quantised
     return found, scale

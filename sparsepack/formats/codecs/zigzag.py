@@ -56,7 +56,7 @@ def pack_column(column: Tensor) -> Tensor:
 
 def unpack_column(blocks: Tensor, rows: int) -> Tensor:
     """The inverse of `pack_column`: uint8 [bands, 144] -> float32 [rows]."""
-    return q4_k.decode(blocks).view(-1)[:rows]
+    return q4_k.CODEC.decode_chunk(blocks).view(-1)[:rows]
 
 
 def _encoded(weight: Tensor, beyond: bool, part: slice) -> Tensor:

@@ -14,7 +14,7 @@ from sparsepack.progress import say
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
-from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
+from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of, windows
 from sparsepack.recipe.stages.prune import pruned, record_to_come
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
 from sparsepack.refit.options import RefitOptions
@@ -113,8 +113,8 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
         what = "format: it stores neurons by how often they are active on"
         if sparse_attention(recipe):
             what = "attention: its channels are chosen on"
-        elif fitted(recipe) is not None:
-            what = "refit, pack.quantiser: weights are fitted to their inputs on"
+        elif (options := fitted(recipe)) is not None:
+            what = f"{'refit' if options.refit else 'quantiser'}: weights are fitted to their inputs on"
         yield f"pack.{what} calibration text; add a calibrate section"
     try:
         _request(recipe, asked, recipe.model, Path(), Path(FOLDER)).check()
@@ -149,6 +149,36 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
         refit=asked.refit_options(recipe),
         **asked.told(PackRequest),
     )
+
+
+def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
+    """How many calibration windows weights are fitted on, and of how many tokens each."""
+    calibrate = Calibrate.asked_in(job.recipe)
+    assert calibrate is not None  # or the recipe would have been refused
+    count, context = windows(job, calibrate)
+    return min(options.refit_windows, count), context
+
+
+def _tokens(job: Job, asked: Pack) -> int | None:
+    """Each block is run once up to each of its sites, and once as a whole: about three times."""
+    if (options := fitted(job.recipe)) is None:
+        return None
+    count, context = _windows(job, options)
+    return 3 * count * context
+
+
+def _memory(job: Job, asked: Pack) -> int | None:
+    """The bytes of the text's way through a block, and of what its widest site is fitted with."""
+    from sparsepack.models.families import SITES
+    from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
+    from sparsepack.refit.run import BATCH
+
+    if (options := fitted(job.recipe)) is None:
+        return None
+    shapes = [job.checkpoint.stacked_shape(site) for site in SITES]
+    # Products as they come and by size, their inverse, and two of that size on the way to it; then new weights.
+    site = max(4 * (5 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
+    return block_by_block_bytes(job, *_windows(job, options), BATCH) + site
 
 
 def _planned(job: Job, asked: Pack) -> "Plan":
@@ -212,6 +242,8 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
             f"file: {report['artifact']}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
             f"({bits['blocks']:.3f} in the blocks)"
         )
+        if made.get("refit"):
+            yield f"weights of the blocks: {made['refit']['in_words']}"
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
@@ -239,6 +271,8 @@ PACK = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
     plan=_plan,
     show_plan=_show_plan,
     result=("pack", read_json(DESCRIPTION), None),
