@@ -34,12 +34,12 @@ def fed_back(weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1) -> Te
     """
     factor = inputs.inverse_factor
     pivots = factor.diagonal()
-    columns, rows = weight.t().contiguous(), len(weight)  # each column in one piece
+    columns = weight.t().clone(memory_format=torch.contiguous_format)  # each in one piece
     step = max(BLOCK // group, 1) * group
     for first in range(0, len(columns), step):
         block = columns[first : first + step]
         behind = first + len(block)
-        errors = torch.zeros(len(block), rows, device=weight.device)
+        errors = torch.zeros_like(block)
         for start in range(0, len(block), group):
             here, of_here = block[start : start + group], slice(first + start, min(first + start + group, behind))
             here.addmm_(factor[first : first + start, of_here].t(), errors[:start], alpha=-1)

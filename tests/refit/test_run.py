@@ -21,6 +21,8 @@ from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.families import SITES
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
 from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
@@ -115,6 +117,29 @@ def test_verify_knows_the_weights_for_the_models_and_says_that_they_were_fitted(
     other = make_model(tmp_path / "other", "qwen2", seed=1, hidden_size=192, intermediate_size=200)
     problems = verify(request_.output, other).problems
     assert any("blk.0.mlp_mid.weight: relative error" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("format", ["q4_k", "slide-int8", "slide-fp8"])
+def test_formats_without_thresholds_quantise_with_error_feedback(tmp_path: Path, format: str) -> None:
+    """Also where rows are stored in another order (q and k of llama), and where zeros must stay."""
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", num_hidden_layers=1, intermediate_size=256))
+    calibration = CalibrateOptions(context=64, samples=16)
+    if format != "q4_k":
+        prune(checkpoint, tmp_path / "p", PruneOptions(6, 8, "magnitude", ignore=("blk.0.attn_in",)))
+        checkpoint = open_checkpoint(tmp_path / "p")
+    calibrate(checkpoint, Text("t", (TEXT[:20_000],), ""), tmp_path / "c", calibration)
+    request = PackRequest(
+        str(checkpoint.path), tmp_path / "out", format, calibration=tmp_path / "c", refit=GPTQ, keep=None
+    )
+    pack(request)
+    assert verify(request.output, checkpoint).problems == ()
+    rows = {row["site"]: row for row in describe(request.output)["refit"]["sites"]}
+    fitted = rows if format == "q4_k" else {site: row for site, row in rows.items() if site != "blk.0.attn_in"}
+    assert all(row["error"] < row["error_before"] for row in fitted.values())
+    if format != "q4_k":
+        assert (rows["blk.0.attn_in"]["changes"], rows["blk.0.attn_in"]["error"]) == ({}, 0)
+    else:
+        assert rows["blk.0.attn_in"]["changes"].keys() == {f"blk.0.attn_{part}.weight" for part in "qkv"}
 
 
 def test_a_run_that_was_killed_goes_on_and_makes_the_same_bytes(

@@ -6,7 +6,8 @@ from devices import needs_cuda
 from torch import Tensor
 
 from sparsepack.errors import PackingError
-from sparsepack.formats.codecs import gptq, zigzag
+from sparsepack.formats.codecs import gptq, q4_k, zigzag
+from sparsepack.formats.codecs.symmetric import dequantised, quantise_rows
 from sparsepack.reconstruction.inputs import Inputs, Sums
 
 SHAPES = [(256, 64), (300, 97), (31, 40), (513, 3), (40, 1)]
@@ -89,3 +90,32 @@ def test_a_gpu_does_as_well() -> None:
     found = zigzag.unpack(gptq.zigzag_blocks(weight.cuda(), there), 300).cpu()
     here = zigzag.unpack(gptq.zigzag_blocks(weight.clone(), inputs), 300)
     assert inputs.relative_error(weight, found) == pytest.approx(inputs.relative_error(weight, here), rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(20, 256), (9, 768), (1, 512)])
+def test_superblocks_along_rows_too(shape: tuple[int, int]) -> None:
+    weight, inputs = weights(*shape), known(shape[1])
+    rounded, blocks = q4_k.encode(weight), gptq.q4_k_rows(weight, inputs)
+    assert blocks.shape == rounded.shape
+    assert inputs.relative_error(weight, q4_k.decode(blocks)) < 0.9 * inputs.relative_error(
+        weight, q4_k.decode(rounded)
+    )
+    alone = gptq.q4_k_rows(weight, Inputs(torch.ones(shape[1]), torch.eye(shape[1])))
+    assert (alone != rounded).float().mean() < 0.01  # a value halfway between two others may fall otherwise
+    assert torch.allclose(q4_k.decode(alone), q4_k.decode(rounded), atol=0.3)
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.int8, 127.0), (torch.float8_e4m3fn, 448.0)])
+def test_rows_with_one_scale_keep_their_zeros(dtype: torch.dtype, steps: float) -> None:
+    weight, inputs = weights(20, 64), known(64)
+    weight[:, 1::2] = 0
+    weight[3] = 0
+    q, scale = gptq.symmetric_rows(weight, inputs, dtype, steps)
+    plain, same_scale = quantise_rows(weight, dtype, steps)
+    assert torch.equal(scale, same_scale)
+    assert torch.equal(q, q.to(dtype).float())
+    assert not q[weight == 0].any()
+    errors = [inputs.relative_error(weight, dequantised(values, scale)) for values in (q, plain)]
+    assert errors[0] < 0.95 * errors[1]
+    alone, _ = gptq.symmetric_rows(weight, Inputs(torch.ones(64), torch.eye(64)), dtype, steps)
+    assert torch.equal(alone, plain.float())
