@@ -22,6 +22,7 @@ __all__ = [
     "PackRequest",
     "PruneOptions",
     "RecipeOutcome",
+    "RefitOptions",
     "SimulateOptions",
     "TraceOptions",
     "UserError",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from sparsepack.publish.page import report_page as report
     from sparsepack.recipe.run import RecipeOutcome
     from sparsepack.recipe.run import run_recipe as run
+    from sparsepack.refit.options import RefitOptions
     from sparsepack.runtime.generate import Generated, Generation
     from sparsepack.runtime.options import GenerateOptions
     from sparsepack.simulation.options import SimulateOptions
@@ -78,6 +80,7 @@ _HOMES = {
     "PackRequest": "sparsepack.packing",
     "PruneOptions": "sparsepack.pruning.options",
     "RecipeOutcome": "sparsepack.recipe.run",
+    "RefitOptions": "sparsepack.refit.options",
     "SimulateOptions": "sparsepack.simulation.options",
     "TraceOptions": "sparsepack.tracing.options",
     "UserError": "sparsepack.errors",

@@ -177,8 +177,11 @@ def refit_in_words(manifest: Mapping[str, Any]) -> str | None:
 
 def weight_changes(manifest: Mapping[str, Any]) -> dict[str, float]:
     """How far the weights of tensors fitted to their inputs are from the model's, relative, by their names."""
-    sites = (manifest.get(REFIT) or {}).get("sites", ())
-    return {name: change for site in sites for name, change in site["changes"].items()}
+    changes: dict[str, float] = {}
+    for site in (manifest.get(REFIT) or {}).get("sites", ()):
+        for name, change in site["changes"].items():  # of a tensor with weights of two sites, no more than the larger
+            changes[name] = max(change, changes.get(name, 0.0))
+    return changes
 
 
 def pruned_from(manifest: Mapping[str, Any]) -> str | None:

@@ -108,6 +108,7 @@ FORMATS: Mapping[str, Format] = {
             "also skips, exactly, inactive neurons of models with ReLU",
             _NEURON,
             "Q4_K",
+            fits=True,
             mlp=NEURONS,
             file_type=14,
             **_RUN,

@@ -142,6 +142,27 @@ def test_formats_without_thresholds_quantise_with_error_feedback(tmp_path: Path,
         assert rows["blk.0.attn_in"]["changes"].keys() == {f"blk.0.attn_{part}.weight" for part in "qkv"}
 
 
+@pytest.mark.parametrize("options", [GPTQ, BOTH], ids=["gptq", "both"])
+def test_records_of_neurons_too(tmp_path: Path, options: RefitOptions) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 300}
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", hidden_act="relu", **sizes))
+    text, calibration = Text("t", (TEXT[:20_000],), ""), CalibrateOptions(context=64, samples=16)
+    calibrate(checkpoint, text, tmp_path / "c", calibration)
+    allocation = AllocationOptions(0.5, include=("blk.*.attn_*",)) if options.refit else None
+    output = tmp_path / "m.gguf"
+    pack(PackRequest(str(tmp_path / "m"), output, "neuron-q4_k", tmp_path / "c", allocation, refit=options))
+    assert verify(output, checkpoint).problems == ()
+    rows = describe(output)["refit"]["sites"]
+    assert all(row["error"] < row["error_before"] for row in rows)
+    stock = open_artifact(output).stock()
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    new, old = (torch.cat([source.tensor(name).float() for name in names]) for source in (stock, checkpoint))
+    changes = rows[2]["changes"]
+    parts = dict(zip(changes, (slice(0, 300), slice(300, None)), strict=True))
+    for name, part in parts.items():
+        assert float((new - old)[part].norm() / old[part].norm()) == pytest.approx(changes[name], rel=1e-3)
+
+
 def test_a_run_that_was_killed_goes_on_and_makes_the_same_bytes(
     source: Path, request_: PackRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

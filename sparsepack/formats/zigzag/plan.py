@@ -187,8 +187,13 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
 def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
     """A site's matrix in zigzag order (`SiteEncoder`)."""
     name = f"blk.{layer}.{site}.weight"
-    blocks = zigzag.pack(weight) if inputs is None else gptq.zigzag_blocks(weight, inputs)
+    blocks = encoded_matrix(weight, inputs)
     return EncodedSite({name: blocks}, zigzag.unpack(blocks, len(weight)), {name: slice(None)})
+
+
+def encoded_matrix(weight: Tensor, inputs: Inputs | None) -> Tensor:
+    """A matrix in zigzag order, with error feedback where its inputs are known: uint8 [bands, columns, 144]."""
+    return zigzag.pack(weight) if inputs is None else gptq.zigzag_blocks(weight, inputs)
 
 
 def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:
