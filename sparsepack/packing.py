@@ -36,7 +36,7 @@ _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight
 class PackRequest:
     """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none;
     `sparse_attention` is from `calibration`, too, and so are the order of neurons in formats that have one, and the
-    inputs that `refit` fits weights to."""
+    inputs that `fitting` fits weights to."""
 
     model: str
     output: Path
@@ -45,7 +45,7 @@ class PackRequest:
     allocation: AllocationOptions | None = None
     thresholds: Path | None = None
     sparse_attention: AttentionOptions | None = None
-    refit: RefitOptions | None = None
+    fitting: RefitOptions | None = None
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     keep: int | None = option(
@@ -98,7 +98,7 @@ class PackRequest:
                 f"format {format.name}: it stores neurons by how often they are active; "
                 "give --calibration, a folder made by `sparsepack calibrate` or `sparsepack trace`"
             )
-        refit = self.refit or RefitOptions()
+        refit = self.fitting or RefitOptions()
         refit.check()
         if refit.fits and not format.fits:
             raise PackingError(
@@ -176,7 +176,7 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     checkpoint = checkpoint or open_checkpoint(request.model)
     format.check_model(checkpoint)
     # Thresholds and fitted weights take long: whatever else does not fit is found before.
-    if request.allocation or (request.refit and request.refit.fits):
+    if request.allocation or (request.fitting and request.fitting.fits):
         thresholds = thresholds_to_come(checkpoint, request.allocation) if request.allocation else None
         plan_of(checkpoint, request, found_to_come(checkpoint, request, thresholds))
     with state_beside(request.output) as state:
@@ -202,7 +202,7 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
     from sparsepack.tracing.trace import Trace
 
     thresholds, allocation, attention = None, request.allocation, request.sparse_attention
-    refit = request.refit if request.refit is not None and request.refit.fits else None
+    refit = request.fitting if request.fitting is not None and request.fitting.fits else None
     if request.thresholds is not None:
         thresholds, allocation = read_thresholds(request.thresholds), None
         thresholds.check_model(checkpoint)
@@ -223,7 +223,8 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
         return Found(thresholds, neurons=neurons)
     if refit:
         source.check_model(checkpoint)
-        check_tokens(checkpoint, source, refit, halves=thresholds is not None or allocation is not None)
+        halves = thresholds is not None or (allocation is not None and allocation.sparsity > 0)
+        check_tokens(checkpoint, (len(source.windows), source.windows.shape[1]), refit, halves)
     heavy = find_attention(checkpoint, source, attention) if attention else None
     if allocation:  # late, since it takes long
         thresholds = find_thresholds(checkpoint, source, allocation, state)
@@ -235,7 +236,7 @@ def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibrati
     """The matrices, fitted to what enters them where the rest of what was `found` is so."""
     from sparsepack.refit.run import refit_model, refit_state
 
-    format, options, thresholds = format_of(request.format), request.refit, found.thresholds
+    format, options, thresholds = format_of(request.format), request.fitting, found.thresholds
     assert options is not None
     inside = _inside(checkpoint, request, found)
     encode = format.encoder(checkpoint, inside)
@@ -257,7 +258,7 @@ def found_to_come(
     from sparsepack.sparsity.attention import attention_to_come
     from sparsepack.tracing.counts import counts_to_come
 
-    attention, refit = request.sparse_attention, request.refit
+    attention, refit = request.sparse_attention, request.fitting
     return Found(
         thresholds=thresholds,
         attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,

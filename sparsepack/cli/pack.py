@@ -57,7 +57,7 @@ def pack(output: Path, **asked: Any) -> None:
     channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is."""
     options, attention, refit = allocation_options(asked), attention_options(asked), refit_options(asked)
     del asked["dtype"]  # that thresholds are searched with, and weights are fitted with
-    request = PackRequest(output=output, allocation=options, sparse_attention=attention, refit=refit, **asked)
+    request = PackRequest(output=output, allocation=options, sparse_attention=attention, fitting=refit, **asked)
     request.check()
     from sparsepack.cli.tables import artifact_line
     from sparsepack.formats.inspect import describe

@@ -118,12 +118,13 @@ def refit_to_come(checkpoint: Checkpoint, options: RefitOptions) -> Refit:
     return Refit(_section(NO_HASH, options, options.refit_windows, sites), {})
 
 
-def check_tokens(checkpoint: Checkpoint, calibration: Calibration, options: RefitOptions, halves: bool) -> None:
+def check_tokens(checkpoint: Checkpoint, windows: tuple[int, int], options: RefitOptions, halves: bool) -> None:
     """Raise `PackingError` for a calibration with fewer tokens than the widest site has inputs.
 
-    halves -- whether only the second halves of windows tell of sparse inputs
+    windows -- how many the calibration has, and of how many tokens each
+    halves  -- whether only their second halves tell of sparse inputs
     """
-    count, length = min(options.refit_windows, len(calibration.windows)), calibration.windows.shape[1]
+    count, length = min(options.refit_windows, windows[0]), windows[1]
     each = length - length // 2 if halves else length
     columns, site = max((checkpoint.stacked_shape(site)[1], site) for site in SITES)
     needed = -(-columns // each)

@@ -49,12 +49,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def request_(source: Path, tmp_path: Path) -> PackRequest:
     """It asks for both."""
     table = source / "t.json"
-    return PackRequest(str(source / "m"), tmp_path / "m.gguf", calibration=source / "c", thresholds=table, refit=BOTH)
+    return PackRequest(str(source / "m"), tmp_path / "m.gguf", calibration=source / "c", thresholds=table, fitting=BOTH)
 
 
 @pytest.mark.parametrize("options", [BOTH, REFIT, GPTQ], ids=["both", "refit", "gptq"])
 def test_outputs_are_nearer_to_what_they_were(request_: PackRequest, options: RefitOptions) -> None:
-    pack(replace(request_, refit=options))
+    pack(replace(request_, fitting=options))
     description = describe(request_.output)
     section = description["refit"]
     assert [row["site"] for row in section["sites"]] == [f"blk.{layer}.{site}" for layer in range(2) for site in SITES]
@@ -100,9 +100,9 @@ def test_the_error_that_is_said_is_that_of_the_artifact_on_the_calibration(sourc
 
 
 def test_nothing_asked_is_what_it_was(request_: PackRequest, tmp_path: Path) -> None:
-    plain = replace(request_, refit=None, calibration=None)
+    plain = replace(request_, fitting=None, calibration=None)
     pack(plain)
-    pack(replace(plain, refit=RefitOptions(), output=tmp_path / "o.gguf"))
+    pack(replace(plain, fitting=RefitOptions(), output=tmp_path / "o.gguf"))
     assert (tmp_path / "o.gguf").read_bytes() == request_.output.read_bytes()
     assert describe(request_.output)["refit"] is None
 
@@ -129,7 +129,7 @@ def test_formats_without_thresholds_quantise_with_error_feedback(tmp_path: Path,
         checkpoint = open_checkpoint(tmp_path / "p")
     calibrate(checkpoint, Text("t", (TEXT[:20_000],), ""), tmp_path / "c", calibration)
     request = PackRequest(
-        str(checkpoint.path), tmp_path / "out", format, calibration=tmp_path / "c", refit=GPTQ, keep=None
+        str(checkpoint.path), tmp_path / "out", format, calibration=tmp_path / "c", fitting=GPTQ, keep=None
     )
     pack(request)
     assert verify(request.output, checkpoint).problems == ()
@@ -150,7 +150,7 @@ def test_records_of_neurons_too(tmp_path: Path, options: RefitOptions) -> None:
     calibrate(checkpoint, text, tmp_path / "c", calibration)
     allocation = AllocationOptions(0.5, include=("blk.*.attn_*",)) if options.refit else None
     output = tmp_path / "m.gguf"
-    pack(PackRequest(str(tmp_path / "m"), output, "neuron-q4_k", tmp_path / "c", allocation, refit=options))
+    pack(PackRequest(str(tmp_path / "m"), output, "neuron-q4_k", tmp_path / "c", allocation, fitting=options))
     assert verify(output, checkpoint).problems == ()
     rows = describe(output)["refit"]["sites"]
     assert all(row["error"] < row["error_before"] for row in rows)
@@ -197,12 +197,12 @@ def test_what_does_not_go_together_is_refused_before_any_work(request_: PackRequ
         return str(caught.value)
 
     assert "--refit needs --calibration" in refused(calibration=None)
-    assert "--quantiser gptq needs --calibration" in refused(calibration=None, refit=GPTQ, thresholds=None)
+    assert "--quantiser gptq needs --calibration" in refused(calibration=None, fitting=GPTQ, thresholds=None)
     assert "nothing is skipped" in refused(thresholds=None)
-    assert "format f16: its matrices cannot be fitted" in refused(format="f16", thresholds=None, refit=GPTQ)
-    assert "quantiser 'best': expected one of round, gptq" in refused(refit=RefitOptions(quantiser="best"))
-    assert "refit_dense 1: expected at least 0 and below 1" in refused(refit=replace(BOTH, refit_dense=1))
-    few = refused(refit=replace(BOTH, refit_windows=3))
+    assert "format f16: its matrices cannot be fitted" in refused(format="f16", thresholds=None, fitting=GPTQ)
+    assert "quantiser 'best': expected one of round, gptq" in refused(fitting=RefitOptions(quantiser="best"))
+    assert "refit_dense 1: expected at least 0 and below 1" in refused(fitting=replace(BOTH, refit_dense=1))
+    few = refused(fitting=replace(BOTH, refit_windows=3))
     assert "too few to fit weights to the 256 inputs of attn_out; expected 8 windows, by --refit-windows" in few or (
         "expected 7 windows, by --refit-windows" in few
     )

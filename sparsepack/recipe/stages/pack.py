@@ -123,10 +123,15 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Pack) -> Iterator[str]:
-    """What the format cannot hold of the model, or the model does not have of what is asked."""
+    """What the format cannot hold of the model, or the model does not have of what is asked, or the text is too short
+    for."""
+    from sparsepack.refit.run import check_tokens
+
     try:
         FORMATS[asked.format].check_model(job.checkpoint)
         _planned(job, asked)
+        if (options := fitted(job.recipe)) is not None:
+            check_tokens(job.checkpoint, _windows(job, options), options, sparse(job.recipe))
     except UserError as error:
         yield f"pack: {error}"
 
@@ -146,7 +151,7 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
         overwrite=True,
         recipe=provenance(recipe),
         sparse_attention=asked.sparse_attention,
-        refit=asked.refit_options(recipe),
+        fitting=asked.refit_options(recipe),
         **asked.told(PackRequest),
     )
 
