@@ -107,7 +107,7 @@ class ResumeState:
     def keep(self, part: str, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
         if self.path is not None:
-            _make(self.path)
+            make_folder(self.path)
             file = self._file(name)
             with atomic_file(file, overwrite=True) as temporary:
                 save_tensors(tensors, temporary)
@@ -124,7 +124,7 @@ class ResumeState:
         """Set a part's values, in one step with what was kept and dropped before."""
         self.parts[part] = json.loads(json.dumps(values))  # as a run that goes on will find them
         if self.path is not None:
-            _make(self.path)
+            make_folder(self.path)
             state = {"fingerprint": self.fingerprint, "files": self._files, "parts": self.parts}
             write_json(self.path / _STATE, {**state, "sha256": hash_of(state)})
             for file in self._unneeded:
@@ -251,8 +251,9 @@ def _discard(path: Path) -> None:
     remove(path)
 
 
-def _make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder for a state where there is none. Raises `OutputError` where the disk refuses it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PackingError, SingularError
 from sparsepack.files.hashing import NO_HASH, fingerprint
-from sparsepack.files.resume import ResumeState
+from sparsepack.files.resume import ResumeState, make_folder
 from sparsepack.formats.encoded import Encoded, EncodedSite, SiteEncoder
 from sparsepack.formats.plan import naming
 from sparsepack.formats.transfer import stacked_on
@@ -104,6 +104,7 @@ def refit_state(
         "thresholds": thresholds.to_json() if thresholds else None,
         "options": asdict(options),
     }
+    make_folder(state)
     return ResumeState(state / "refit", fingerprint(asked), checkpoint.layers)
 
 

@@ -17,7 +17,7 @@ from sparsepack.reconstruction.inputs import Inputs
 
 
 def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
-    """As `zigzag.pack`: float32 [rows, columns] -> uint8 [bands, columns, 144].
+    """Superblocks in zigzag order, as `zigzag.pack` makes: float32 [rows, columns] -> uint8 [bands, columns, 144].
 
     Raises `PackingError` as `zigzag.pack`, `SingularError` as `Inputs.inverse_factor`.
     """
@@ -39,7 +39,7 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
 
 
 def q4_k_rows(weight: Tensor, inputs: Inputs) -> Tensor:
-    """As `q4_k.encode`, superblocks along the rows: float32 [rows, columns] -> uint8 [rows, bytes per row].
+    """Superblocks along rows, as `q4_k.encode` makes: float32 [rows, columns] -> uint8 [rows, bytes per row].
 
     The columns of a superblock come one after the other, with scales that fit the superblock as it is before them.
     Raises `PackingError` as `q4_k.encode`, `SingularError` as `Inputs.inverse_factor`.
@@ -67,8 +67,8 @@ def q4_k_rows(weight: Tensor, inputs: Inputs) -> Tensor:
 
 
 def symmetric_rows(weight: Tensor, inputs: Inputs, dtype: torch.dtype, steps: float) -> tuple[Tensor, Tensor]:
-    """As `symmetric.quantise_rows`, with the scales of the rows as they come: float32 [rows, columns] -> q, the values
-    of `dtype` in float32 [rows, columns], and scale, float32 [rows]. A weight that is zero stays zero.
+    """Rows with one scale each, that of the row as it comes, as of `symmetric.quantise_rows`: float32 [rows, columns]
+    -> q, values of `dtype` in float32 [rows, columns], and scale, float32 [rows]. A weight that is zero stays zero.
 
     Raises `PackingError` as `symmetric.quantise_rows`, `SingularError` as `Inputs.inverse_factor`.
     """

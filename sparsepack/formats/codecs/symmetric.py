@@ -36,7 +36,7 @@ def quantise_rows(x: Tensor, dtype: torch.dtype, steps: float | None = None) -> 
 
 
 def scales(values: Tensor, steps: float) -> tuple[Tensor, Tensor]:
-    """Of float32 rows [..., K] the scales that make `steps` of their largest values, and their reciprocals: [...] each.
+    """The scales that make `steps` of the largest values of float32 rows [..., K], and their reciprocals: [...] each.
 
     Raises `PackingError` for values that are not finite.
     """

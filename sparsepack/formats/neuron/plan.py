@@ -86,7 +86,7 @@ _UP, _DOWN = f"{RECORDS}.up", f"{RECORDS}.down"
 
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
-    """As `Format.encoder`. The halves of a block's records are encoded with the sites that they are of."""
+    """What encodes a model's sites (`Format.encoder`); the halves of a block's records are encoded with their sites."""
     counts = request.neurons
     assert counts is not None
 

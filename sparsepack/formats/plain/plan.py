@@ -119,7 +119,7 @@ def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanReque
 
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
-    """As `Format.encoder`. What fell back to another type than Q4_K is rounded each weight by itself."""
+    """What encodes a model's sites (`Format.encoder`); what fell back to another type than Q4_K is rounded alone."""
     types = _types(checkpoint, format.matrices, [])
     names = {source: name for name, source in gguf_names(checkpoint.layers).items()}
 

@@ -132,7 +132,7 @@ def _groups(
 
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
-    """As `Format.encoder`. A matrix that is not pruned stays as it is."""
+    """What encodes a model's sites (`Format.encoder`). A matrix that is not pruned stays as it is."""
     values = value_type(format)
     assert values.steps is not None
     steps = values.steps

@@ -180,7 +180,7 @@ def planned_site(
 
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
-    """As `Format.encoder`."""
+    """What encodes a model's sites (`Format.encoder`)."""
     return encoded_site
 
 
