@@ -22,6 +22,7 @@ __all__ = [
     "PackRequest",
     "PruneOptions",
     "RecipeOutcome",
+    "RefitOptions",
     "RotateOptions",
     "SimulateOptions",
     "TraceOptions",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from sparsepack.publish.page import report_page as report
     from sparsepack.recipe.run import RecipeOutcome
     from sparsepack.recipe.run import run_recipe as run
+    from sparsepack.refit.options import RefitOptions
     from sparsepack.rotation.options import RotateOptions
     from sparsepack.rotation.run import rotate
     from sparsepack.runtime.generate import Generated, Generation
@@ -82,6 +84,7 @@ _HOMES = {
     "PackRequest": "sparsepack.packing",
     "PruneOptions": "sparsepack.pruning.options",
     "RecipeOutcome": "sparsepack.recipe.run",
+    "RefitOptions": "sparsepack.refit.options",
     "RotateOptions": "sparsepack.rotation.options",
     "SimulateOptions": "sparsepack.simulation.options",
     "TraceOptions": "sparsepack.tracing.options",

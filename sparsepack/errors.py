@@ -29,6 +29,10 @@ class RotationError(UserError):
     """A model that cannot be rotated as asked."""
 
 
+class SingularError(UserError):
+    """Inputs of a matrix that do not say enough of it: their products have no inverse."""
+
+
 class ThresholdsError(UserError):
     """A thresholds table that is damaged, out of range, or belongs to another model."""
 

@@ -26,15 +26,21 @@ class Condition:
     values -- those with which the option counts; none: all but those of `but`
     but    -- those with which the option does nothing
     given  -- whether the other field must have been given, or must not have been; None: its value decides
+    others -- conditions each of which will do as well
     """
 
     field: str
     values: tuple[Any, ...] = ()
     but: tuple[Any, ...] = ()
     given: bool | None = None
+    others: tuple["Condition", ...] = ()
+
+    def met(self, value_of: Callable[[str], Any]) -> bool:
+        """Whether the option counts beside the values of all fields."""
+        return self.holds(value_of(self.field)) or any(other.met(value_of) for other in self.others)
 
     def holds(self, other: Any) -> bool:
-        """Whether the option counts with this value of the other field."""
+        """Whether the option counts with this value of the other field, by this condition alone."""
         if self.given is not None:
             return self.given != _missing(other)
         return other in self.values if self.values else other not in self.but
@@ -62,9 +68,10 @@ def _given(name: str, value: Any) -> str:
     return name if value is True else f"{name} {value if not isinstance(value, str) else value or repr(value)}"
 
 
-def only_with(field: str, *values: Any) -> Condition:
-    """An option counts where another field has one of these values; without any, where it is given."""
-    return Condition(field, values=values, given=None if values else True)
+def only_with(field: str, *values: Any, others: tuple[Condition, ...] = ()) -> Condition:
+    """An option counts where another field has one of these values, or without any where it is given; and where one of
+    `others` holds."""
+    return Condition(field, values=values, given=None if values else True, others=others)
 
 
 def not_with(field: str, *values: Any) -> Condition:
@@ -140,8 +147,8 @@ def idle(
     """
     for name in given:
         for condition in counts_of(name):
-            if not condition.holds(other := value_of(condition.field)):
-                yield condition.refusal(value_of(name), other, spelt, name)
+            if not condition.met(value_of):
+                yield condition.refusal(value_of(name), value_of(condition.field), spelt, name)
                 break
 
 

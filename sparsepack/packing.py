@@ -6,7 +6,7 @@ Nothing heavy is imported at the top: the command line and recipes read the defa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,18 @@ from sparsepack.formats.codecs.types import TYPES
 from sparsepack.formats.table import DEFAULT_FORMAT, FORMATS, format_of, summaries, those_with
 from sparsepack.models.records.pattern import LARGEST_GROUP, Pattern
 from sparsepack.option import check_options, check_type, check_types, only_with, option, with_paths
+from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
 
 if TYPE_CHECKING:
-    from sparsepack.formats.plan import Plan
+    from sparsepack.calibration.folder import Calibration
+    from sparsepack.formats.plan import Plan, PlanRequest
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
     from sparsepack.models.records.neurons import NeuronCounts
     from sparsepack.models.records.pruned import PruningRecord
     from sparsepack.models.records.rotated import RotationRecord
+    from sparsepack.refit.run import Refit
     from sparsepack.sparsity.attention import FoundAttention
     from sparsepack.sparsity.thresholds import Thresholds
 
@@ -33,7 +36,8 @@ _SLID = only_with("format", *(row.name for row in FORMATS.values() if row.weight
 @dataclass(frozen=True)
 class PackRequest:
     """What to pack. Sparsity comes from `calibration` and `allocation`, or ready-made from `thresholds`, or is none;
-    `sparse_attention` is from `calibration`, too, and so is the order of neurons in formats that have one."""
+    `sparse_attention` is from `calibration`, too, and so are the order of neurons in formats that have one, and the
+    inputs that `fitting` fits weights to."""
 
     model: str
     output: Path
@@ -42,6 +46,7 @@ class PackRequest:
     allocation: AllocationOptions | None = None
     thresholds: Path | None = None
     sparse_attention: AttentionOptions | None = None
+    fitting: RefitOptions | None = None
     output_type: str = option("Type of the output matrix.", default="auto", choices=("auto", *TYPES))
     embedding_type: str = option("Type of the embedding.", default="auto", choices=("auto", *TYPES))
     keep: int | None = option(
@@ -94,7 +99,25 @@ class PackRequest:
                 f"format {format.name}: it stores neurons by how often they are active; "
                 "give --calibration, a folder made by `sparsepack calibrate` or `sparsepack trace`"
             )
-        asked = format.mlp.by_count or self.thresholds is not None or self.allocation is not None or attention.sparse
+        refit = self.fitting or RefitOptions()
+        refit.check()
+        if refit.fits and not format.fits:
+            raise PackingError(
+                f"format {format.name}: its matrices cannot be fitted to their inputs; leave --refit and --quantiser "
+                f"out or use {those_with('fits')}"
+            )
+        if refit.refit and not sparse:
+            raise PackingError(
+                "--refit fits weights to what skipping leaves of their inputs, and nothing is skipped; give --sparsity "
+                "or --thresholds, or take --quantiser gptq alone"
+            )
+        if refit.fits and self.calibration is None:
+            raise PackingError(
+                f"{'--refit' if refit.refit else '--quantiser gptq'} needs --calibration, a folder made by "
+                "`sparsepack calibrate`"
+            )
+        asked = format.mlp.by_count or self.thresholds is not None or self.allocation is not None
+        asked = asked or attention.sparse or refit.fits
         if self.calibration is not None and not asked:
             raise PackingError(
                 "--calibration alone changes nothing; say what to take from it, --sparsity or --attention"
@@ -121,6 +144,7 @@ class Found:
     thresholds -- of its sites
     attention  -- its sparse attention
     neurons    -- how often each of its neurons was active
+    refit      -- its matrices, fitted to their inputs
     pruning    -- what a model that is still to be pruned will say of itself; None: what it says
     rotation   -- likewise of one that is still to be rotated
     """
@@ -128,6 +152,7 @@ class Found:
     thresholds: Thresholds | None = None
     attention: FoundAttention | None = None
     neurons: NeuronCounts | None = None
+    refit: Refit | None = None
     pruning: PruningRecord | None = None
     rotation: RotationRecord | None = None
 
@@ -153,10 +178,10 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     check_output(request.output, request.overwrite, format.folder, MANIFEST if format.folder else None)
     checkpoint = checkpoint or open_checkpoint(request.model)
     format.check_model(checkpoint)
-    if request.allocation is not None:  # thresholds take long: whatever else does not fit is found before
-        plan_of(
-            checkpoint, request, found_to_come(checkpoint, request, thresholds_to_come(checkpoint, request.allocation))
-        )
+    # Thresholds and fitted weights take long: whatever else does not fit is found before.
+    if request.allocation or (request.fitting and request.fitting.fits):
+        thresholds = thresholds_to_come(checkpoint, request.allocation) if request.allocation else None
+        plan_of(checkpoint, request, found_to_come(checkpoint, request, thresholds))
     with state_beside(request.output) as state:
         found = find(checkpoint, request, state)
         plan = plan_of(checkpoint, request, found)
@@ -165,13 +190,14 @@ def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
     return Packed(request.output, plan.notes, found.thresholds)
 
 
-def find(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None) -> Found:
+def find(checkpoint: Checkpoint, request: PackRequest, state: Path) -> Found:
     """What the request asks to be read from its table, or found from its calibration, which is read once.
 
-    state -- as `find_thresholds` takes it
+    state -- as `find_thresholds` takes it; matrices that are fitted to their inputs are kept there
 
     Raises `UserError` subclasses for what is damaged, of another model, or does not say what is asked of it.
     """
+    from sparsepack.refit.run import check_tokens
     from sparsepack.sparsity.attention import find_attention
     from sparsepack.sparsity.find import find_thresholds
     from sparsepack.sparsity.thresholds import read_thresholds
@@ -179,27 +205,47 @@ def find(checkpoint: Checkpoint, request: PackRequest, state: Path | None = None
     from sparsepack.tracing.trace import Trace
 
     thresholds, allocation, attention = None, request.allocation, request.sparse_attention
+    refit = request.fitting if request.fitting is not None and request.fitting.fits else None
     if request.thresholds is not None:
         thresholds, allocation = read_thresholds(request.thresholds), None
         thresholds.check_model(checkpoint)
     if attention is not None and not attention.sparse:
         attention = None
-    by_neurons = format_of(request.format).mlp.by_count
-    if request.calibration is None or not (by_neurons or attention or allocation):
+    format = format_of(request.format)
+    by_neurons = format.mlp.by_count
+    if request.calibration is None or not (by_neurons or attention or allocation or refit):
         return Found(thresholds)
     source = calibration_or_trace(request.calibration)
     neurons = counts_of_zeros(source, checkpoint) if by_neurons else None
     if isinstance(source, Trace):
-        if attention or allocation or not by_neurons:
+        if attention or allocation or refit or not by_neurons:
             raise PackingError(
-                f"{source.path}: a trace, which says how often neurons are active alone; --sparsity and --attention "
-                "need a folder made by `sparsepack calibrate`"
+                f"{source.path}: a trace, which says how often neurons are active alone; --sparsity, --attention, "
+                "--refit and --quantiser gptq need a folder made by `sparsepack calibrate`"
             )
         return Found(thresholds, neurons=neurons)
+    if refit:
+        source.check_model(checkpoint)
+        halves = thresholds is not None or (allocation is not None and allocation.sparsity > 0)
+        check_tokens(checkpoint, (len(source.windows), source.windows.shape[1]), refit, halves)
     heavy = find_attention(checkpoint, source, attention) if attention else None
-    if allocation:  # last, since it takes longest
+    if allocation:  # late, since it takes long
         thresholds = find_thresholds(checkpoint, source, allocation, state)
-    return Found(thresholds, heavy, neurons)
+    found = Found(thresholds, heavy, neurons)
+    return replace(found, refit=_refit(checkpoint, request, found, source, state)) if refit else found
+
+
+def _refit(checkpoint: Checkpoint, request: PackRequest, found: Found, calibration: Calibration, state: Path) -> Refit:
+    """The matrices, fitted to what enters them where the rest of what was `found` is so."""
+    from sparsepack.refit.run import refit_model, refit_state
+
+    format, options, thresholds = format_of(request.format), request.fitting, found.thresholds
+    assert options is not None
+    inside = _inside(checkpoint, request, found)
+    encode = format.encoder(checkpoint, inside)
+    how = f"{format.name} {inside.pattern}"
+    resume = refit_state(state, checkpoint, calibration, thresholds, options, how)
+    return refit_model(checkpoint, calibration, encode, thresholds, options, resume)
 
 
 def found_to_come(
@@ -216,14 +262,16 @@ def found_to_come(
 
     Raises `PackingError` for sparse attention that the model cannot have.
     """
+    from sparsepack.refit.run import refit_to_come
     from sparsepack.sparsity.attention import attention_to_come
     from sparsepack.tracing.counts import counts_to_come
 
-    attention = request.sparse_attention
+    attention, refit = request.sparse_attention, request.fitting
     return Found(
         thresholds=thresholds,
         attention=attention_to_come(checkpoint, attention) if attention is not None and attention.sparse else None,
         neurons=counts_to_come(checkpoint) if format_of(request.format).mlp.by_count else None,
+        refit=refit_to_come(checkpoint, refit) if refit is not None and refit.fits else None,
         pruning=pruning,
         rotation=rotation,
     )
@@ -234,14 +282,18 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
 
     Raises `PackingError` for what does not fit.
     """
+    return format_of(request.format).plan(checkpoint, _inside(checkpoint, request, found or Found()))
+
+
+def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanRequest:
+    """What goes into the artifact beside the model's weights."""
     from sparsepack.formats.attention import attention_section
-    from sparsepack.formats.manifest import PRUNING, ROTATION
+    from sparsepack.formats.manifest import PRUNING, REFIT, ROTATION
     from sparsepack.formats.plan import PlanRequest
     from sparsepack.models.heads import heads_of_config
     from sparsepack.models.records.pruned import pruning_record
     from sparsepack.models.records.rotated import rotation_record
 
-    found = found or Found()
     thresholds, attention = found.thresholds, found.attention
     pruning = found.pruning or pruning_record(checkpoint.path)
     rotation = found.rotation or rotation_record(checkpoint.path)
@@ -255,8 +307,9 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
         "thresholds": thresholds.summary() if thresholds else None,
         **({PRUNING: dict(pruning.summary)} if pruning else {}),
         **({ROTATION: dict(rotation.summary)} if rotation else {}),
+        **({REFIT: dict(found.refit.section)} if found.refit else {}),
     }
-    inside = PlanRequest(
+    return PlanRequest(
         rules=thresholds.rules if thresholds else {},
         provenance=provenance,
         output_type=request.output_type,
@@ -265,7 +318,7 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
         pattern=None if request.keep is None or request.of is None else Pattern(request.keep, request.of),
         attention=section,
         neurons=found.neurons,
+        encoded=found.refit.encoded if found.refit else {},
         notes=attention.notes if attention else (),
         device=request.device,
     )
-    return format_of(request.format).plan(checkpoint, inside)

@@ -61,14 +61,15 @@ def state_beside(output: Path) -> Iterator[Path]:
         except (OSError, MemoryError):
             raise
         except Exception as error:
-            if path not in _gone_on_from or "alloc" in str(error):  # torch's words for memory that is full
+            memory = "alloc" in str(error)  # torch's words for one that is full
+            if memory or not any(path in (state, state.parent) for state in _gone_on_from):
                 raise
             raise OutputError(
                 f"{path}: going on from what an interrupted run kept there failed ({shown(error)}); remove the folder "
                 "and run again"
             ) from error
         finally:
-            _gone_on_from.discard(path)
+            _gone_on_from.difference_update([state for state in _gone_on_from if path in (state, state.parent)])
         _discard(path)
 
 
@@ -106,7 +107,7 @@ class ResumeState:
     def keep(self, part: str, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write tensors that count from the next `commit` on. Raises `OutputError` where the disk refuses them."""
         if self.path is not None:
-            _make(self.path)
+            make_folder(self.path)
             file = self._file(name)
             with atomic_file(file, overwrite=True) as temporary:
                 save_tensors(tensors, temporary)
@@ -123,7 +124,7 @@ class ResumeState:
         """Set a part's values, in one step with what was kept and dropped before."""
         self.parts[part] = json.loads(json.dumps(values))  # as a run that goes on will find them
         if self.path is not None:
-            _make(self.path)
+            make_folder(self.path)
             state = {"fingerprint": self.fingerprint, "files": self._files, "parts": self.parts}
             write_json(self.path / _STATE, {**state, "sha256": hash_of(state)})
             for file in self._unneeded:
@@ -176,6 +177,10 @@ class ResumeState:
         """Keep the hidden states after block `layer` in place of those before it, from its `save_block` on."""
         self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {"hidden": hidden})
         self.drop(f"{name}-{layer:05}")
+
+    def keep_with_block(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep tensors of a block that is being worked on, under a name of their own, from its `save_block` on."""
+        self.keep(_BLOCKS, name, tensors)
 
     def save_block(
         self, layer: int, found: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None, **values: Any
@@ -239,20 +244,27 @@ def _intact(path: Path, file: Mapping[str, str]) -> bool:
 
 
 def _written(path: Path) -> int | None:
-    """When the state was committed last; None where there is none."""
+    """When the state, or one within it, was committed last; None where there is none."""
     try:
-        return (path / _STATE).stat().st_mtime_ns
+        return max((state.stat().st_mtime_ns for state in _states(path)), default=None)
     except OSError:
         return None
 
 
+def _states(path: Path) -> tuple[Path, ...]:
+    """The `state.json` of a folder, and of states within it: a run of several parts may give each a folder there."""
+    return (*path.glob(_STATE), *path.glob(f"*/{_STATE}"))
+
+
 def _discard(path: Path) -> None:
     """Forget everything; without `state.json`, which goes first, nothing else counts."""
-    remove(path / _STATE)
+    for state in _states(path):
+        remove(state)
     remove(path)
 
 
-def _make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder for a state where there is none. Raises `OutputError` where the disk refuses it."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:

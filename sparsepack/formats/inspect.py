@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention_summary import attention_summary
-from sparsepack.formats.manifest import PRUNING, ROTATION
+from sparsepack.formats.manifest import PRUNING, REFIT, ROTATION, refit_in_words
 from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint.segmented_config import segments_summary
 
@@ -23,6 +23,7 @@ def describe(path: Path) -> dict[str, Any]:
     it is not ours; the tensors' hashes are `verify`'s business.
     """
     artifact = open_artifact(Path(path))
+    refit = artifact.manifest.get(REFIT)
     tensors = artifact.tensors
     weights = {name: _weights(artifact, name) for name in tensors}
     matrices = [name for name in artifact.manifest["tensors"] if name in tensors]
@@ -48,6 +49,7 @@ def describe(path: Path) -> dict[str, Any]:
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
         "segments": segments_summary(artifact.bases()),
+        "refit": refit and {**refit, "in_words": refit_in_words(artifact.manifest)},
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),
         "runs": artifact.format.runs,

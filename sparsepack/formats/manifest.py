@@ -34,6 +34,9 @@ ROTATION = "rotation"
 """The manifest says under this key into which basis the model was rotated before:
 `models.records.rotated.RotationRecord.summary`."""
 
+REFIT = "refit"
+"""The manifest says under this key how matrices were fitted to their inputs: `refit.run.Refit.section`."""
+
 _OWN = ("schema", "kind", "sparsepack", "model", "tensors", "notes", "versions", ATTENTION, NEURONS)
 
 
@@ -84,6 +87,22 @@ class _Rotation(Stored):
     model_sha256: Name
 
 
+class _RefitSite(Stored):
+    site: Name
+    changes: dict[Name, Annotated[float, Field(ge=0, lt=1)]]
+    error_before: Annotated[float, Field(ge=0)]
+    error: Annotated[float, Field(ge=0)]
+
+
+class _Refit(Stored):
+    refit: bool
+    quantiser: Name
+    refit_dense: float
+    damping: float
+    windows: Count
+    sites: Annotated[list[_RefitSite], Field(min_length=1)]
+
+
 class _Calibration(Stored):
     sha256: Name
 
@@ -109,6 +128,7 @@ class _ArtifactManifest(Stored):
     thresholds: _Thresholds | None = None
     pruning: _Pruning | None = None
     rotation: _Rotation | None = None
+    refit: _Refit | None = None
     attention: AttentionSection | None = None
 
 
@@ -158,6 +178,31 @@ def source_made_from(manifest: Mapping[str, Any]) -> tuple[str, ...]:
     """The hashes of the checkpoints that an artifact's source was pruned or rotated from, as far as that is known."""
     records = [manifest.get(name) or {} for name in (PRUNING, ROTATION)]
     return tuple(record["model_sha256"] for record in records if "model_sha256" in record)
+
+
+def refit_in_words(manifest: Mapping[str, Any]) -> str | None:
+    """How matrices were fitted to their inputs, as a clause; None where they were not."""
+    made = manifest.get(REFIT)
+    if made is None:
+        return None
+    sites = made["sites"]
+    before, after = (sum(site[name] for site in sites) / len(sites) for name in ("error_before", "error"))
+    what = "fitted to the sparse inputs, " if made["refit"] else ""
+    dense = f", {100 * made['refit_dense']:.3g} % of the inputs dense" if made["refit"] else ""
+    return (
+        f"{what}quantised by {made['quantiser']}, on {made['windows']} windows{dense}; weights changed by "
+        f"{100 * max(weight_changes(manifest).values(), default=0):.1f} % at most, mean relative error of outputs "
+        f"{after:.4f} (else {before:.4f})"
+    )
+
+
+def weight_changes(manifest: Mapping[str, Any]) -> dict[str, float]:
+    """How far the weights of tensors fitted to their inputs are from the model's, relative, by their names."""
+    changes: dict[str, float] = {}
+    for site in (manifest.get(REFIT) or {}).get("sites", ()):
+        for name, change in site["changes"].items():  # of a tensor with weights of two sites, no more than the larger
+            changes[name] = max(change, changes.get(name, 0.0))
+    return changes
 
 
 def read_manifest(stored: Any, where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.formats.mlp_kinds import DENSE, NEURONS, MlpKind
 
 if TYPE_CHECKING:
+    from sparsepack.formats.encoded import SiteEncoder
     from sparsepack.formats.plan import Plan, PlanRequest
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
 
@@ -25,13 +26,15 @@ class Format:
     summary         -- a clause for help texts
     module          -- what implements it, by three functions: `check_model(format, checkpoint)`,
                        `plan(format, checkpoint, request) -> Plan` and `opened(container, manifest) -> Artifact`;
-                       the container is a `GgufFile`, or an `ArtifactFolder` where `folder` is set
+                       the container is a `GgufFile`, or an `ArtifactFolder` where `folder` is set; and by
+                       `encoder(format, checkpoint, request) -> SiteEncoder` where `fits` is
     matrices        -- type in which the blocks' matrices are stored
     folder          -- a folder of safetensors; otherwise a GGUF file
     thresholds      -- whether it carries the rules of the sites
     attention       -- whether it carries a policy for sparse attention
     weight_sparsity -- whether it leaves out pruned weights
     bases           -- whether it has a place for changes of basis between blocks
+    fits            -- whether its matrices can be fitted to their inputs and quantised with error feedback
     mlp             -- how MLPs are stored
     runs            -- whether an engine of ours runs it
     file_type       -- llama.cpp's enum llama_ftype, which viewers of GGUFs show
@@ -46,6 +49,7 @@ class Format:
     attention: bool = False
     weight_sparsity: bool = False
     bases: bool = False
+    fits: bool = False
     mlp: MlpKind = DENSE
     runs: bool = False
     file_type: int = 0
@@ -80,6 +84,14 @@ class Format:
         made: Plan = self._implementation.plan(self, checkpoint, request)
         return made
 
+    def encoder(self, checkpoint: "Checkpoint", request: "PlanRequest") -> "SiteEncoder":
+        """What encodes a model's sites one by one, where `fits` is set: `plan` takes its tensors in `request.encoded`.
+
+        Raises as `plan`.
+        """
+        made: SiteEncoder = self._implementation.encoder(self, checkpoint, request)
+        return made
+
     @property
     def _implementation(self) -> Any:
         return importlib.import_module(self.module)
@@ -97,22 +109,23 @@ _PRUNED: Mapping[str, Any] = {"folder": True, "attention": True, "weight_sparsit
 FORMATS: Mapping[str, Format] = {
     format.name: format
     for format in (
-        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", file_type=14, **_RUN),
+        Format("zigzag-q4_k", "skips inactive columns", _ZIGZAG, "Q4_K", fits=True, file_type=14, **_RUN),
         Format(
             "neuron-q4_k",
             "also skips, exactly, inactive neurons of models with ReLU",
             _NEURON,
             "Q4_K",
+            fits=True,
             mlp=NEURONS,
             file_type=14,
             **_RUN,
         ),
-        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", file_type=14),
+        Format("q4_k", _FOR_LLAMA_CPP, _PLAIN, "Q4_K", fits=True, file_type=14),
         Format("f16", _FOR_LLAMA_CPP, _PLAIN, "F16", file_type=1),
         Format("bf16", _FOR_LLAMA_CPP, _PLAIN, "BF16", file_type=32),
         Format("f32", _FOR_LLAMA_CPP, _PLAIN, "F32", file_type=0),
-        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", **_PRUNED),
-        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", **_PRUNED),
+        Format("slide-int8", _FOR_2_OF_4, _SLID, "I8", fits=True, **_PRUNED),
+        Format("slide-fp8", _FOR_2_OF_4, _SLID, "F8_E4M3", fits=True, **_PRUNED),
         Format("slide-bf16", _FOR_2_OF_4, _SLID, "BF16", **_PRUNED),
     )
 }

@@ -11,6 +11,7 @@ import torch
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
+from sparsepack.formats.manifest import refit_in_words, weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -35,7 +36,8 @@ _PIECE, _BAND = 1 << 22, 256
 
 @dataclass(frozen=True)
 class TensorError:
-    """How far a stored tensor is from the model: relative Frobenius error, and the most that its type explains."""
+    """How far a stored tensor is from the model: relative Frobenius error, and the most that its type explains, and
+    how its weights were fitted to their inputs."""
 
     name: str
     type: str
@@ -44,7 +46,7 @@ class TensorError:
 
     @property
     def passed(self) -> bool:
-        """Whether the type explains the error."""
+        """Whether the bound explains the error."""
         return self.error <= self.bound
 
 
@@ -110,6 +112,8 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
         except ArtifactError as error:
             return Report(str(path), kind, (str(error),), tuple(checked))
         what += f" in the artifact's basis, found from its embedding to within {again.uncertainty:.1g}"
+    if (words := refit_in_words(artifact.manifest)) is not None:
+        what += f", those of its blocks {words}"
     problems, tensors = _against(artifact, checkpoint, again)
     return Report(str(path), kind, problems, (*checked, what), tensors)
 
@@ -148,6 +152,7 @@ def _against(
 
 def _compared(artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None) -> Iterator[TensorError | str]:
     checkpoint = checkpoint if again is None else again.checkpoint
+    changes = weight_changes(artifact.manifest)
     for name in artifact.tensors:
         if not artifact.holds_weights(name):
             continue
@@ -158,6 +163,7 @@ def _compared(artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | 
             continue
         type = artifact.type_of_weights(name)
         bound = math.hypot(ERROR_BOUNDS[type], again.may_be_off(artifact, name, source) if again else 0.0)
+        bound += changes.get(name, 0.0)
         yield TensorError(name, type, _relative_error(artifact, name, source), bound)
 
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from sparsepack.errors import PruningError
+from sparsepack.errors import PruningError, SingularError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.models.records.pruned import PrunedMatrix
 from sparsepack.models.sites import site_name
-from sparsepack.pruning.inputs import Inputs
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.permute import better_order, of_query_heads, permuted_block
+from sparsepack.reconstruction.inputs import Inputs
 
 
 def prune_block(
@@ -60,8 +60,10 @@ def prune_block(
             weight = stored.to(device, torch.float32)
             try:
                 pruned = method.prune(weight, known(site), pattern).to(stored.dtype)
-            except PruningError as error:
-                raise PruningError(f"{prefix}{projection}: {error}") from error
+            except SingularError as error:
+                raise PruningError(
+                    f"{prefix}{projection}: {error}; give a larger --damping or more --windows"
+                ) from error
             if not torch.isfinite(pruned).all():
                 raise PruningError(f"{prefix}{projection}: weights that are not finite; they cannot be pruned")
             rows.append(

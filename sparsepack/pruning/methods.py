@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsepack.models.records.groups import kept
 from sparsepack.models.records.pattern import Pattern
 from sparsepack.pruning import sparsegpt
-from sparsepack.pruning.inputs import Inputs
+from sparsepack.reconstruction.inputs import Inputs
 
 Values = Callable[[Tensor, Inputs], Tensor]
 """The function takes (weight float32 [rows, columns], its inputs) and returns float32 [rows, columns]: what leaving out

@@ -34,9 +34,9 @@ from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
 from sparsepack.progress import Shorter, progress
 from sparsepack.pruning.block import prune_block
-from sparsepack.pruning.inputs import Sums
 from sparsepack.pruning.methods import METHODS
 from sparsepack.pruning.options import PruneOptions
+from sparsepack.reconstruction.inputs import Sums
 from sparsepack.version import __version__
 
 

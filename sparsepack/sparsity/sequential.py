@@ -85,20 +85,36 @@ def _score_counts(
     rules: Rules,
 ) -> torch.Tensor:
     """Histogram of the score at one site of the loaded block, the sites before it sparse by `rules`."""
-    layer, site = key
     counts = torch.zeros(histogram.BINS, dtype=torch.int64)
+
+    def count(x: torch.Tensor) -> None:
+        counts.add_(histogram.count(score(second_half(x), choice)).cpu())
+
+    inputs_of_site(stream, key, batches, rules, count)
+    return counts
+
+
+def inputs_of_site(
+    stream: BlockStream,
+    key: SiteKey,
+    batches: Sequence[torch.Tensor],
+    rules: Rules,
+    see: Callable[[torch.Tensor], None],
+) -> None:
+    """Show `see` the inputs [B, S, columns] of one site of the loaded block, batch by batch: the sites before it sparse
+    by `rules`, its own inputs as they come."""
+    layer, site = key
 
     def observe(_: int, at: str, x: torch.Tensor) -> torch.Tensor:
         if at != site:
             return sparsify_second_half(x, rules.get((layer, at)))
-        counts.add_(histogram.count(score(second_half(x), choice)).cpu())
+        see(x)
         raise _Reached
 
     with site_hooks([(layer, stream.block)], stream.source.family, observe):
         for part in batches:
             with suppress(_Reached):
                 stream(part)
-    return counts
 
 
 def score(x: torch.Tensor, choice: SiteRule) -> torch.Tensor:

@@ -65,6 +65,8 @@ MODES = {
         "{relu} -o {new} --calibration {cal} --sparsity 0.5 --windows 1",
         f"{{relu}} -o {{new}} --calibration {{cal}} --sparsity 0.5 --allocation global {LEARNT}",
         "{relu} -o {new} --calibration {cal} --attention double --dense-layers none",
+        "{relu} -o {new} --calibration {more} --quantiser gptq",
+        "{relu} -o {new} --calibration {more} --sparsity 0.5 --windows 1 --refit",
     ),
     "eval": (
         "shipped:tiny --perplexity {text} --context 32 --windows 1",
@@ -110,7 +112,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("modes")
-    found = {name: folder / name for name in ("cal", "tinycal", "text.txt", "relu", "trace", "other", "m.gguf")}
+    names = ("cal", "tinycal", "more", "text.txt", "relu", "trace", "other", "m.gguf")
+    found = {name: folder / name for name in names}
     found["text"] = found.pop("text.txt")
     found["text"].write_text("The sun rose over the hills, and the river ran on to the sea. " * 60)
     other = folder / "others.txt"
@@ -119,6 +122,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     common = ("--context", 32, "--samples", 2)
     succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["cal"], *common)
     succeeds("calibrate", "shipped:tiny", "--text", found["text"], "-o", found["tinycal"], *common)
+    many = ("--context", 128, "--samples", 8)  # as many tokens as weights are fitted on
+    succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["more"], *many)
     for text, made in ((found["text"], found["trace"]), (other, found["other"])):
         succeeds("trace", found["relu"], "--text", text, "-o", made, *TRACE.split())
     found["file"] = found.pop("m.gguf")

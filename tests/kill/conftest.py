@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from forked import Forker
 from places import Place
-from verbs import VERBS, write_inputs
+from verbs import VERBS, calibrate_more, write_inputs
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     forker = Forker(folder)
     for command in (
         VERBS["calibrate"].command(inputs, inputs, False),
+        calibrate_more(inputs),
         VERBS["thresholds global"].command(inputs, inputs, False),
         VERBS["prune"].command(inputs, inputs, False),
         VERBS["rotate"].command(inputs, inputs, False),

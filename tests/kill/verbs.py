@@ -31,6 +31,12 @@ def _calibrate(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["calibrate", _TINY, *samples, "-o", str(work / "c"), "--overwrite"]
 
 
+def calibrate_more(inputs: Path) -> list[str]:
+    """The command for a calibration of as many tokens as weights are fitted on."""
+    samples = ["--context", "128", "--samples", "8", "--text", str(inputs / "more.txt")]
+    return ["calibrate", _TINY, *samples, "-o", str(inputs / "more")]
+
+
 def _thresholds(*options: str) -> Callable[[Path, Path, bool], list[str]]:
     def command(inputs: Path, work: Path, old: bool) -> list[str]:
         given = ["--calibration", str(inputs / "c"), "--sparsity", "0.3" if old else "0.5", "--windows", "1"]
@@ -42,6 +48,11 @@ def _thresholds(*options: str) -> Callable[[Path, Path, bool], list[str]]:
 def _pack(inputs: Path, work: Path, old: bool) -> list[str]:
     given = ["--calibration", str(inputs / "c"), "--sparsity", "0.3" if old else "0.5", "--windows", "1"]
     return ["pack", _TINY, *given, "-o", str(work / "m.gguf"), "--overwrite"]
+
+
+def _pack_refit(inputs: Path, work: Path, old: bool) -> list[str]:
+    given = ["--calibration", str(inputs / "more"), "--sparsity", "0.3" if old else "0.5", "--windows", "1"]
+    return ["pack", _TINY, *given, "--refit", "-o", str(work / "m.gguf"), "--overwrite"]
 
 
 def _prune(inputs: Path, work: Path, old: bool) -> list[str]:
@@ -89,6 +100,7 @@ VERBS = {
         Verb("rotate", _rotate, ("r",)),
         Verb("trace", _trace, ("n",)),
         Verb("pack", _pack, ("m.gguf",)),
+        Verb("pack refit", _pack_refit, ("m.gguf",)),
         Verb("pack slid", _slide, ("s",)),
         Verb("run", _run, tuple(f"work/{name}" for name in (*_OF_RUN, "report.json"))),
         Verb("run pruned", _run_pruned, tuple(f"work/{name}" for name in (*_OF_PRUNED, "report.json"))),
@@ -119,7 +131,8 @@ eval: {{perplexity: {text}, context: 32, windows: 1}}
 
 
 def write_inputs(folder: Path) -> None:
-    """What the commands read, but for the calibration `c`."""
+    """What the commands read, but for the calibrations `c` and `more`."""
+    (folder / "more.txt").write_text("The quick brown fox jumps over the lazy dog and runs. " * 200, encoding="utf-8")
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog and runs. " * 60, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE.format(text=text), encoding="utf-8")

@@ -17,6 +17,7 @@ from sparsepack.cli.messages.streams import json_text
 from sparsepack.cli.options.verb import Existing, F, Ruled, group, together
 from sparsepack.errors import UserError
 from sparsepack.option import Option, default_of, options_of
+from sparsepack.refit.options import RefitOptions
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.sparsity.options import AllocationOptions
@@ -219,6 +220,18 @@ attention = group(
 def attention_options(asked: dict[str, Any]) -> AttentionOptions:
     """The flags of sparse attention, taken out of `asked`."""
     return AttentionOptions(**_taken(asked, AttentionOptions))
+
+
+refit = group(
+    "Fitted weights",
+    options_from(RefitOptions, "--refit", "--quantiser", "--refit-windows", "--refit-dense", "--damping"),
+)
+
+
+def refit_options(asked: dict[str, Any]) -> RefitOptions:
+    """The flags of weights that are fitted to their inputs, taken out of `asked`."""
+    shared = {name: asked[name] for name in ("device", "dtype")}
+    return RefitOptions(**_taken(asked, RefitOptions, shared), **shared)
 
 
 def print_json(value: Any) -> None:

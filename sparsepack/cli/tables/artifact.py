@@ -32,6 +32,8 @@ def artifact_table(description: Mapping[str, Any]) -> str:
     ]
     if description["thresholds"]:
         parts.append(thresholds_table(description["thresholds"]))
+    if description["refit"]:
+        parts.append(f"weights of the blocks: {description['refit']['in_words']}")
     if description["attention"]:
         parts.append(f"attention, Double Sparsity: {description['attention']['in_words']}")
     if description["segments"]:

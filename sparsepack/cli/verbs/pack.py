@@ -20,10 +20,13 @@ from sparsepack.cli.options.shared import (
     from_options,
     options_from,
     overwrite_flag,
+    refit,
+    refit_options,
 )
 from sparsepack.cli.options.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.packing import PackRequest
+from sparsepack.refit.options import FITS
 from sparsepack.terminal import tell
 
 
@@ -33,27 +36,28 @@ from sparsepack.terminal import tell
 @click.option(
     "--calibration",
     type=CALIBRATION,
-    help="A folder made by `sparsepack calibrate`; needed for --sparsity, --attention and neuron-q4_k, "
-    "for which a trace does, too.",
+    help="A folder made by `sparsepack calibrate`; needed for --sparsity, --refit, --quantiser gptq, --attention and "
+    "neuron-q4_k, for which a trace does, too.",
 )
 @group(
     SKIPPED,
     click.option("--thresholds", type=PATH, help="A table made by `sparsepack thresholds`, in place of --sparsity."),
 )
 @allocation
+@refit
 @attention
 @group("Types", options_from(PackRequest, "--output-type", "--embedding-type"))
 @group("Pruned models", options_from(PackRequest, "--keep", "--of"))
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The file or folder to make."))
 @device_option
-@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity"),)))
+@group(RUNS, from_options(CalibrateOptions, "--dtype", counts=(only_with("sparsity", others=(FITS,)),)))
 @overwrite_flag
 def pack(output: Path, **asked: Any) -> None:
-    """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, and its heavy
-    channels of attention if --attention is."""
-    options, attention = allocation_options(asked), attention_options(asked)
-    del asked["dtype"]  # that thresholds are searched with
-    request = PackRequest(output=output, allocation=options, sparse_attention=attention, **asked)
+    """Pack MODEL into one artifact, with the thresholds of a calibration inside if --sparsity is given, its heavy
+    channels of attention if --attention is, and weights fitted to their inputs if --refit or --quantiser gptq is."""
+    options, attention, refit = allocation_options(asked), attention_options(asked), refit_options(asked)
+    del asked["dtype"]  # that thresholds are searched with, and weights are fitted with
+    request = PackRequest(output=output, allocation=options, sparse_attention=attention, fitting=refit, **asked)
     request.check()
     from sparsepack.cli.tables.artifact import artifact_line
     from sparsepack.formats.inspect import describe

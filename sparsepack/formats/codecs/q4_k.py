@@ -31,10 +31,20 @@ def scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return scales, torch.cat([second & 63, (mixed >> 4) | (second >> 6 << 4)], dim=-1)
 
 
+def steps(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """What a nibble counts in each sub-block, and what is taken off: uint8 [n, 144] -> float32 [n, 8] each."""
+    scale, minimum = scales_and_mins(blocks)
+    return fp16_from_bytes(blocks[:, 0:2]) * scale, fp16_from_bytes(blocks[:, 2:4]) * minimum
+
+
+def set_nibbles(blocks: Tensor, nibbles: Tensor) -> None:
+    """Put other nibbles into superblocks: uint8 [n, 144], [n, 256]."""
+    pairs = nibbles.view(-1, SUBS // 2, 2, SUB)
+    blocks[:, 16:] = (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
+
+
 def _decode(blocks: Tensor) -> Tensor:
-    scale, minimum = scales_and_mins(blocks)  # [n, 8]
-    s = fp16_from_bytes(blocks[:, 0:2]) * scale
-    m = fp16_from_bytes(blocks[:, 2:4]) * minimum
+    s, m = steps(blocks)
     pairs = blocks[:, 16:].view(-1, SUBS // 2, 1, SUB)
     q = torch.cat([pairs & 15, pairs >> 4], dim=2).view(-1, SUBS, SUB)
     # Product and difference are rounded one after the other, as the reference does.

@@ -17,11 +17,12 @@ takes some 20 bytes with what is made of it."""
 
 
 def encode(
-    weight: Tensor, how: Slide, dtype: torch.dtype, steps: float | None = None
+    weight: Tensor, how: Slide, dtype: torch.dtype, steps: float | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Slide a matrix and quantise it to `dtype`, one of `symmetric.STEPS`; or keep its values, in any other type.
 
     steps -- as `symmetric.quantise_rows` takes it
+    scale -- float32 [rows] of values that are quantised already, and that `dtype` holds exactly; they are slid alone
 
     weight: [rows, columns] of float32, float16 or bfloat16. Returns values, `dtype` [rows, how.stored(columns)],
     positions as `pack_positions` has them, and scales, float32 [rows], or None where nothing is quantised.
@@ -31,7 +32,7 @@ def encode(
     rows, stored = len(weight), how.stored(weight.shape[1])
     values = torch.empty(rows, stored, dtype=dtype, device=weight.device)
     positions = torch.empty(rows, -(-stored // 4), dtype=torch.uint8, device=weight.device)
-    scale = torch.empty(rows, device=weight.device) if dtype in STEPS else None
+    quantised, scale = scale is not None, torch.empty(rows, device=weight.device) if scale is None else scale
     step = max((CUDA_PIECE if weight.is_cuda else PIECE) // max(weight.shape[1], 1), 1)
     for first in range(0, rows, step):
         part = slice(first, first + step)
@@ -40,7 +41,7 @@ def encode(
         except PackingError:
             check_pattern(weight, how.pattern)  # which counts rows from the first of all
             raise
-        if scale is not None:
+        if dtype in STEPS and not quantised:
             slid, scale[part] = quantise_rows(slid, dtype, steps)
         values[part], positions[part] = slid, pack_positions(within)
-    return values, positions, scale
+    return values, positions, scale if dtype in STEPS else None

@@ -30,15 +30,23 @@ def quantise_rows(x: Tensor, dtype: torch.dtype, steps: float | None = None) -> 
     not finite.
     """
     values = x.float()
+    scale, inverse = scales(values, STEPS[dtype] if steps is None else steps)
+    q = values * inverse[..., None]  # beyond the steps by a rounding of float32 at most, which that of the type undoes
+    return (q if dtype.is_floating_point else q.round_()).to(dtype), scale
+
+
+def scales(values: Tensor, steps: float) -> tuple[Tensor, Tensor]:
+    """The scales that make `steps` of the largest values of float32 rows [..., K], and their reciprocals: [...] each.
+
+    Raises `PackingError` for values that are not finite.
+    """
     largest = values.abs().amax(-1)
     if not torch.isfinite(largest).all():
         raise PackingError("a value is not finite; it cannot be quantised")
     # A tensor: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice.
-    most = largest.new_tensor(STEPS[dtype] if steps is None else steps)
-    inverse = torch.where(largest > SMALLEST, most / largest, 0)
-    q = values * inverse[..., None]  # beyond the steps by a rounding of float32 at most, which that of the type undoes
-    scale = torch.where(largest > SMALLEST, largest / most, 0)
-    return (q if dtype.is_floating_point else q.round_()).to(dtype), scale
+    most = largest.new_tensor(steps)
+    held = largest > SMALLEST
+    return torch.where(held, largest / most, 0), torch.where(held, most / largest, 0)
 
 
 def dequantised(q: Tensor, scale: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.codecs import q4_k, q4_k_device
@@ -42,6 +43,20 @@ def pack(weight: Tensor) -> Tensor:
         made = partial(_encoded, weight, beyond)
         blocks = encode_chunks(count, BLOCK_BYTES, weight.device, made)
     return blocks.view(bands(weight.shape[0]), weight.shape[1], BLOCK_BYTES)
+
+
+def pack_column(column: Tensor) -> Tensor:
+    """One column, known to be finite, as `pack` stores it: float32 [rows] -> uint8 [bands, 144]."""
+    blocks = q4_k_device.encode(column[:, None])
+    if blocks is None:
+        padded = functional.pad(column, (0, -len(column) % BAND_ROWS))
+        blocks = encode_columns(padded.view(-1, BAND_ROWS).t().contiguous(), beyond=True).t()
+    return blocks
+
+
+def unpack_column(blocks: Tensor, rows: int) -> Tensor:
+    """The inverse of `pack_column`: uint8 [bands, 144] -> float32 [rows]."""
+    return q4_k.CODEC.decode_chunk(blocks).view(-1)[:rows]
 
 
 def _encoded(weight: Tensor, beyond: bool, part: slice) -> Tensor:

@@ -20,19 +20,28 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs import neurons, zigzag
+from sparsepack.formats.codecs import gptq, neurons, q4_k, zigzag
 from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.neuron.artifact import NeuronArtifact
 from sparsepack.formats.neuron.layout import FREQUENCY, GATE, ORDER, RECORDS, check_neurons
 from sparsepack.formats.neuron.section import neuron_section
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, naming
 from sparsepack.formats.table import Format
 from sparsepack.formats.transfer import stacked_on
-from sparsepack.formats.zigzag.plan import checked_shape, engine_plan, planned_site, planned_vector
+from sparsepack.formats.zigzag.plan import (
+    checked_shape,
+    encoded_matrix,
+    encoded_site,
+    engine_plan,
+    planned_site,
+    planned_vector,
+)
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.records.neurons import NeuronCounts, check_counts
+from sparsepack.reconstruction.inputs import Inputs
 
 
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
@@ -67,9 +76,38 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
         for site in ATTENTION_SITES:
             yield from planned_site(checkpoint, architecture, layer, site, request)
-        yield from _planned_neurons(checkpoint, architecture, layer, counts, request.device)
+        yield from _planned_neurons(checkpoint, architecture, layer, counts, request)
 
     return engine_plan(format, checkpoint, request, block, neuron_section(counts))
+
+
+_UP, _DOWN = f"{RECORDS}.up", f"{RECORDS}.down"
+"""Halves of the records, encoded before, have these names."""
+
+
+def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
+    """What encodes a model's sites (`Format.encoder`); the halves of a block's records are encoded with their sites."""
+    counts = request.neurons
+    assert counts is not None
+
+    def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
+        if site in ATTENTION_SITES:
+            return encoded_site(layer, site, weight, inputs)
+        name, order = f"blk.{layer}", neurons.by_frequency(counts.active[layer]).to(weight.device)
+        if site != MLP_SITES[0]:  # down, of which a neuron has a column
+            columns = encoded_matrix(weight, inputs)
+            found = {f"{name}.{_DOWN}": columns.transpose(0, 1)[order].flatten(1)}
+            return EncodedSite(found, zigzag.unpack(columns, len(weight)), {f"{name}.{RECORDS}": slice(None)})
+        gate, up = weight.chunk(2)
+        gates = encoded_matrix(gate[order], inputs)
+        ups = q4_k.encode(up[order]) if inputs is None else gptq.q4_k_rows(up[order], inputs)
+        decoded = torch.empty_like(weight)
+        for part, rows in zip(decoded.chunk(2), (zigzag.unpack(gates, len(gate)), q4_k.decode(ups)), strict=True):
+            part[order] = rows
+        rows_of = {f"{name}.{GATE}": slice(0, len(gate)), f"{name}.{RECORDS}": slice(len(gate), None)}
+        return EncodedSite({f"{name}.{GATE}": gates, f"{name}.{_UP}": ups}, decoded, rows_of)
+
+    return encode
 
 
 def _check_rules(format: Format, request: PlanRequest) -> None:
@@ -82,22 +120,26 @@ def _check_rules(format: Format, request: PlanRequest) -> None:
 
 
 def _planned_neurons(
-    checkpoint: Checkpoint, architecture: Architecture, layer: int, counts: NeuronCounts, device: str
+    checkpoint: Checkpoint, architecture: Architecture, layer: int, counts: NeuronCounts, request: PlanRequest
 ) -> Iterator[PlannedGroup]:
     name, count, hidden = f"blk.{layer}", architecture.intermediate, architecture.hidden
     for site in MLP_SITES:
         checked_shape(checkpoint, architecture, layer, site)
-    order = neurons.by_frequency(counts.active[layer])
+    order, device, encoded = neurons.by_frequency(counts.active[layer]), request.device, request.encoded
 
     def gate() -> Tensor:
         return zigzag.pack(stacked_on(device, [checkpoint.projections(layer, "mlp_in")[0][order]]))
 
     def records() -> Tensor:
+        if f"{name}.{_UP}" in encoded:
+            return torch.cat([encoded[f"{name}.{part}"]() for part in (_UP, _DOWN)], 1)
         up, (down,) = checkpoint.projections(layer, "mlp_in")[1], checkpoint.projections(layer, "mlp_mid")
         return neurons.pack(stacked_on(device, [up]), stacked_on(device, [down]), order)
 
     bands = (zigzag.bands(count), hidden, zigzag.BAND_ROWS)
-    yield alone(PlannedTensor(f"{name}.{GATE}", bands, "Q4_K", logical=(count, hidden)), gate)
+    yield alone(
+        PlannedTensor(f"{name}.{GATE}", bands, "Q4_K", logical=(count, hidden)), encoded.get(f"{name}.{GATE}", gate)
+    )
     yield alone(PlannedTensor(f"{name}.{RECORDS}", (count, 2 * hidden), "Q4_K"), records)
     yield planned_vector(f"{name}.{FREQUENCY}", "F32", counts.frequency[layer].float()[order])
     yield planned_vector(f"{name}.{ORDER}", "I32", order.to(torch.int32))

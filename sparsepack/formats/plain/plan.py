@@ -14,11 +14,13 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs.matrices import encode_rows
+from sparsepack.formats.codecs import gptq
+from sparsepack.formats.codecs.matrices import decode_rows, encode_rows
 from sparsepack.formats.codecs.types import BLOCKS
 from sparsepack.formats.containers.gguf.embeddings import embedding_types, fallen_back
 from sparsepack.formats.containers.gguf.values import KeyValue, manifest_values, string
 from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plain.artifact import ROTARY_FACTORS, PlainArtifact, llama_cpp_rows
 from sparsepack.formats.plain.llama_cpp.keys import architecture_keys, rotary_factors
@@ -32,6 +34,7 @@ from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.gguf_names import gguf_names
 from sparsepack.models.checkpoint.source_files import config_json, tokenizer_config
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+from sparsepack.reconstruction.inputs import Inputs
 
 
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
@@ -69,7 +72,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     embedding, more = embedding_types(checkpoint, request.embedding_type, request.output_type, auto)
     notes += more
     types = embedding | _types(checkpoint, type, notes)
-    groups = tuple(_groups(checkpoint, types, request.device))
+    groups = tuple(_groups(checkpoint, types, request))
     shapes = manifest_shapes(tensors_of(groups))
     manifest = make_manifest(format.name, checkpoint, request.provenance, shapes, notes, checkpoint.sha256)
     own = {OWN_CONFIG: string(config_json(checkpoint)), OWN_TOKENIZER: string(checkpoint.tokenizer_json())}
@@ -100,7 +103,7 @@ def _vocabulary_values(checkpoint: Checkpoint) -> tuple[dict[str, KeyValue], lis
     return {key: (value, *KEY_TYPES[key]) for key, value in keys.items()}, notes
 
 
-def _groups(checkpoint: Checkpoint, types: Mapping[str, str], device: str) -> Iterator[PlannedGroup]:
+def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanRequest) -> Iterator[PlannedGroup]:
     shapes = checkpoint.source.shapes
     factors = rotary_factors(checkpoint.architecture, checkpoint.config)
     if factors is not None:
@@ -111,7 +114,30 @@ def _groups(checkpoint: Checkpoint, types: Mapping[str, str], device: str) -> It
             continue
         shape = shapes[source]
         kind = types.get(name, "F32")
-        yield alone(PlannedTensor(name, shape, kind), partial(_encoded, checkpoint, source, kind, device))
+        encoded = partial(_encoded, checkpoint, source, kind, request.device)
+        yield alone(PlannedTensor(name, shape, kind), request.encoded.get(name, encoded))
+
+
+def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
+    """What encodes a model's sites (`Format.encoder`); what fell back to another type than Q4_K is rounded alone."""
+    types = _types(checkpoint, format.matrices, [])
+    names = {source: name for name, source in gguf_names(checkpoint.layers).items()}
+
+    def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
+        tensors, rows, start = {}, {}, 0
+        sources = [f"{checkpoint.family.block(layer)}.{part}.weight" for part in checkpoint.family.projections[site]]
+        kind = types[names[sources[0]]]  # of all of them: it follows from the number of columns
+        if inputs is None or kind != "Q4_K":
+            blocks = encode_rows(weight, kind)
+        else:
+            blocks = gptq.q4_k_rows(weight, inputs)
+        for source in sources:
+            rows[names[source]] = slice(start, start + checkpoint.source.shapes[source][0])
+            tensors[names[source]] = llama_cpp_rows(checkpoint, source, blocks[rows[names[source]]])
+            start = rows[names[source]].stop
+        return EncodedSite(tensors, decode_rows(blocks, kind), rows)
+
+    return encode
 
 
 def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str]:

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs import slid_matrix
+from sparsepack.formats.codecs import gptq, slid_matrix
 from sparsepack.formats.codecs.slide import Slide
+from sparsepack.formats.codecs.symmetric import dequantised, quantise_rows
 from sparsepack.formats.containers.safetensors.container import ArtifactFolder
 from sparsepack.formats.containers.safetensors.writer import FolderPlan, model_texts
+from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.slid.artifact import SlidArtifact
@@ -34,6 +36,7 @@ from sparsepack.formats.transfer import stacked_on, tensors_at_once
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_packable
 from sparsepack.models.records.pattern import Pattern
+from sparsepack.reconstruction.inputs import Inputs
 
 SLID_AT_ONCE = 16
 """This many matrices are slid side by side for a CUDA device: hashing and writing take many times as long as sliding,
@@ -56,7 +59,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     """
     patterns = _patterns(checkpoint, request)
     slides = {name: Slide(pattern) for name, pattern in patterns.items()}
-    groups = tuple(_groups(format, checkpoint, slides, request.device))
+    groups = tuple(_groups(format, checkpoint, slides, request))
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
     notes += request.notes
@@ -99,7 +102,9 @@ def _matrices(checkpoint: Checkpoint) -> list[str]:
     return [f"model.layers.{layer}.{name}" for layer in range(checkpoint.layers) for name in names]
 
 
-def _groups(format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide], device: str) -> Iterator[PlannedGroup]:
+def _groups(
+    format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide], request: PlanRequest
+) -> Iterator[PlannedGroup]:
     """What stays as it is, then the slid matrices: embedding and output take a thread longest, so they begin first."""
     source, values = checkpoint.source, value_type(format)
     slid = {f"{name}.weight": how for name, how in slides.items()}
@@ -108,7 +113,9 @@ def _groups(format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide],
         return _bytes(checkpoint.tensor(name))
 
     def made(name: str) -> Sequence[Tensor]:
-        weight = stacked_on(device, [checkpoint.tensor(name)])
+        if name in request.encoded:
+            return [give() for part, give in request.encoded.items() if part.startswith(name)]
+        weight = stacked_on(request.device, [checkpoint.tensor(name)])
         parts = slid_matrix.encode(weight, slid[name], values.dtype, values.steps)
         return [_bytes(part) for part in parts if part is not None]
 
@@ -122,6 +129,36 @@ def _groups(format: Format, checkpoint: Checkpoint, slides: Mapping[str, Slide],
             for part, (shape, type) in slid_tensors(name, rows, how.stored(columns), values).items()
         )
         yield PlannedGroup(parts, partial(made, name))
+
+
+def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
+    """What encodes a model's sites (`Format.encoder`). A matrix that is not pruned stays as it is."""
+    values = value_type(format)
+    assert values.steps is not None
+    steps = values.steps
+    slides = {name: Slide(pattern) for name, pattern in _patterns(checkpoint, request).items()}
+
+    def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
+        tensors: dict[str, Tensor] = {}
+        rows, start, decoded = {}, 0, weight.clone()
+        for projection in checkpoint.family.projections[site]:
+            name = f"{checkpoint.family.block(layer)}.{projection}"
+            part = slice(start, start + checkpoint.source.shapes[f"{name}.weight"][0])
+            start = part.stop
+            if name not in slides:
+                continue
+            if inputs is None:
+                q, scale = quantise_rows(weight[part], values.dtype, steps)
+            else:
+                q, scale = gptq.symmetric_rows(weight[part], inputs, values.dtype, steps)
+            decoded[part] = dequantised(q, scale)
+            stored = slid_matrix.encode(q.float(), slides[name], values.dtype, scale=scale)
+            names = slid_tensors(f"{name}.weight", 0, 0, values)
+            tensors |= {of: _bytes(made) for of, made in zip(names, stored, strict=True) if made is not None}
+            rows[f"{name}.weight"] = part
+        return EncodedSite(tensors, decoded, rows)
+
+    return encode
 
 
 def _bytes(value: Tensor) -> Tensor:

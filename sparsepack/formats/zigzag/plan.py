@@ -27,13 +27,14 @@ from torch import Tensor
 from sparsepack.errors import PackingError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.formats.artifact import Artifact
-from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs import gptq, zigzag
 from sparsepack.formats.codecs.matrices import encode_rows
 from sparsepack.formats.codecs.types import type_that_fits
 from sparsepack.formats.containers.gguf.container import ARCHITECTURE
 from sparsepack.formats.containers.gguf.embeddings import embedding_types
 from sparsepack.formats.containers.gguf.values import manifest_values, string
 from sparsepack.formats.containers.gguf.writer import GgufPlan
+from sparsepack.formats.encoded import EncodedSite, SiteEncoder
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
 from sparsepack.formats.table import Format
@@ -49,6 +50,7 @@ from sparsepack.models.records.generation import GENERATION
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
+from sparsepack.reconstruction.inputs import Inputs
 
 ALIGNMENT = 64  # a cache line: what the kernels load
 
@@ -173,13 +175,31 @@ def planned_site(
         return encode_rows(stacked, "F32")
 
     shape = (zigzag.bands(rows), columns, zigzag.BAND_ROWS)
-    yield alone(PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(rows, columns)), weight)
+    planned = PlannedTensor(f"{name}.weight", shape, "Q4_K", logical=(rows, columns))
+    yield alone(planned, request.encoded.get(planned.name, weight))
     projections = checkpoint.family.projections[site]
     if any(f"model.layers.{layer}.{projection}.bias" in checkpoint.source.shapes for projection in projections):
         yield alone(PlannedTensor(f"{name}.bias", (rows,), "F32"), bias)
     rule = request.rules.get((layer, site))
     if rule is not None and not rule.dense:
         yield from _planned_rule(name, rule)
+
+
+def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
+    """What encodes a model's sites (`Format.encoder`)."""
+    return encoded_site
+
+
+def encoded_site(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
+    """A site's matrix in zigzag order (`SiteEncoder`)."""
+    name = f"blk.{layer}.{site}.weight"
+    blocks = encoded_matrix(weight, inputs)
+    return EncodedSite({name: blocks}, zigzag.unpack(blocks, len(weight)), {name: slice(None)})
+
+
+def encoded_matrix(weight: Tensor, inputs: Inputs | None) -> Tensor:
+    """A matrix in zigzag order, with error feedback where its inputs are known: uint8 [bands, columns, 144]."""
+    return zigzag.pack(weight) if inputs is None else gptq.zigzag_blocks(weight, inputs)
 
 
 def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int, site: str) -> tuple[int, int]:

@@ -15,9 +15,10 @@ from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
 from sparsepack.recipe.stages import prune, rotate
-from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of
+from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of, windows
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
+from sparsepack.refit.options import RefitOptions
 from sparsepack.sparsity.attention_options import AttentionOptions
 from sparsepack.tables import Part, Table
 
@@ -29,18 +30,23 @@ _MADE_FROM = ("name", "model", "dtype", "calibrate", "rotate", "prune", "activat
 
 
 class Pack(Section):
-    """The artifact. Sparse attention takes its channels from the calibration, which is made again of a rotated or
-    pruned model."""
+    """The artifact. Sparse attention takes its channels from the calibration, and weights are fitted to inputs on its
+    text; of a rotated or pruned model it is made again."""
 
     key: ClassVar[str] = "pack"
     options: ClassVar[type] = PackRequest
-    also: ClassVar[tuple[type, ...]] = (AttentionOptions,)
+    also: ClassVar[tuple[type, ...]] = (AttentionOptions, RefitOptions)
 
     format: str
     output_type: str
     embedding_type: str
     keep: int | None
     of: int | None
+    refit: bool
+    quantiser: str
+    refit_windows: int
+    refit_dense: float
+    damping: float
     attention: str
     channels: int | None
     tokens: Text
@@ -54,6 +60,17 @@ class Pack(Section):
         """What it asks for of attention."""
         return AttentionOptions(**self.told(AttentionOptions))
 
+    def refit_options(self, recipe: Recipe) -> RefitOptions:
+        """How weights come to be what is stored."""
+        return RefitOptions(**self.told(RefitOptions), device=recipe.device, dtype=recipe.dtype)
+
+
+def fitted(recipe: Recipe) -> RefitOptions | None:
+    """How weights will be fitted to their inputs; None where they will not."""
+    asked = Pack.asked_in(recipe)
+    options = RefitOptions() if asked is None else asked.refit_options(recipe)
+    return options if options.fits else None
+
 
 def sparse_attention(recipe: Recipe) -> bool:
     """Whether the artifact will have attention that reads some of the tokens alone."""
@@ -63,7 +80,7 @@ def sparse_attention(recipe: Recipe) -> bool:
 
 def calibrated(recipe: Recipe) -> bool:
     """Whether the artifact takes something from the calibration itself, not by way of thresholds."""
-    return sparse_attention(recipe) or mlp_kind(recipe).by_count
+    return sparse_attention(recipe) or mlp_kind(recipe).by_count or fitted(recipe) is not None
 
 
 def mlp_kind(recipe: Recipe) -> MlpKind:
@@ -97,6 +114,8 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
         what = "format: it stores neurons by how often they are active on"
         if sparse_attention(recipe):
             what = "attention: its channels are chosen on"
+        elif (options := fitted(recipe)) is not None:
+            what = f"{'refit' if options.refit else 'quantiser'}: weights are fitted to their inputs on"
         yield f"pack.{what} calibration text; add a calibrate section"
     try:
         _request(recipe, asked, recipe.model, Path(), Path(FOLDER)).check()
@@ -105,10 +124,15 @@ def _problems(recipe: Recipe, asked: Pack) -> Iterator[str]:
 
 
 def _misfits(job: Job, asked: Pack) -> Iterator[str]:
-    """What the format cannot hold of the model, or the model does not have of what is asked."""
+    """What the format cannot hold of the model, or the model does not have of what is asked, or the text is too short
+    for."""
+    from sparsepack.refit.run import check_tokens
+
     try:
         FORMATS[asked.format].check_model(job.checkpoint)
         _planned(job, asked)
+        if (options := fitted(job.recipe)) is not None:
+            check_tokens(job.checkpoint, _windows(job, options), options, sparse(job.recipe))
     except UserError as error:
         yield f"pack: {error}"
 
@@ -128,8 +152,39 @@ def _request(recipe: Recipe, asked: Pack, model: str, folder: Path, calibration:
         overwrite=True,
         recipe=provenance(recipe),
         sparse_attention=asked.sparse_attention,
+        fitting=asked.refit_options(recipe),
         **asked.told(PackRequest),
     )
+
+
+def _windows(job: Job, options: RefitOptions) -> tuple[int, int]:
+    """How many calibration windows weights are fitted on, and of how many tokens each."""
+    calibrate = Calibrate.asked_in(job.recipe)
+    assert calibrate is not None  # or the recipe would have been refused
+    count, context = windows(job, calibrate)
+    return min(options.refit_windows, count), context
+
+
+def _tokens(job: Job, asked: Pack) -> int | None:
+    """Each block is run once up to each of its sites, and once as a whole: about three times."""
+    if (options := fitted(job.recipe)) is None:
+        return None
+    count, context = _windows(job, options)
+    return 3 * count * context
+
+
+def _memory(job: Job, asked: Pack) -> int | None:
+    """The bytes of the text's way through a block, and of what its widest site is fitted with."""
+    from sparsepack.models.families import SITES
+    from sparsepack.recipe.estimates import LIVE, block_by_block_bytes
+    from sparsepack.refit.run import BATCH
+
+    if (options := fitted(job.recipe)) is None:
+        return None
+    shapes = [job.checkpoint.stacked_shape(site) for site in SITES]
+    # Products as they come and by size, their inverse, and two of that size on the way to it; then new weights.
+    site = max(4 * (5 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
+    return block_by_block_bytes(job, *_windows(job, options), BATCH) + site
 
 
 def _planned(job: Job, asked: Pack) -> "Plan":
@@ -194,6 +249,8 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
             f"file: {report['artifact']}, {made['file_bytes']:,} bytes, {bits['file']:.3f} bits per weight "
             f"({bits['blocks']:.3f} in the blocks)"
         )
+        if made.get("refit"):
+            yield f"weights of the blocks: {made['refit']['in_words']}"
 
 
 def _unmeasured(recipe: Recipe, gates: Any) -> Iterator[str]:
@@ -221,6 +278,8 @@ PACK = Stage(
     run=_run,
     problems=_problems,
     misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
     plan=_plan,
     show_plan=_show_plan,
     result=("pack", read_json(DESCRIPTION), None),

@@ -12,8 +12,8 @@ from artifacts_for_tests import plan_neurons, plan_zigzag, write_zigzag
 from models_for_tests import make_model
 from segments_for_tests import segmented
 
-from sparsepack.cli.checkpoint import checkpoint_table
-from sparsepack.cli.tables import artifact_table
+from sparsepack.cli.tables.artifact import artifact_table
+from sparsepack.cli.tables.checkpoint import checkpoint_table
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.codecs.matrices import decode_matrix

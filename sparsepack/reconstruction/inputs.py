@@ -7,12 +7,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sparsepack.errors import PruningError
+from sparsepack.errors import SingularError
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Means over tokens, on the device where a matrix is pruned.
+    """Means over tokens, on the device where a matrix is changed.
 
     moments  -- of x_j ** 2: float32 [columns]
     products -- of x_i x_j: float32 [columns, columns], where a method needs them
@@ -29,10 +29,17 @@ class Inputs:
         return replace(self, moments=self.moments[order], products=products)
 
     @cached_property
+    def by_size(self) -> tuple[Tensor, "Inputs"]:
+        """The order of the inputs in which the largest come first, of equal ones the lower number, int64 [columns]; and
+        what is known of them in that order."""
+        order = self.moments.argsort(descending=True, stable=True)
+        return order, self.permuted(order)
+
+    @cached_property
     def inverse_factor(self) -> Tensor:
         """U, upper triangular, of the inverse U^T U of the damped products: float32 [columns, columns].
 
-        An input that never differs from zero counts as independent of all others. Raises `PruningError` where the
+        An input that never differs from zero counts as independent of all others. Raises `SingularError` where the
         products have no inverse even so.
         """
         assert self.products is not None
@@ -45,21 +52,19 @@ class Inputs:
         if not failed:
             factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if failed:
-            raise PruningError(
-                f"the products of {len(diagonal)} inputs have no inverse with damping {self.damping:g}; "
-                "give a larger --damping or more --windows"
-            )
+            raise SingularError(f"the products of {len(diagonal)} inputs have no inverse with damping {self.damping:g}")
         return factor
 
-    def relative_error(self, weight: Tensor, pruned: Tensor) -> float:
+    def relative_error(self, weight: Tensor, changed: Tensor) -> float:
         """How far the outputs are from what they were: the root mean square of the difference over that of the outputs.
 
         By the second moments alone, where the products are not known, as if inputs were independent of each other.
         """
-        size, difference = (self._output_squares(matrix) for matrix in (weight, weight - pruned))
+        size, difference = (self.output_squares(matrix) for matrix in (weight, weight - changed))
         return math.sqrt(difference / size) if size > 0 else 0.0
 
-    def _output_squares(self, weight: Tensor) -> float:
+    def output_squares(self, weight: Tensor) -> float:
+        """The mean over tokens of the squared length of a matrix's outputs; without products as `relative_error`."""
         of_inputs = weight * self.moments if self.products is None else weight @ self.products
         return max(float((of_inputs * weight).sum(dtype=torch.float64)), 0.0)
 
@@ -73,17 +78,17 @@ class Sums:
     """Sums over tokens, from which `Inputs` are made."""
 
     def __init__(self, columns: int, products: bool, device: torch.device) -> None:
-        self._tokens = 0
+        self._tokens = 0.0
         self._squares = torch.zeros(columns, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
         self._products = torch.zeros(columns, columns, device=device) if products else None
 
-    def add(self, x: Tensor) -> None:
-        """Count inputs [..., columns]."""
+    def add(self, x: Tensor, weight: float = 1.0) -> None:
+        """Count inputs [..., columns], each of them `weight` times."""
         x = x.flatten(0, -2).float()
-        self._tokens += len(x)
-        self._squares += x.square().sum(0, dtype=torch.float32).to(self._squares)
+        self._tokens += weight * len(x)
+        self._squares += weight * x.square().sum(0, dtype=torch.float32).to(self._squares)
         if self._products is not None:
-            self._products.addmm_(x.t(), x)
+            self._products.addmm_(x.t(), x, alpha=weight)
 
     def inputs(self, damping: float) -> Inputs:
         """The means of what was counted, with `damping` for the inverse of the products."""

@@ -1,0 +1,91 @@
+"""GPTQ: what rounding a weight does to the outputs, weights that are rounded later put right (Frantar et al., 2022).
+
+The columns of a matrix are quantised one after the other (`reconstruction.feedback`). Scales are fitted when their
+first column is reached, to the values as they then are. Where no scale spans several columns, or one spans all, columns
+come in the order of their inputs' sizes: the largest first, while most columns are left to make up for them.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.codecs import q4_k, zigzag
+from sparsepack.formats.codecs.q4_k_fit import BLOCK_BYTES, SUB
+from sparsepack.formats.codecs.superblock import BLOCK, largest
+from sparsepack.formats.codecs.symmetric import scales
+from sparsepack.reconstruction.feedback import Change, fed_back
+from sparsepack.reconstruction.inputs import Inputs
+
+
+def zigzag_blocks(weight: Tensor, inputs: Inputs) -> Tensor:
+    """Superblocks in zigzag order, as `zigzag.pack` makes: float32 [rows, columns] -> uint8 [bands, columns, 144].
+
+    Raises `PackingError` as `zigzag.pack`, `SingularError` as `Inputs.inverse_factor`.
+    """
+    largest(weight)
+    order, ordered = inputs.by_size
+    blocks = weight.new_empty(weight.shape[1], zigzag.bands(len(weight)), BLOCK_BYTES, dtype=torch.uint8)
+
+    def begin(number: int, _: Tensor) -> Change:
+        def change(_: int, column: Tensor) -> Tensor:
+            blocks[number] = zigzag.pack_column(column)
+            return zigzag.unpack_column(blocks[number], len(column))
+
+        return change
+
+    fed_back(weight[:, order], ordered, begin)
+    found = torch.empty_like(blocks)
+    found[order] = blocks
+    return found.transpose(0, 1).contiguous()
+
+
+def q4_k_rows(weight: Tensor, inputs: Inputs) -> Tensor:
+    """Superblocks along rows, as `q4_k.encode` makes: float32 [rows, columns] -> uint8 [rows, bytes per row].
+
+    The columns of a superblock come one after the other, with scales that fit the superblock as it is before them.
+    Raises `PackingError` as `q4_k.encode`, `SingularError` as `Inputs.inverse_factor`.
+    """
+    blocks = q4_k.encode(weight).view(len(weight), -1, BLOCK_BYTES)
+
+    def begin(first: int, group: Tensor) -> Change:
+        here = blocks[:, first // BLOCK]
+        here.copy_(q4_k.encode(group))
+        unit, offset = q4_k.steps(here)
+        nibbles = torch.empty(len(weight), BLOCK, dtype=torch.uint8, device=weight.device)
+
+        def change(number: int, column: Tensor) -> Tensor:
+            step, least = unit[:, number // SUB], offset[:, number // SUB]
+            q = torch.where(step > 0, (column + least) / step, 0).round_().clamp_(0, 15)
+            nibbles[:, number] = q.to(torch.uint8)
+            if number == BLOCK - 1:
+                q4_k.set_nibbles(here, nibbles)
+            return q * step - least
+
+        return change
+
+    fed_back(weight, inputs, begin, BLOCK)
+    return blocks.view(len(weight), -1)
+
+
+def symmetric_rows(weight: Tensor, inputs: Inputs, dtype: torch.dtype, steps: float) -> tuple[Tensor, Tensor]:
+    """Rows with one scale each, that of the row as it comes, as of `symmetric.quantise_rows`: float32 [rows, columns]
+    -> q, values of `dtype` in float32 [rows, columns], and scale, float32 [rows]. A weight that is zero stays zero.
+
+    Raises `PackingError` as `symmetric.quantise_rows`, `SingularError` as `Inputs.inverse_factor`.
+    """
+    scale, inverse = scales(weight, steps)
+    order, ordered = inputs.by_size
+    stays, quantised = weight[:, order] != 0, torch.empty_like(weight)
+
+    def begin(number: int, _: Tensor) -> Change:
+        def change(_: int, column: Tensor) -> Tensor:
+            q = (column * inverse).clamp_(-steps, steps)
+            q = (q if dtype.is_floating_point else q.round_()).to(dtype).float()
+            quantised[:, number] = torch.where(stays[:, number], q, 0)
+            return quantised[:, number] * scale
+
+        return change
+
+    fed_back(weight[:, order], ordered, begin)
+    found = torch.empty_like(quantised)
+    found[:, order] = quantised
+    return found, scale

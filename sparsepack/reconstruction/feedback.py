@@ -1,0 +1,55 @@
+"""Column by column: what changing a column does to the outputs is put right by the columns that come after it.
+
+The loop of SparseGPT (Frantar and Alistarh, 2023) and GPTQ (Frantar et al., 2022), which differ in what becomes of a
+column. With U of the inputs' inverse products U^T U, an error in column j, divided by U_jj, times row j of U is taken
+off the columns behind it. A column takes all errors of its block when its turn comes, and the columns behind the block
+take them in one product.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparsepack.reconstruction.inputs import Inputs
+
+BLOCK = 128
+"""The corrections of this many columns are put off for the columns behind them; the number is rounded down to whole
+groups, one at least."""
+
+Change = Callable[[int, Tensor], Tensor]
+"""The function takes (number of a column in its group, the column float32 [rows]) and returns what becomes of it."""
+
+Begin = Callable[[int, Tensor], Change]
+"""The function takes (number of a group's first column, the group as it then is, float32 [rows, columns of the group])
+and returns what changes its columns, one after the other."""
+
+
+def fed_back(weight: Tensor, inputs: Inputs, begin: Begin, group: int = 1) -> Tensor:
+    """float32 [rows, columns] -> its columns as `begin` would have them, in new memory.
+
+    group -- columns that are begun together; the last group may be shorter
+
+    Raises `SingularError` as `Inputs.inverse_factor`.
+    """
+    factor = inputs.inverse_factor
+    pivots = factor.diagonal()
+    columns = weight.t().clone(memory_format=torch.contiguous_format)  # each in one piece
+    step = max(BLOCK // group, 1) * group
+    for first in range(0, len(columns), step):
+        block = columns[first : first + step]
+        behind = first + len(block)
+        errors = torch.zeros_like(block)
+        for start in range(0, len(block), group):
+            here, of_here = block[start : start + group], slice(first + start, min(first + start + group, behind))
+            here.addmm_(factor[first : first + start, of_here].t(), errors[:start], alpha=-1)
+            change = begin(first + start, here.t())
+            for number, column in enumerate(here):
+                at = first + start + number
+                if number:
+                    column.addmv_(errors[start : start + number].t(), factor[first + start : at, at], alpha=-1)
+                after = change(number, column)
+                errors[start + number] = (column - after) / pivots[at]
+                column.copy_(after)
+        columns[behind:].addmm_(factor[first:behind, behind:].t(), errors, alpha=-1)
+    return columns.t()

@@ -1,0 +1,94 @@
+"""What enters a site while it decodes: the products of its sparse inputs, and what skipping takes from them.
+
+Of a window the first half is a prompt, whose inputs x are dense; the second half is decoded, and there the matrix sees
+x~, x with an offset (or zero) in place of every inactive channel. With e = x - x~ and means over tokens
+
+    products      E[x~ x~^T]     both halves, each with its share
+    lost          E[e x~^T]      zero in the first half
+
+say all that fitting W' x~ to W x needs: x is the unsparsified input of the same stream, with everything upstream as it
+will be. Where no site skips anything, the two halves are one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.models.records.rule import SiteRule, sparsify
+from sparsepack.reconstruction.inputs import Inputs, Sums
+
+
+@dataclass(frozen=True)
+class SiteInputs:
+    """Means over tokens, on the device where the matrix is fitted.
+
+    inputs  -- of x~
+    lost    -- W E[e x~^T]: float32 [rows, columns]; None: nothing is skipped
+    outputs -- of the squared length of W x
+    missing -- of the squared length of W e
+    """
+
+    inputs: Inputs
+    lost: Tensor | None
+    outputs: float
+    missing: float
+
+    def relative_error(self, change: Tensor) -> float:
+        """How far (W + change) x~ is from W x: the root mean square of the difference over that of W x."""
+        squares = self.inputs.output_squares(change) + self.missing
+        if self.lost is not None:
+            squares -= 2 * float((self.lost * change).sum(dtype=torch.float64))
+        return math.sqrt(max(squares, 0.0) / self.outputs) if self.outputs > 0 else 0.0
+
+
+class SiteSums:
+    """Sums over the tokens of windows, from which `SiteInputs` are made.
+
+    weight -- W, float32 [rows, columns]
+    rule   -- of the site; None: every channel is active
+    dense  -- share of the first halves; None: both halves are one
+    """
+
+    def __init__(self, weight: Tensor, rule: SiteRule | None, dense: float | None) -> None:
+        self._weight, self._dense = weight, dense
+        self._rule = None if rule is None or rule.dense else rule.to(weight.device)
+        columns = weight.shape[1]
+        self._sums = Sums(columns, True, weight.device)
+        self._lost = None if self._rule is None else torch.zeros(columns, columns, device=weight.device)
+        self._outputs = self._missing = self._tokens = 0.0
+
+    def add(self, x: Tensor) -> None:
+        """Count the unsparsified inputs of windows: [B, S, columns]."""
+        if self._dense is None:
+            return self._count(x, None, 1.0)
+        half = x.shape[1] // 2
+        # Halves of an odd window count by their shares, too.
+        self._count(x[:, :half], None, self._dense * x.shape[1] / half)
+        self._count(x[:, half:], self._rule, (1 - self._dense) * x.shape[1] / (x.shape[1] - half))
+
+    def _count(self, x: Tensor, rule: SiteRule | None, share: float) -> None:
+        if share == 0:
+            return
+        x = x.flatten(0, -2)
+        self._tokens += share * len(x)
+        self._outputs += share * _squares(self._weight, x.float())
+        if rule is None or self._lost is None:
+            return self._sums.add(x, share)
+        sparse = sparsify(x, rule)
+        self._sums.add(sparse, share)
+        error = x.float() - sparse.float()
+        self._missing += share * _squares(self._weight, error)
+        self._lost.addmm_(error.t(), sparse.float(), alpha=share)
+
+    def inputs(self, damping: float) -> SiteInputs:
+        """The means of what was counted; the sums are let go of."""
+        lost = None if self._lost is None else self._weight @ self._lost.div_(self._tokens)
+        inputs = self._sums.inputs(damping)
+        del self._lost, self._sums
+        return SiteInputs(inputs, lost, self._outputs / self._tokens, self._missing / self._tokens)
+
+
+def _squares(weight: Tensor, x: Tensor) -> float:
+    return float((x @ weight.t()).square().sum(dtype=torch.float64))

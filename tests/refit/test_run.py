@@ -1,0 +1,227 @@
+"""`pack --refit` and `--quantiser gptq`: what is in the artifact, what is said of it, and going on after a kill."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import TEXT, make_model
+from torch import Tensor
+
+from sparsepack.calibration.folder import load
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.errors import PackingError
+from sparsepack.files.resume import unfinished_path
+from sparsepack.files.text import Text
+from sparsepack.formats.inspect import describe
+from sparsepack.formats.open import open_artifact
+from sparsepack.formats.verify import verify
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.families import SITES
+from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.refit.options import RefitOptions
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.sequential import inputs_of_site, sparse_second_half, sparsify_second_half
+from sparsepack.sparsity.thresholds import read_thresholds
+
+BOTH = RefitOptions(refit=True, quantiser="gptq")
+REFIT = RefitOptions(refit=True)
+GPTQ = RefitOptions(quantiser="gptq")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model `m` of widths that bands do not divide, its calibration `c` and a thresholds table `t.json`."""
+    folder = tmp_path_factory.mktemp("refit")
+    checkpoint = open_checkpoint(make_model(folder / "m", "qwen2", hidden_size=192, intermediate_size=200))
+    text, options = Text("t", (TEXT[:20_000],), ""), CalibrateOptions(context=64, samples=16)
+    calibration = calibrate(checkpoint, text, folder / "c", options)
+    find_thresholds(checkpoint, calibration, AllocationOptions(0.5)).write(folder / "t.json")
+    return folder
+
+
+@pytest.fixture
+def request_(source: Path, tmp_path: Path) -> PackRequest:
+    """It asks for both."""
+    table = source / "t.json"
+    return PackRequest(str(source / "m"), tmp_path / "m.gguf", calibration=source / "c", thresholds=table, fitting=BOTH)
+
+
+@pytest.mark.parametrize("options", [BOTH, REFIT, GPTQ], ids=["both", "refit", "gptq"])
+def test_outputs_are_nearer_to_what_they_were(request_: PackRequest, options: RefitOptions) -> None:
+    pack(replace(request_, fitting=options))
+    description = describe(request_.output)
+    section = description["refit"]
+    assert [row["site"] for row in section["sites"]] == [f"blk.{layer}.{site}" for layer in range(2) for site in SITES]
+    assert all(row["error"] < row["error_before"] for row in section["sites"])
+    assert (section["quantiser"], section["refit"]) == (options.quantiser, options.refit)
+    assert ("fitted to the sparse inputs" in section["in_words"]) == options.refit
+
+
+def test_the_error_that_is_said_is_that_of_the_artifact_on_the_calibration(source: Path, request_: PackRequest) -> None:
+    """By hand: the model of the artifact's weights upstream, and at each site its matrix beside the source's."""
+    pack(request_)
+    checkpoint, stock = open_checkpoint(source / "m"), open_artifact(request_.output).stock()
+    rows = {row["site"]: row for row in describe(request_.output)["refit"]["sites"]}
+    stream, rules = BlockStream(checkpoint), read_thresholds(source / "t.json").rules
+    hidden = stream.embed(load(source / "c").windows.long())
+    dense = BOTH.refit_dense
+    with torch.no_grad():
+        for layer in range(checkpoint.layers):
+            stream.load(layer)
+            for site in SITES:
+                names = [
+                    f"{checkpoint.family.block(layer)}.{name}.weight" for name in checkpoint.family.projections[site]
+                ]
+                old = torch.cat([checkpoint.tensor(name).float() for name in names])
+                new = torch.cat([stock.tensor(name) for name in names])
+                seen: list[Tensor] = []
+                inputs_of_site(stream, (layer, site), [hidden], rules, seen.append)
+                wanted = seen[0] @ old.t()
+                error = sparsify_second_half(seen[0], rules[layer, site]) @ new.t() - wanted
+                squares = [x.square().sum(-1).mean(0) for x in (error, wanted)]
+                half = len(squares[0]) // 2
+                halves = [dense * x[:half].mean() + (1 - dense) * x[half:].mean() for x in squares]
+                name = f"blk.{layer}.{site}"
+                assert float(halves[0] / halves[1]) ** 0.5 == pytest.approx(rows[name]["error"], rel=1e-3)
+                assert float((new - old).norm() / old.norm()) == pytest.approx(
+                    rows[name]["changes"][f"{name}.weight"], rel=1e-3
+                )
+                short = [name.removeprefix(f"{checkpoint.family.block(layer)}.") for name in names]
+                parts = new.split([len(checkpoint.tensor(name)) for name in names])
+                stream.replace(dict(zip(short, parts, strict=True)))
+            with sparse_second_half(stream, layer, rules):
+                stream.pass_on(hidden, 2, lambda: None)
+
+
+def test_nothing_asked_is_what_it_was(request_: PackRequest, tmp_path: Path) -> None:
+    plain = replace(request_, fitting=None, calibration=None)
+    pack(plain)
+    pack(replace(plain, fitting=RefitOptions(), output=tmp_path / "o.gguf"))
+    assert (tmp_path / "o.gguf").read_bytes() == request_.output.read_bytes()
+    assert describe(request_.output)["refit"] is None
+
+
+def test_verify_knows_the_weights_for_the_models_and_says_that_they_were_fitted(
+    source: Path, request_: PackRequest, tmp_path: Path
+) -> None:
+    pack(request_)
+    report = verify(request_.output, source / "m")
+    assert report.problems == ()
+    assert "fitted to the sparse inputs, quantised by gptq" in report.checked[-1]
+    other = make_model(tmp_path / "other", "qwen2", seed=1, hidden_size=192, intermediate_size=200)
+    problems = verify(request_.output, other).problems
+    assert any("blk.0.mlp_mid.weight: relative error" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("format", ["q4_k", "slide-int8", "slide-fp8"])
+def test_formats_without_thresholds_quantise_with_error_feedback(tmp_path: Path, format: str) -> None:
+    """Also where rows are stored in another order (q and k of llama), and where zeros must stay."""
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", num_hidden_layers=1, intermediate_size=256))
+    calibration = CalibrateOptions(context=64, samples=16)
+    if format != "q4_k":
+        prune(checkpoint, tmp_path / "p", PruneOptions(6, 8, "magnitude", ignore=("blk.0.attn_in",)))
+        checkpoint = open_checkpoint(tmp_path / "p")
+    calibrate(checkpoint, Text("t", (TEXT[:20_000],), ""), tmp_path / "c", calibration)
+    request = PackRequest(
+        str(checkpoint.path), tmp_path / "out", format, calibration=tmp_path / "c", fitting=GPTQ, keep=None
+    )
+    pack(request)
+    assert verify(request.output, checkpoint).problems == ()
+    rows = {row["site"]: row for row in describe(request.output)["refit"]["sites"]}
+    fitted = rows if format == "q4_k" else {site: row for site, row in rows.items() if site != "blk.0.attn_in"}
+    assert all(row["error"] < row["error_before"] for row in fitted.values())
+    if format != "q4_k":
+        assert (rows["blk.0.attn_in"]["changes"], rows["blk.0.attn_in"]["error"]) == ({}, 0)
+    else:
+        assert rows["blk.0.attn_in"]["changes"].keys() == {f"blk.0.attn_{part}.weight" for part in "qkv"}
+
+
+@pytest.mark.parametrize("options", [GPTQ, BOTH], ids=["gptq", "both"])
+def test_records_of_neurons_too(tmp_path: Path, options: RefitOptions) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 300}
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", hidden_act="relu", **sizes))
+    text, calibration = Text("t", (TEXT[:20_000],), ""), CalibrateOptions(context=64, samples=16)
+    calibrate(checkpoint, text, tmp_path / "c", calibration)
+    allocation = AllocationOptions(0.5, include=("blk.*.attn_*",)) if options.refit else None
+    output = tmp_path / "m.gguf"
+    pack(PackRequest(str(tmp_path / "m"), output, "neuron-q4_k", tmp_path / "c", allocation, fitting=options))
+    assert verify(output, checkpoint).problems == ()
+    rows = describe(output)["refit"]["sites"]
+    assert all(row["error"] < row["error_before"] for row in rows)
+    stock = open_artifact(output).stock()
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    new, old = (torch.cat([source.tensor(name).float() for name in names]) for source in (stock, checkpoint))
+    changes = rows[2]["changes"]
+    parts = dict(zip(changes, (slice(0, 300), slice(300, None)), strict=True))
+    for name, part in parts.items():
+        assert float((new - old)[part].norm() / old[part].norm()) == pytest.approx(changes[name], rel=1e-3)
+
+
+def test_a_run_that_was_killed_goes_on_and_makes_the_same_bytes(
+    source: Path, request_: PackRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(request_)
+    allocation = AllocationOptions(0.5)
+    asked = replace(request_, output=tmp_path / "o.gguf", thresholds=None, allocation=allocation)
+    load, loaded = BlockStream.load, []
+
+    def stopped(stream: BlockStream, layer: int) -> None:
+        loaded.append(layer)
+        if loaded == [0, 1, 0, 1]:  # thresholds, then weights
+            raise KeyboardInterrupt
+        load(stream, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockStream, "load", stopped)
+        with pytest.raises(KeyboardInterrupt, match="the same command goes on from there"):
+            pack(asked)
+        assert (unfinished_path(asked.output) / "refit" / "state.json").is_file()
+        pack(asked)
+    assert loaded == [0, 1, 0, 1, 1]
+    assert asked.output.read_bytes() == request_.output.read_bytes()
+    assert not unfinished_path(asked.output).exists()
+
+
+def test_what_does_not_go_together_is_refused_before_any_work(request_: PackRequest) -> None:
+    def refused(**changes: object) -> str:
+        with pytest.raises(PackingError) as caught:
+            pack(replace(request_, **changes))  # type: ignore[arg-type]
+        assert not request_.output.exists()
+        assert not unfinished_path(request_.output).exists()
+        return str(caught.value)
+
+    assert "--refit needs --calibration" in refused(calibration=None)
+    assert "--quantiser gptq needs --calibration" in refused(calibration=None, fitting=GPTQ, thresholds=None)
+    assert "nothing is skipped" in refused(thresholds=None)
+    assert "format f16: its matrices cannot be fitted" in refused(format="f16", thresholds=None, fitting=GPTQ)
+    assert "quantiser 'best': expected one of round, gptq" in refused(fitting=RefitOptions(quantiser="best"))
+    assert "refit_dense 1: expected at least 0 and below 1" in refused(fitting=replace(BOTH, refit_dense=1))
+    few = refused(fitting=replace(BOTH, refit_windows=3))
+    assert "too few to fit weights to the 256 inputs of attn_out; expected 8 windows, by --refit-windows" in few or (
+        "expected 7 windows, by --refit-windows" in few
+    )
+
+
+def test_products_without_an_inverse_are_one_line_with_the_site(
+    request_: PackRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsepack.reconstruction.inputs import Sums
+
+    inputs = Sums.inputs
+
+    def singular(sums: Sums, damping: float) -> object:
+        found = inputs(sums, damping)
+        assert found.products is not None
+        found.products[0, 1] = found.products[1, 0] = 1e9
+        return found
+
+    monkeypatch.setattr(Sums, "inputs", singular)
+    with pytest.raises(PackingError, match=r"^blk\.0\.attn_in: .* no inverse .*; give a larger --damping or more"):
+        pack(request_)
+    assert not unfinished_path(request_.output).exists()
