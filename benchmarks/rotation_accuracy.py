@@ -1,0 +1,295 @@
+"""What skipping weights costs on a basis, with refitted weights and with error feedback: alone and all together.
+
+    python benchmarks/rotation_accuracy.py [MODEL] [--work FOLDER] [--rows NAME ...] [--windows 160] [--device cuda]
+
+A row names what was done, step by step. Every row is beside the dense model in float on the same windows: by default
+160 of the text's second half, evenly spread, which no choice was ever made on (`--choices` takes 48 of its first half).
+Protocol `decode`: the first half of a window is dense context, the second half runs sparse and is scored. "prompt" is
+the perplexity of the first half, which runs dense with the row's weights. "bits read" are of a weight of the blocks,
+for each decoded token. What was found (bases, calibrations, thresholds) is kept in the work folder.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from accuracy_windows import Windows
+from books import SHARED
+from figures import json_option, write_figures
+from torch import Tensor
+
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.eval.perplexity import score_windows, summarise
+from sparsepack.eval.run import realised_sparsity
+from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.files.resume import ResumeState
+from sparsepack.files.text import read_text
+from sparsepack.formats.encoded import EncodedSite
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.sites import site_name
+from sparsepack.models.tokenizer.windows import rolling_windows
+from sparsepack.packing import PackRequest, pack
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
+from sparsepack.refit.options import RefitOptions
+from sparsepack.refit.run import refit_model
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.run import rotate
+from sparsepack.sparsity.find import find_thresholds
+from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.thresholds import Thresholds, read_thresholds
+
+BITS = {"float": 16.0, "Q4_K": 4.5}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to make a model.
+
+    basis    -- "" or one of `rotate --basis`; segments -- of it
+    sparsity -- target; 0: nothing is skipped
+    weights  -- "float" or "Q4_K"
+    keep     -- of 8 weights, by SparseGPT; 8: not pruned
+    format   -- of a slid folder, measured with its inputs quantised; "": none
+    """
+
+    basis: str = ""
+    segments: int = 1
+    sparsity: float = 0.0
+    allocation: str = "global"
+    offsets: bool = False
+    refit: bool = False
+    quantiser: str = "round"
+    weights: str = "float"
+    keep: int = 8
+    permute: bool = False
+    format: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was done, in words."""
+        parts = [self.basis, f"{self.segments} segments" if self.segments > 1 else ""]
+        parts += [f"keep {self.keep} of 8" if self.keep < 8 else "", "permuted" if self.permute else ""]
+        if self.sparsity:
+            parts += [f"{self.allocation} {self.sparsity:g}", "offsets" if self.offsets else ""]
+        parts += ["refit" if self.refit else "", "gptq" if self.quantiser == "gptq" else "", self.format]
+        return ", ".join([part for part in parts if part] + ([] if self.format else [self.weights]))
+
+
+def _rows() -> list[Row]:
+    """The rows, those of the targets first."""
+    half, more = ({"sparsity": share, "offsets": True} for share in (0.5, 0.65))
+    q4_k: dict[str, Any] = {"weights": "Q4_K"}
+    rows = [Row(**q4_k), Row(quantiser="gptq", **q4_k)]
+    for basis, asked in itertools.product(("pca", "learnt"), (half, more)):
+        rows += [Row(basis, **asked), Row(basis, refit=True, **asked)]
+        rows += [Row(basis, refit=True, quantiser="gptq", **asked, **q4_k), Row(basis, **asked, **q4_k)]
+        rows += [Row(basis, quantiser="gptq", **asked, **q4_k), Row(basis, refit=True, **asked, **q4_k)]
+    rows += [Row(basis, quantiser=way, **q4_k) for basis in ("pca", "learnt") for way in ("round", "gptq")]
+    rows += [Row(sparsity=0.5), Row(sparsity=0.65), Row(sparsity=0.5, **q4_k), Row(**half), Row(refit=True, **half)]
+    rows += [
+        Row("pca", sparsity=0.5),
+        Row("pca", 4, **half),
+        Row("pca", 4, refit=True, quantiser="gptq", **half, **q4_k),
+    ]
+    rows += [Row(keep=6, permute=permute) for permute in (False, True)]
+    rows += [Row(basis, keep=6) for basis in ("pca", "hadamard")]
+    slid = ("slide-int8", "slide-fp8")
+    rows += [Row(basis, keep=6, format=format) for basis in ("", "pca", "hadamard") for format in slid]
+    return rows
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every row starts from."""
+
+    model: str
+    text: str
+    work: Path
+    device: str
+    steps: int
+
+    @cached_property
+    def calibration_options(self) -> CalibrateOptions:
+        return CalibrateOptions(samples=256, device=self.device, dtype="float32")
+
+    def folder(self, row: Row) -> Path:
+        """The checkpoint on a row's basis, made where it is missing."""
+        if not row.basis:
+            return Path(self.model)
+        made = self.work / f"{row.basis}-{row.segments}"
+        if not made.exists():
+            more = {"segments": row.segments} if row.segments > 1 else {}
+            rotate(self.model, self.calibrated(Row()), made, RotateOptions(row.basis, device=self.device, **more))
+        return made
+
+    def calibrated(self, row: Row) -> Path:
+        """The calibration of that checkpoint."""
+        made = self.work / f"calibration-{row.basis}-{row.segments}"
+        if not made.exists():
+            calibrate(str(self.folder(row)), self.text, made, self.calibration_options)
+        return made
+
+    def thresholds(self, row: Row, checkpoint: Checkpoint, calibration: Calibration) -> Thresholds | None:
+        """The thresholds of a row; None where nothing is skipped."""
+        if not row.sparsity:
+            return None
+        offsets = "-offsets" * row.offsets
+        path = self.work / f"thresholds-{row.basis}-{row.segments}-{row.allocation}-{row.sparsity}{offsets}.json"
+        if not path.exists():
+            steps = {"steps": self.steps} if row.allocation == "global" else {}
+            asked = AllocationOptions(
+                row.sparsity, row.allocation, offsets=row.offsets, device=self.device, dtype="float32", **steps
+            )
+            find_thresholds(checkpoint, calibration, asked).write(path)
+        return read_thresholds(path)
+
+    def subject(self, row: Row) -> StockSubject:
+        """What a row measures."""
+        folder = self.folder(row)
+        if row.keep < 8:
+            pruned = self.work / "pruned"
+            asked = PruneOptions(row.keep, 8, method="sparsegpt", permute=row.permute, windows=128, device=self.device)
+            prune(str(folder), pruned, asked, self.calibrated(row), overwrite=True)
+            folder = pruned
+            if row.format:
+                request = PackRequest(str(pruned), self.work / "slid", format=row.format, device=self.device)
+                folder = pack(replace(request, overwrite=True)).path
+            return open_subject(str(folder), None, self.device)
+        checkpoint, calibration = open_checkpoint(str(folder)), load_calibration(self.calibrated(row))
+        table = self.thresholds(row, checkpoint, calibration)
+        fit = RefitOptions(row.refit, row.quantiser, device=self.device, dtype="float32")
+        if row.weights == "Q4_K":
+            out = self.work / "row.gguf"
+            request = PackRequest(str(folder), out, device=self.device, overwrite=True)
+            if table is not None:
+                request = replace(request, thresholds=self.work / "row.json")
+                table.write(self.work / "row.json", overwrite=True)
+            if fit.fits:
+                request = replace(request, refit=fit, calibration=self.calibrated(row))
+            return open_subject(str(pack(request).path), None, self.device)
+        subject = open_subject(str(folder), table, self.device)
+        return replace(subject, source=_fitted(checkpoint, calibration, table, fit)) if row.refit else subject
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """A checkpoint with some of its tensors replaced."""
+
+    checkpoint: Checkpoint
+    changed: Mapping[str, Tensor]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.checkpoint, name)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its Hugging Face name."""
+        found = self.changed.get(name)
+        return self.checkpoint.tensor(name) if found is None else found
+
+
+def _fitted(
+    checkpoint: Checkpoint, calibration: Calibration, table: Thresholds | None, options: RefitOptions
+) -> _Changed:
+    """The checkpoint with refitted weights in float32: what refitting does without a codec."""
+    changed: dict[str, Tensor] = {}
+
+    def keep(layer: int, site: str, weight: Tensor, inputs: Any) -> EncodedSite:
+        names = checkpoint.family.projections[site]
+        rows = [checkpoint.source.shapes[f"{checkpoint.family.block(layer)}.{name}.weight"][0] for name in names]
+        for name, part in zip(names, weight.cpu().split(rows), strict=True):
+            changed[f"{checkpoint.family.block(layer)}.{name}.weight"] = part
+        return EncodedSite({}, weight, {f"{site_name(layer, site)}.weight": slice(None)})
+
+    refit_model(checkpoint, calibration, keep, table, options, ResumeState(None, "", checkpoint.layers))
+    return _Changed(checkpoint, changed)
+
+
+def windows_of_half(subject: StockSubject, text: str, count: int, second: bool) -> Windows:
+    """So many windows of 2048 tokens of the first or second half of a text, evenly spread."""
+    inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
+    middle = len(inputs) // 2
+    first, last = (middle, len(inputs) - 1) if second else (0, middle - 1)
+    chosen = torch.linspace(first, last, count).round().long()
+    return inputs[chosen], targets[chosen]
+
+
+def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> dict[str, Any]:
+    """The figures of one row: of the second halves as `decode` has them, and of the first halves, dense."""
+    scorer = subject.scorer()
+    scores = score_windows(scorer, *data, "decode", reference.scorer(), batch=4)
+    share = realised_sparsity(scorer, subject)["overall"] if subject.sparse else 0.0
+    half = data[0].shape[1] // 2
+    dense = replace(subject, rules={})
+    prompt = score_windows(dense.scorer(), data[0][:, :half], data[1][:, :half], "dense", reference.scorer(), batch=4)
+    return {**summarise(scores, 1), "skipped": share, "prompt": summarise(prompt, 1)["perplexity_ratio"]["value"]}
+
+
+@click.command()
+@click.argument("model", default=str(SHARED / "models" / "books-26m-silu"))
+@click.option("--calibration-text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"), show_default=True)
+@click.option("--text", default=str(SHARED / "text" / "books.validation.jsonl.xz"), show_default=True)
+@click.option("--work", default="/tmp/sparsepack-rotation", type=click.Path(path_type=Path), show_default=True)
+@click.option("--rows", "names", multiple=True, help="Only rows whose name begins so; see --list.")
+@click.option("--list", "listed", is_flag=True, help="Print the names of the rows and stop.")
+@click.option("--choices", is_flag=True, help="Windows of the text's first half: for choices, not for figures.")
+@click.option("--windows", default=None, type=int, help="Evaluation windows (default: 160; 48 with --choices).")
+@click.option("--steps", default=300, show_default=True, help="Of `global`.")
+@click.option("--seconds", default=math.inf, help="Begin no row after this time.")
+@click.option("--device", default="cpu", show_default=True)
+@json_option
+def main(
+    model: str,
+    calibration_text: str,
+    text: str,
+    work: Path,
+    names: tuple[str, ...],
+    listed: bool,
+    choices: bool,
+    windows: int | None,
+    steps: int,
+    seconds: float,
+    device: str,
+    json_path: Path | None,
+) -> None:
+    """Print the table for one model."""
+    wanted = [row for row in _rows() if not names or any(row.name.startswith(name) for name in names)]
+    if listed:
+        print("\n".join(row.name for row in wanted))
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    bench = Bench(model, calibration_text, work, device, steps)
+    reference = open_subject(model, None, device)
+    data = windows_of_half(reference, text, windows or (48 if choices else 160), second=not choices)
+    print("| row | perplexity | KL | prompt | skipped | bits read | seconds |\n|---|--:|--:|--:|--:|--:|--:|")
+    figures = []
+    began = time.monotonic()
+    for row in wanted:
+        if time.monotonic() - began > seconds:
+            break
+        start = time.monotonic()
+        found = measured(bench.subject(row), reference, data)
+        bits = BITS[row.weights] * (1 - found["skipped"])
+        loss, prompt = (100 * (found["perplexity_ratio"]["value"] - 1), 100 * (found["prompt"] - 1))
+        spent = time.monotonic() - start
+        print(
+            f"| {row.name} | {loss:+.2f} % | {found['kl_divergence']['value']:.4f} | {prompt:+.2f} % "
+            f"| {found['skipped']:.4f} | {bits:.2f} | {spent:.0f} |",
+            flush=True,
+        )
+        figures.append({"row": row.name, "text": Path(text).name, "bits_read": bits, "seconds": spent, **found})
+        write_figures(json_path, figures)
+
+
+if __name__ == "__main__":
+    main()
