@@ -126,10 +126,10 @@ def _serve(said: str) -> None:
 
     import torch
 
-    from sparsepack.sparsity import learned
+    from sparsepack.sparsity import training
 
     torch.set_num_threads(1)
-    learned._SAVE_EVERY = 0.0  # each step, so that there are states to go on from
+    training._SAVE_EVERY = 0.0  # each step, so that there are states to go on from
     for line in jobs:
         job = json.loads(line)
         os.truncate(said, 0)

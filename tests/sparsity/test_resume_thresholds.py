@@ -16,7 +16,7 @@ from sparsepack.models.families import SITES
 from sparsepack.models.records.rule import SiteRule
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.packing import PackRequest, pack
-from sparsepack.sparsity import find, learned
+from sparsepack.sparsity import find, learned, training
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import finished_rules, save_rules
@@ -48,15 +48,15 @@ def cal(tiny, tmp_path_factory) -> Calibration:
 def work(monkeypatch) -> list[str | int]:
     """What is done: "step" for an optimiser step, a number for a block that is read."""
     done: list[str | int] = []
-    load, divergence = BlockStream.load, learned._divergence
+    load, divergence = BlockStream.load, learned.divergence
     monkeypatch.setattr(BlockStream, "load", lambda self, layer: done.append(layer) or load(self, layer))
-    monkeypatch.setattr(learned, "_divergence", lambda *given: done.append("step") or divergence(*given))
+    monkeypatch.setattr(learned, "divergence", lambda *given: done.append("step") or divergence(*given))
     return done
 
 
 def _killed_in_step(monkeypatch, tiny, cal, options, state, step) -> None:
     """Run until optimiser step number `step`, counted from 0 in this run, is about to begin."""
-    slices, left = learned._slices, iter(range(step))
+    slices, left = training.slices, iter(range(step))
 
     def dies(*given):
         if next(left, None) is None:
@@ -64,7 +64,7 @@ def _killed_in_step(monkeypatch, tiny, cal, options, state, step) -> None:
         return slices(*given)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(learned, "_slices", dies)
+        patch.setattr(training, "slices", dies)
         find_thresholds(tiny, cal, options, state)
 
 
@@ -87,7 +87,7 @@ def _killed_at_block(monkeypatch, tiny, cal, options, state, block, saved) -> No
 def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, monkeypatch, work, offsets):
     options = replace(GLOBAL, offsets=offsets)
     whole = find_thresholds(tiny, cal, options).to_json()
-    monkeypatch.setattr(learned, "_SAVE_EVERY", 0.0)
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
     state = tmp_path / ".t.unfinished"
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)
     _killed_in_step(monkeypatch, tiny, cal, options, state, 2)  # and again, four steps in
@@ -98,7 +98,7 @@ def test_learning_goes_on_from_the_step_it_was_killed_in(tiny, cal, tmp_path, mo
 
 
 def test_learning_is_not_saved_more_often_than_asked(tiny, cal, tmp_path, monkeypatch, work):
-    monkeypatch.setattr(learned, "_SAVE_EVERY", 3600.0)
+    monkeypatch.setattr(training, "_SAVE_EVERY", 3600.0)
     _killed_in_step(monkeypatch, tiny, cal, GLOBAL, tmp_path / "s", 3)
     assert not (tmp_path / "s").exists()
     work.clear()

@@ -1,0 +1,42 @@
+"""How far a sparse model's predictions are from the dense model's, with gradients, in little memory."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from sparsepack.models.families import Family
+from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
+
+_LOGITS = 1 << 26
+"""No more logits than this, 256 MiB in float32, are computed at a time; about eight tensors of this size exist
+then."""
+
+
+def divergence(model: Any, family: Family, ids: torch.Tensor, sparse: Change) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean KL(dense || sparse) over the second halves of windows `ids` [B, S], and the sparsity there; both
+    differentiable.
+
+    sparse -- gives each site's sparse vector, and the site's share of the sparsity
+    """
+    dense_states, context = dense_pass(model, ids)
+    sparse_states, shares = changed_pass(model, family, ids, context, sparse)
+    return mean_divergence(model.get_output_embeddings(), dense_states, sparse_states), torch.stack(shares).sum()
+
+
+def mean_divergence(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    """Mean KL(dense || sparse) over positions, from what enters the output matrix: [B, S, H] each.
+
+    Logits are computed for a part of the positions at a time, and again in the backward pass.
+    """
+    positions = max(1, _LOGITS // head.out_features)
+    parts = zip(*(torch.split(states.flatten(0, 1), positions) for states in (dense, sparse)), strict=True)
+    each = [recomputed(_divergences, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.cat(each).mean()
+
+
+def _divergences(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    """KL(dense || sparse) of each position: [N, H] each -> [N]."""
+    log_p, log_q = (functional.log_softmax(head(states).float(), -1) for states in (dense, sparse))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

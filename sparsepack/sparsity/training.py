@@ -1,0 +1,130 @@
+"""Training against the divergence of the model's output, at a fixed sparsity: the loop, and going on after a kill."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from sparsepack.files.resume import ResumeState
+from sparsepack.progress import Shorter, progress
+
+Loss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A loss takes windows of token ids [B, S] on the device and returns divergence and sparsity, differentiable."""
+
+_STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
+_SAVE_EVERY = 20.0  # seconds
+
+
+class TrainingOptions(Protocol):
+    """What a training is asked for: `AllocationOptions` says what each means."""
+
+    @property
+    def sparsity(self) -> float: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+class Training:
+    """The optimiser of the parameters, the price of sparsity and the random numbers, as far as step `step`.
+
+    All of it, and the parameters, are saved now and then: going on from there is the same, bit for bit, as never
+    having stopped.
+
+    groups -- the parameters and their learning rates, as Adam takes them; every one is a leaf on the device
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], options: TrainingOptions, resume: ResumeState) -> None:
+        self.options, self.resume = options, resume
+        self.step = 0
+        self.price: float | None = None
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.optimiser = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimiser, lambda step: min(1.0, 2 * (1 - step / options.steps))
+        )
+        if "learning" in resume.parts:
+            self._resume()
+        self.saved = time.monotonic()
+
+    def run(self, label: str, windows: torch.Tensor, loss: Loss) -> None:
+        """Take the steps that are left, on stretches of `windows` [N, S]."""
+        steps = self.options.steps
+        with progress(label, steps, self.step, 1, Shorter("--steps", steps)) as advance:
+            while self.step < steps:
+                ids = slices(windows, self.options, self.generator).to(self.options.device)
+                self.descend(*loss(ids))
+                advance()
+
+    def descend(self, divergence: torch.Tensor, sparsity: torch.Tensor) -> None:
+        """One step down the divergence, at the price of sparsity, which follows the gap to the target."""
+        # dKL/ds at half sparsity is about four times the divergence itself.
+        price = 4 * float(divergence.detach()) if self.price is None else self.price
+        gap = self.options.sparsity - sparsity
+        loss = divergence + price * gap + _STIFFNESS / 2 * gap * gap
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimiser.step()
+        self.schedule.step()
+        self.price = price + _DUAL_RATE * float(gap.detach())
+        self.step += 1
+        if self.step == self.options.steps or time.monotonic() - self.saved >= _SAVE_EVERY:
+            self._save()
+
+    def drop(self) -> None:
+        """Do without what was saved, from the next commit on."""
+        self.resume.drop(_kept_at(self.step))
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+
+    def _save(self) -> None:
+        adam = self.optimiser.state_dict()
+        tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}
+        tensors |= {f"adam.{n}.{name}": x for n, moments in adam["state"].items() for name, x in moments.items()}
+        if "learning" in self.resume.parts:
+            self.resume.drop(_kept_at(self.resume.parts["learning"]["step"]))
+        self.resume.keep("learning", _kept_at(self.step), {**tensors, "generator": self.generator.get_state()})
+        values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
+        self.resume.commit("learning", **values, schedule=self.schedule.state_dict())
+        self.saved = time.monotonic()
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        kept = self.resume.parts["learning"]
+        self.step, self.price = kept["step"], kept["price"]
+        if type(self.step) is not int or not 0 < self.step <= self.options.steps:
+            raise ValueError(f"step {str(self.step)[:60]} of {self.options.steps}")
+        tensors = self.resume.load(_kept_at(self.step))
+        self.generator.set_state(tensors.pop("generator"))
+        for n, parameter in enumerate(self._trained()):
+            parameter.copy_(tensors.pop(f"parameter.{n}"))
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            _, place, name = key.split(".")
+            moments.setdefault(int(place), {})[name] = value
+        self.optimiser.load_state_dict({"state": moments, "param_groups": kept["groups"]})
+        self.schedule.load_state_dict(kept["schedule"])
+
+
+def _kept_at(step: int) -> str:
+    return f"learning-{step}"
+
+
+def slices(windows: torch.Tensor, options: TrainingOptions, generator: torch.Generator) -> torch.Tensor:
+    """Random stretches of the calibration windows [batch, length], each beginning with its window's first token."""
+    length = min(options.length, windows.shape[1])
+    chosen = torch.randint(len(windows), (options.batch,), generator=generator)
+    starts = torch.randint(windows.shape[1] - length + 1, (options.batch,), generator=generator)
+    rows = [windows[w, s : s + length].long() for w, s in zip(chosen.tolist(), starts.tolist(), strict=True)]
+    ids = torch.stack(rows)
+    ids[:, 0] = windows[chosen, 0].long()  # BOS, or the window's own first token
+    return ids
