@@ -22,7 +22,7 @@ from sparsepack.files.resume import ResumeState
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.stock.skeleton import parameter_shapes
 from sparsepack.models.stock.whole import build_model
-from sparsepack.rotation.learnt import fold_norms, sparse_in, turned, uniform_channels
+from sparsepack.rotation.learnt import sparse_in, turned, uniform_channels
 from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.learned import sparse_at
 from sparsepack.sparsity.options import AllocationOptions
@@ -76,7 +76,6 @@ def main(size: str, basis: bool, steps: int, batch: int, length: int, device: st
 def _timed(model: Any, windows: torch.Tensor, options: AllocationOptions, basis: bool) -> list[float]:
     """Seconds of each step."""
     family, device = FAMILIES[model.config.model_type], options.device
-    fold_norms(model, family)
     hidden = model.config.hidden_size
     first = torch.eye(hidden, device=device)
     channels = uniform_channels(model, family, windows[:2].to(device), options.sparsity, first)
@@ -88,7 +87,7 @@ def _timed(model: Any, windows: torch.Tensor, options: AllocationOptions, basis:
 
     def loss(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         times.append(_now(device))
-        sparse = sparse_in(turned(first, turn), channels, weights) if basis else sparse_at(channels, weights)
+        sparse = sparse_in(turned(first, turn), family, channels, weights) if basis else sparse_at(channels, weights)
         return divergence(model, family, ids, sparse)
 
     training.run("steps", windows, loss)

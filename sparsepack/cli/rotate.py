@@ -20,6 +20,7 @@ from sparsepack.terminal import tell
     help="A folder made by `sparsepack calibrate` of MODEL, for its statistics and its text.",
 )
 @options_from(RotateOptions, "--basis", "--seed", "--weights")
+@group("A learnt basis", options_from(RotateOptions, "--sparsity", "--steps", "--batch", "--length", "--rate"))
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @device_option
 @overwrite_flag
@@ -27,7 +28,8 @@ def rotate(model: str, calibration: Path, output: Path, overwrite: bool, **asked
     """Write MODEL with its residual stream in another basis: the same function, folded into the weights.
 
     The result is an ordinary checkpoint; calibrate that one for what follows. Its logits are compared with those of
-    MODEL, and nothing is written where they differ. One decoder block is in memory at a time. A run that was killed
+    MODEL, and nothing is written where they differ. One decoder block is in memory at a time; a learnt basis needs the
+    whole model there, and is for a GPU. A run that was killed
     goes on where it stopped when the same command is given again.
     """
     options = RotateOptions(**asked)

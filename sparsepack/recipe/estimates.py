@@ -66,6 +66,12 @@ def block_by_block_bytes(job: Job, windows: int, context: int, batch: int) -> in
     return max(embedding + 2 * hidden, block + 3 * hidden + activation_bytes(checkpoint, batch * context))
 
 
+def trained_tokens(steps: int, batch: int, length: int) -> int:
+    """The tokens that a training on the model's output (`sparsity.training`) takes through all blocks: each window
+    once, and its second half forwards, forwards again and backwards."""
+    return steps * batch * (length + 3 * (length - length // 2))
+
+
 def dtype_bytes(job: Job) -> int:
     """The bytes of a number in the type that the recipe computes in."""
     return arithmetic(job.recipe.dtype, job.checkpoint.dtype, job.recipe.device).itemsize

@@ -3,6 +3,7 @@
 options.py    what may be asked for
 bases.py      the table of bases: what each needs, and which formats it suits
 pca.py        directions by how much of the stream lies in them
+learnt.py     those, turned on by the model's own output while channels are skipped
 hadamard.py   directions among which every channel is spread evenly
 check.py      whether the model in a basis is the model
 run.py        the model, one block at a time

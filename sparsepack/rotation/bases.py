@@ -25,12 +25,14 @@ class Basis:
     needs  -- what the calibration must have for it besides its text: nothing, or the second moments of the stream
     suits  -- whether a format's artifacts lose less in it
     why    -- a clause for people: what it does for these
+    trains -- whether it trains on the model's output, and holds the whole model
     """
 
     module: str
     needs: Literal["nothing", "moments"]
     suits: Callable[[Format], bool]
     why: str
+    trains: bool = False
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise `RotationError` for a model that has no such basis."""
@@ -59,6 +61,13 @@ ROTATIONS: Mapping[str, Basis] = {
         "moments",
         lambda format: format.thresholds,
         "channels differ as far as they can, so that skipping the small ones loses less",
+    ),
+    "learnt": Basis(
+        "sparsepack.rotation.learnt",
+        "moments",
+        lambda format: format.thresholds,
+        "its output changes least where small channels are skipped",
+        trains=True,
     ),
     "hadamard": Basis(
         "sparsepack.rotation.hadamard",

@@ -14,84 +14,79 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES, Family
+from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.families import SITES, Family, stream_of
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.stock.halves import Change
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.models.tokenizer.windows import spread_windows
-from sparsepack.rotation.learnt_options import LearntOptions
+from sparsepack.rotation import pca
+from sparsepack.rotation.options import RotateOptions
 from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.divergence import divergence
 from sparsepack.sparsity.soft_channels import SoftChannels, first_threshold
 from sparsepack.sparsity.training import Training
 
-_NORM_BEFORE = {"attn_in": "attn_norm", "mlp_in": "mlp_norm"}
-"""The sites that read the residual stream, each through a norm."""
+_WINDOWS = 8
+"""The first thresholds are taken on so many windows of the calibration."""
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Every model has one."""
+
+
+def basis(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Tensor:
+    """The basis of a model, learnt from that of PCA on. Raises as `pca.basis` does."""
+    return learn_basis(checkpoint, calibration, pca.basis(checkpoint, calibration, options, resume), options, resume)
 
 
 def learn_basis(
-    checkpoint: Checkpoint, calibration: Calibration, start: torch.Tensor, options: LearntOptions, resume: ResumeState
-) -> torch.Tensor:
-    """A basis [hidden, hidden] of the residual stream, float64 on the CPU, whose columns are the new coordinates' axes.
-    Holds the whole model on one device.
+    checkpoint: Checkpoint, calibration: Calibration, start: Tensor, options: RotateOptions, resume: ResumeState
+) -> Tensor:
+    """A basis of the residual stream, float64 [hidden, hidden] on the CPU. Holds the whole model on one device.
 
-    start  -- an orthogonal matrix [hidden, hidden], PCA's or another
+    start -- the orthogonal matrix to begin with, float64 [hidden, hidden], PCA's or another
 
-    A run that was killed goes on from `resume`. Raises `RotationError` for options out of range.
+    A run that was killed goes on from `resume`, which keeps the state of the training.
     """
-    options.check()
-    if "basis" in resume.parts:
-        return resume.load("basis")["basis"]
-    model = load_model(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
-    fold_norms(model, checkpoint.family)
-    weights = weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
-    first = start.to(options.device, torch.float32)
-    windows = spread_windows(calibration.windows, options.windows).to(options.device)
-    channels = uniform_channels(model, checkpoint.family, windows, options.sparsity, first)
-    turn = torch.zeros_like(first, requires_grad=True)
-    groups = [*channels.groups(), {"params": [turn], "lr": options.rate / len(start) ** 0.5}]
-    training = Training(groups, options, resume)
-    training.run(
-        "learning a basis",
-        calibration.windows,
-        lambda ids: divergence(model, checkpoint.family, ids, sparse_in(turned(first, turn), channels, weights)),
-    )
-    basis = orthonormal(turned(start.double().cpu(), turn.detach().double().cpu()))
-    training.drop()
-    resume.keep("basis", "basis", {"basis": basis})
-    resume.commit("basis")
-    return basis
+    with torch.inference_mode(False), torch.enable_grad():
+        start = start.clone()  # outside of inference mode
+        dtype = arithmetic("auto", checkpoint.dtype, options.device)
+        model = load_model(rotated(checkpoint, None, device=options.device), options.device, dtype)
+        weights = weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
+        first = start.to(options.device, torch.float32)
+        windows = spread_windows(calibration.windows, _WINDOWS).to(options.device)
+        channels = uniform_channels(model, checkpoint.family, windows, options.sparsity, first)
+        turn = torch.zeros_like(first, requires_grad=True)
+        groups = [*channels.groups(), {"params": [turn], "lr": options.rate / len(first) ** 0.5}]
 
+        def loss(ids: Tensor) -> tuple[Tensor, Tensor]:
+            sparse = sparse_in(turned(first, turn), checkpoint.family, channels, weights)
+            return divergence(model, checkpoint.family, ids, sparse)
 
-def fold_norms(model: Any, family: Family) -> None:
-    """Fold the weights of the norms before attention and MLP into the matrices behind them: the same function."""
-    for block in backbone_of(model).layers:
-        for site, norm in _NORM_BEFORE.items():
-            weight = block.get_submodule(family.norms[norm]).weight
-            for name in family.projections[site]:
-                block.get_submodule(name).weight.mul_(weight)
-            weight.fill_(1)
+        Training(groups, options, resume).run("learning a basis", calibration.windows, loss)
+        return orthonormal(turned(start, turn.detach().cpu().double()))
 
 
 @torch.no_grad()
-def uniform_channels(
-    model: Any, family: Family, windows: torch.Tensor, sparsity: float, basis: torch.Tensor
-) -> SoftChannels:
+def uniform_channels(model: Any, family: Family, windows: Tensor, sparsity: float, axes: Tensor) -> SoftChannels:
     """Thresholds that make every site of a model with folded norms equally sparse on the second halves of dense
-    windows [N, S], in a basis."""
-    counts: dict[SiteKey, torch.Tensor] = {}
+    windows [N, S], in the basis `axes`, float32 [hidden, hidden]."""
+    readers = stream_of(family, family.model_type).readers
+    counts: dict[SiteKey, Tensor] = {}
     columns: dict[SiteKey, int] = {}
 
-    def count(layer: int, site: str, x: torch.Tensor) -> None:
+    def count(layer: int, site: str, x: Tensor) -> None:
         x = x[:, x.shape[1] // 2 :]
-        seen = histogram.count((x @ basis.to(x.dtype) if site in _NORM_BEFORE else x).float().abs())
+        seen = histogram.count((x @ axes.to(x.dtype) if site in readers else x).float().abs())
         key = (layer, site)
         counts[key] = counts.get(key, 0) + seen
         columns[key] = x.shape[-1]
@@ -101,19 +96,21 @@ def uniform_channels(
             model.base_model(ids[None], use_cache=False)
     made = SoftChannels()
     for key, seen in counts.items():
-        made.begin(key, torch.full((columns[key],), first_threshold(seen.cpu(), sparsity), device=basis.device))
+        made.begin(key, torch.full((columns[key],), first_threshold(seen.cpu(), sparsity), device=axes.device))
     return made
 
 
-def sparse_in(basis: torch.Tensor, channels: SoftChannels, weights: Mapping[SiteKey, float]) -> Change:
-    """Each site's sparse vector in a basis [hidden, hidden], float32, and its share of the sparsity."""
+def sparse_in(axes: Tensor, family: Family, channels: SoftChannels, weights: Mapping[SiteKey, float]) -> Change:
+    """Each site's sparse vector in the basis `axes`, float32 [hidden, hidden], of a model with folded norms, and its
+    share of the sparsity."""
+    readers = stream_of(family, family.model_type).readers
 
-    def sparse(layer: int, site: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sparse(layer: int, site: str, x: Tensor) -> tuple[Tensor, Tensor]:
         key = (layer, site)
-        if site in _NORM_BEFORE:
-            axes = basis.to(x.dtype)  # each use apart: their gradients are summed in float32
-            changed, inactive = channels.sparse(key, x @ axes)
-            changed = changed @ axes.T
+        if site in readers:
+            turn = axes.to(x.dtype)  # for each use anew: their gradients are summed in float32
+            changed, inactive = channels.sparse(key, x @ turn)
+            changed = changed @ turn.T
         else:
             changed, inactive = channels.sparse(key, x)
         return changed, inactive * weights[key]
@@ -121,20 +118,20 @@ def sparse_in(basis: torch.Tensor, channels: SoftChannels, weights: Mapping[Site
     return sparse
 
 
-def turned(start: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+def turned(start: Tensor, turn: Tensor) -> Tensor:
     """The basis that `turn` makes of a start basis: zeros leave it as it is."""
     return start @ cayley(turn)
 
 
-def cayley(a: torch.Tensor) -> torch.Tensor:
+def cayley(a: Tensor) -> Tensor:
     """The orthogonal matrix (I - S)^-1 (I + S) of S = (a - a^T) / 2."""
     skew = (a - a.T) / 2
     one = torch.eye(len(a), dtype=a.dtype, device=a.device)
-    matrix: torch.Tensor = torch.linalg.solve(one - skew, one + skew)
+    matrix: Tensor = torch.linalg.solve(one - skew, one + skew)
     return matrix
 
 
-def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+def orthonormal(matrix: Tensor) -> Tensor:
     """The orthogonal matrix nearest to one that nearly is, by Newton's iteration."""
     for _ in range(6):
         matrix = matrix @ (3 * torch.eye(len(matrix), dtype=matrix.dtype) - matrix.T @ matrix) / 2

@@ -260,7 +260,7 @@ def test_a_calibration_without_second_moments_is_refused_by_pca_alone(
     [
         ({"basis": "random"}, "'random': expected one of pca, hadamard"),
         ({"seed": -1}, "seed -1: expected at least 0"),
-        ({"seed": 3}, "seed 3: it is for basis hadamard, not pca"),
+        ({"seed": 3}, "seed 3: it is for basis hadamard or learnt, not pca"),
         ({"weights": "int8"}, "'int8': expected one of auto, float32, bfloat16, float16"),
     ],
 )

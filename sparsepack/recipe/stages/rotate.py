@@ -26,6 +26,11 @@ class Rotate(Section):
 
     basis: str
     seed: int
+    sparsity: float
+    steps: int
+    batch: int
+    length: int
+    rate: float
     weights: str
 
 
@@ -81,21 +86,29 @@ def record_to_come(job: Job) -> "RotationRecord | None":
 
 
 def _tokens(job: Job, asked: Rotate) -> int:
-    """Each block is run twice, as it was and in the basis, over a few tokens."""
+    """Each block is run twice, as it was and in the basis, over a few tokens; a basis that is learnt is trained."""
+    from sparsepack.recipe.estimates import trained_tokens
+    from sparsepack.rotation.bases import ROTATIONS
     from sparsepack.rotation.check import TOKENS, WINDOWS
 
     calibrate = Calibrate.asked_in(job.recipe)
     if calibrate is None:
         return 0
     count, context = windows(job, calibrate)
-    return 2 * min(count, WINDOWS) * min(context, TOKENS)
+    learnt = ROTATIONS[asked.basis].trains
+    learning = trained_tokens(asked.steps, asked.batch, min(asked.length, context)) if learnt else 0
+    return learning + 2 * min(count, WINDOWS) * min(context, TOKENS)
 
 
-def _memory(job: Job, asked: Rotate) -> int:
-    """The bytes of the basis and of what is largest beside it: its search, the embedding, or a block."""
+def _memory(job: Job, asked: Rotate) -> int | None:
+    """The bytes of the basis and of what is largest beside it: its search, the embedding, or a block;
+    not known of a basis that is trained."""
     from sparsepack.models.checkpoint.rotated import PIECE
     from sparsepack.recipe.estimates import block_parameters
+    from sparsepack.rotation.bases import ROTATIONS
 
+    if ROTATIONS[asked.basis].trains:
+        return None
     checkpoint = job.checkpoint
     basis = 8 * int(checkpoint.config.hidden_size) ** 2
     vocabulary, hidden = checkpoint.source.shapes[checkpoint.family.embedding]

@@ -68,12 +68,14 @@ def _run(job: Job, asked: ActivationSparsity) -> None:
 
 
 def _tokens(job: Job, asked: ActivationSparsity) -> int:
+    from sparsepack.recipe.estimates import trained_tokens
+
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or there would be no thresholds
     count, context = windows(job, calibrate)
     tokens = min(asked.windows, count) * context if asked.upstream == "sparse" else 0
     if ALLOCATIONS[asked.allocation].trains:
-        tokens += 2 * asked.steps * asked.batch * min(asked.length, context)
+        tokens += trained_tokens(asked.steps, asked.batch, min(asked.length, context))
     return tokens
 
 

@@ -1,0 +1,164 @@
+"""A learnt basis: orthogonal, better than the one that it began with, and the same after a kill."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsepack.calibration import folder
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.calibration.run import calibrate
+from sparsepack.errors import RotationError
+from sparsepack.files.resume import ResumeState
+from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.families import SITES
+from sparsepack.models.stock.whole import load_model
+from sparsepack.rotation import learnt, pca
+from sparsepack.rotation.learnt import learn_basis, orthonormal, sparse_in, turned, uniform_channels
+from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.run import rotate
+from sparsepack.sparsity import training
+from sparsepack.sparsity.allocation import weights_of
+from sparsepack.sparsity.divergence import divergence
+
+FEW = RotateOptions("learnt", steps=3, batch=1, length=32)
+
+
+def nowhere() -> ResumeState:
+    return ResumeState(None, "")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture(scope="module")
+def kept(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("cal") / "c"
+    calibrate(tiny, read_text("shipped:train"), made, CalibrateOptions(context=128, samples=8))
+    return made
+
+
+@pytest.fixture(scope="module")
+def cal(kept: Path) -> Calibration:
+    return folder.load(kept)
+
+
+@pytest.fixture(scope="module")
+def start(tiny: Checkpoint, cal: Calibration) -> torch.Tensor:
+    return pca.basis(tiny, cal, FEW, nowhere())
+
+
+def _random_basis(hidden: int) -> torch.Tensor:
+    noise = torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(noise).Q
+
+
+def _off(basis: torch.Tensor) -> float:
+    """How far a matrix is from orthogonal."""
+    return float((basis.t() @ basis - torch.eye(len(basis), dtype=basis.dtype)).abs().max())
+
+
+@pytest.mark.parametrize("given", ["pca", "random"])
+def test_a_learnt_basis_is_orthogonal_and_near_the_start(tiny, cal, start, given):
+    begin = start if given == "pca" else _random_basis(256)
+    found = learn_basis(tiny, cal, begin, FEW, nowhere())
+    assert (found.dtype, found.device.type) == (torch.float64, "cpu")
+    assert _off(found) < 1e-10
+    assert 1e-4 < float((found - begin).abs().max()) < 0.1
+
+
+def test_a_rate_of_zero_leaves_the_start(tiny, cal, start):
+    found = learn_basis(tiny, cal, start, RotateOptions("learnt", steps=2, batch=1, length=32, rate=0.0), nowhere())
+    torch.testing.assert_close(found, start, rtol=0, atol=1e-12)
+
+
+def test_a_turn_alone_lowers_the_divergence(tiny, cal, start):
+    """With the thresholds left as they are, on the windows that it is trained on."""
+    model, family = load_model(rotated(tiny, None)), tiny.family
+    weights = weights_of(tiny, [(layer, site) for layer in range(tiny.layers) for site in SITES])
+    first, ids = start.float(), cal.windows[:2].long()
+    channels = uniform_channels(model, family, ids, 0.5, first)
+    turn = torch.zeros(256, 256, requires_grad=True)
+    optimiser, seen = torch.optim.Adam([turn], lr=0.006 / 16), []
+    for _ in range(12):
+        kl, sparsity = divergence(model, family, ids, sparse_in(turned(first, turn), family, channels, weights))
+        seen.append((float(kl.detach()), float(sparsity.detach())))
+        optimiser.zero_grad()
+        # At the price of skipping less, as `Training` has it.
+        (kl - 4 * seen[0][0] * sparsity).backward()
+        optimiser.step()
+    print(seen)
+    assert seen[0][1] == pytest.approx(0.5, abs=0.01)
+    assert seen[-1][1] > 0.49
+    assert seen[-1][0] < 0.93 * seen[0][0]
+
+
+def test_learning_goes_on_after_a_kill_with_the_same_bits(tiny, cal, start, tmp_path, monkeypatch):
+    whole = learn_basis(tiny, cal, start, FEW, nowhere())
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
+    slices, left = training.slices, iter(range(2))
+
+    def dies(*given):
+        if next(left, None) is None:
+            raise Killed
+        return slices(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(training, "slices", dies)
+        learn_basis(tiny, cal, start, FEW, ResumeState(tmp_path / "s", "fingerprint"))
+    again = ResumeState(tmp_path / "s", "fingerprint")
+    assert again.parts["learning"]["step"] == 2
+    assert torch.equal(learn_basis(tiny, cal, start, FEW, again), whole)
+
+
+def test_another_seed_is_another_basis(tiny, cal, start):
+    one, same, other = (
+        learn_basis(tiny, cal, start, RotateOptions("learnt", steps=1, batch=1, length=32, seed=seed), nowhere())
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_rotate_learns_a_basis_and_goes_on_after_a_kill(tiny, kept, tmp_path, monkeypatch):
+    made = rotate(tiny, kept, tmp_path / "whole", FEW)
+    assert made.error < 1e-5
+    assert made.options["basis"] == "learnt"
+    monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
+
+    def dies(*given):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(learnt, "orthonormal", dies)  # after the last step
+        rotate(tiny, kept, tmp_path / "again", FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "slices", dies)  # no step is taken again
+        rotate(tiny, kept, tmp_path / "again", FEW)
+    whole, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "again"))
+    assert whole == again
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity": 0.0}, r"sparsity 0\.0: expected above 0 and below 1"),
+        ({"sparsity": 1.0}, r"sparsity 1\.0: expected above 0 and below 1"),
+        ({"steps": 0}, "steps 0: expected at least 1"),
+        ({"rate": -0.1}, r"rate -0\.1: expected at least 0"),
+        ({"basis": "pca", "steps": 5}, "steps 5: it is for basis learnt, not pca"),
+    ],
+)
+def test_an_option_out_of_range_is_one_line(changes, message):
+    with pytest.raises(RotationError, match=message) as caught:
+        RotateOptions(**{"basis": "learnt", **changes}).check()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_matrix_that_is_nearly_orthogonal_becomes_orthogonal():
+    near = _random_basis(64) + 1e-3 * torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).double()
+    assert _off(orthonormal(near)) < 1e-12
