@@ -62,18 +62,18 @@ ROTATIONS: Mapping[str, Basis] = {
         lambda format: format.thresholds,
         "channels differ as far as they can, so that skipping the small ones loses less",
     ),
+    "hadamard": Basis(
+        "sparsepack.rotation.hadamard",
+        "nothing",
+        lambda format: format.weight_sparsity and format.matrices in ("I8", "F8_E4M3"),
+        "channels are even, so that rounding their inputs to 8 bits loses less",
+    ),
     "learnt": Basis(
         "sparsepack.rotation.learnt",
         "moments",
         lambda format: format.thresholds,
         "its output changes least where small channels are skipped",
         trains=True,
-    ),
-    "hadamard": Basis(
-        "sparsepack.rotation.hadamard",
-        "nothing",
-        lambda format: format.weight_sparsity and format.matrices in ("I8", "F8_E4M3"),
-        "channels are even, so that rounding their inputs to 8 bits loses less",
     ),
 }
 """Each basis stands under its name; `options.BASES` lists the names."""
