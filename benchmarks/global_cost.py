@@ -15,6 +15,7 @@ from typing import Any
 import click
 import torch
 from cuda_synthetic import LLAMA_1B, LLAMA_8B
+from cuda_timing import device_line
 from figures import json_option, write_figures
 from synthetic import TINY, llama_config, random
 
@@ -48,7 +49,9 @@ def main(size: str, basis: bool, steps: int, batch: int, length: int, device: st
     shapes = parameter_shapes(config)
     layers = config.num_hidden_layers
     model = build_model(config, lambda name: random(name, shapes[name], layers, generator), device, torch.bfloat16)
-    held = _peak(device)
+    if device != "cpu":
+        click.echo(device_line())
+    held = 0 if device == "cpu" else torch.cuda.memory_allocated()
     windows = torch.randint(config.vocab_size, (16, 2 * length), generator=torch.Generator().manual_seed(0))
     times = _timed(model, windows, options, basis)
     # A product is two operations a weight and token: one dense pass, and three over the second half.
@@ -83,6 +86,8 @@ def _timed(model: Any, windows: torch.Tensor, options: AllocationOptions, basis:
     turn = torch.zeros(hidden, hidden, device=device, requires_grad=True)
     groups = [*channels.groups(), *([{"params": [turn], "lr": 1e-4}] if basis else [])]
     training = Training(groups, options, ResumeState(None, ""))
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
 
     def loss(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +107,7 @@ def _now(device: str) -> float:
 
 
 def _peak(device: str) -> int:
-    """The most memory of the device that tensors took so far, in bytes; 0 on a CPU."""
+    """The most memory of the device that tensors took while steps were taken, in bytes; 0 on a CPU."""
     return 0 if device == "cpu" else torch.cuda.max_memory_allocated()
 
 

@@ -45,7 +45,7 @@ def _gram(x: Tensor) -> Tensor:
 
 
 def _add(one: Tensor, other: Tensor) -> Tensor:
-    """Where the second one is: a run that goes on has the first from a file."""
+    """The sum, on the device of the second one: a run that goes on has the first from a file."""
     return one.to(other.device) + other
 
 

@@ -14,7 +14,7 @@ from sparsepack.recipe.stages.thresholds import sparse
 
 
 def _again(stage: Stage, wanted: Callable[[Recipe], bool]) -> Stage:
-    """Of the model that a stage makes, where somebody wants to know it."""
+    """The stage that calibrates the model that another stage makes, where somebody wants to know it."""
     return replace(
         CALIBRATE,
         name=name_again(stage.makes),
