@@ -1,7 +1,7 @@
 """Every verb on a checkpoint whose residual stream changes its basis: what depends on no basis is what it was."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
 from sparsepack.sparsity.find import find_thresholds
 from sparsepack.sparsity.options import AllocationOptions
+from sparsepack.sparsity.thresholds import read_thresholds
 from sparsepack.tracing.collect import trace
 from sparsepack.tracing.options import TraceOptions
 
@@ -117,6 +118,8 @@ def test_every_allocation_finds_thresholds_and_goes_on_after_a_kill(
                 find_thresholds(both.changed, both.of_changed, options, state)
         again = find_thresholds(both.changed, both.of_changed, options, state)
     assert again.to_json() == whole.to_json()
+    whole.write(tmp_path / "t.json")
+    assert read_thresholds(tmp_path / "t.json").outlook() == whole.outlook()
     sites = {key for key, rule in whole.rules.items() if not rule.dense}
     assert {layer for layer, _ in sites} == {0, 1, 2}
 
@@ -133,7 +136,9 @@ def test_a_packed_model_is_intact_and_skips_about_what_was_asked(both: Both, pac
     assert all(row["of_sparse_sites"] == pytest.approx(0.5, abs=0.08) for row in skipped)
     weights = sum(both.plain.stacked_shape(site)[0] * both.plain.stacked_shape(site)[1] for site in SITES) * 3
     share = weights / (weights + len(STARTS) * 256**2)
-    for row in skipped:
+    found = find_thresholds(both.changed, both.of_changed, AllocationOptions(0.5, windows=4)).outlook()
+    assert found is not None
+    for row in (*skipped, asdict(found)):
         assert row["overall"] == pytest.approx(row["of_sparse_sites"] * share)
 
 

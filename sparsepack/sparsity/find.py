@@ -117,6 +117,7 @@ def _table(
         rules=rules,
         weights={(layer, site): math.prod(checkpoint.stacked_shape(site, layer)) for layer, site in rules},
         sparse_sites=frozenset(sites),
+        of_bases=len(checkpoint.bases) * int(checkpoint.config.hidden_size) ** 2,
     )
 
 

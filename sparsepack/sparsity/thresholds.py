@@ -23,7 +23,7 @@ from sparsepack.errors import ThresholdsError
 from sparsepack.files import stored
 from sparsepack.files.atomic import atomic_file
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import SITES
+from sparsepack.models.families import BASIS, SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule
 from sparsepack.models.records.skipped import Skipped, skipped
 
@@ -42,6 +42,7 @@ class Thresholds:
     upstream     -- "sparse": taken with everything before each site sparse already; "dense": the papers' way
     weights      -- how many weights each site has; a table that somebody wrote by hand may not say so
     sparse_sites -- those that may be sparse
+    of_bases     -- weights of changes of basis between blocks, which are always read
     """
 
     model_sha256: str
@@ -53,6 +54,7 @@ class Thresholds:
     rules: Rules
     weights: Mapping[SiteKey, int] = field(default_factory=dict)
     sparse_sites: frozenset[SiteKey] = frozenset()
+    of_bases: int = 0
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise `ThresholdsError` unless the table is of that model and has a rule for every site."""
@@ -87,7 +89,7 @@ class Thresholds:
         known = {key: share for key, share in self.expected().items() if share is not None}
         if len(known) < len(self.rules) or self.weights.keys() != self.rules.keys():
             return None
-        return skipped(self.weights, known, self.may_skip())
+        return skipped({**self.weights, (-1, BASIS): self.of_bases}, known, self.may_skip())
 
     def summary(self) -> dict[str, Any]:
         """The table without its vectors, JSON-able: for manifests and reports. It also says what will happen:
@@ -100,6 +102,7 @@ class Thresholds:
     def to_json(self) -> dict[str, Any]:
         """The whole table as JSON-able values."""
         head = {name: getattr(self, name) for name in _HEAD}
+        head |= {"of_bases": self.of_bases} if self.of_bases else {}
         rows = rules_to_json(self.rules)
         for key, row in zip(self.rules, rows, strict=True):
             row |= {"weights": self.weights.get(key), "may_be_sparse": key in self.sparse_sites}
@@ -128,6 +131,9 @@ def read_thresholds(path: Path) -> Thresholds:
         )
     texts = ("model_sha256", "calibration_sha256", "allocation", "criterion", "upstream")
     head = {name: _field(value, name, str, str(path)) for name in texts}
+    of_bases = _field({"of_bases": 0, **value}, "of_bases", int, str(path))
+    if not 0 <= of_bases < 2**63:
+        raise ThresholdsError(f"{path}: of_bases is {of_bases}; expected a whole number")
     rows = _field(value, "rows", list, str(path))
     rules = rules_of_json(rows, str(path))
     _check_whole(rules, str(path))
@@ -143,6 +149,7 @@ def read_thresholds(path: Path) -> Thresholds:
         rules=rules,
         weights=counted,
         sparse_sites=frozenset(allowed),
+        of_bases=of_bases,
     )
 
 
