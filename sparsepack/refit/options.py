@@ -29,14 +29,14 @@ class RefitOptions:
     refit_windows: int = option("Calibration windows that weights are fitted on.", default=128, least=1, counts=(FITS,))
     refit_dense: float = option(
         "Share of dense inputs, those of a prompt, among the inputs that weights are fitted to.",
-        default=0.2,
+        default=0.7,
         least=0,
         below=1,
-        counts=(FITS,),
+        counts=(only_with("refit"),),
     )
     damping: float = option(
         "What is added to the inputs' second moments, as a share of their mean: the more, the less weights change.",
-        default=0.01,
+        default=0.05,
         above=0,
         most=1,
         counts=(FITS,),

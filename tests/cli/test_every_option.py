@@ -193,7 +193,7 @@ def values(verb: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def counts(option: Ruled, asked: dict[str, Any]) -> bool:
-    return all(condition.holds(asked.get(condition.field)) for condition in option.counts)
+    return all(condition.met(asked.get) for condition in option.counts)
 
 
 def body_of(verb: str) -> ast.FunctionDef:

@@ -182,8 +182,8 @@ def _memory(job: Job, asked: Pack) -> int | None:
     if (options := fitted(job.recipe)) is None:
         return None
     shapes = [job.checkpoint.stacked_shape(site) for site in SITES]
-    # Products as they come and by size, their inverse, and two of that size on the way to it; then new weights.
-    site = max(4 * (5 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
+    # Products as they come and by size, their inverse, and three of that size on the way to it; then new weights.
+    site = max(4 * (6 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
     return block_by_block_bytes(job, *_windows(job, options), BATCH) + site
 
 
