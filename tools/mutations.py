@@ -174,6 +174,30 @@ MUTATIONS = (
         "spared = row * shape.policy.tokens",
         ("tests/runtime/cuda/test_double_sparsity_room.py",),
     ),
+    Mutation(
+        "fold",
+        "                piece = piece * scale\n",
+        "                piece = piece / scale\n",
+        ("tests/rotation/test_exact.py",),
+    ),
+    Mutation(
+        "rotation",
+        "    if not error <= bound:\n",
+        "    if not error <= 1:\n",
+        ("tests/rotation/test_run.py",),
+    ),
+    Mutation(
+        "residual",
+        "x = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)",
+        "x = h * torch.rsqrt(h.square().mean() + eps)",
+        ("tests/calibration/collectors/test_residual.py",),
+    ),
+    Mutation(
+        "procrustes",
+        "return FoundBasis(left @ right, residual",
+        "return FoundBasis((left @ right).t(), residual",
+        ("tests/rotation/test_exact.py", "tests/formats/test_rotated_again.py"),
+    ),
 )
 
 
