@@ -184,7 +184,7 @@ MUTATIONS = (
         "rotation",
         "    if not error <= bound:\n",
         "    if not error <= 1:\n",
-        ("tests/rotation/test_run.py",),
+        ("tests/rotation/test_rotate_run.py",),
     ),
     Mutation(
         "residual",

@@ -86,6 +86,15 @@ def test_the_dry_run_reckons_with_the_rotated_model(
     assert not (tmp_path / "work").exists()
 
 
+def test_what_the_model_allows_is_asked_of_the_rotated_one(tmp_path: Path) -> None:
+    """Types of their own for embedding and output matrix, which are one in the source."""
+    types = {"format": "zigzag-q4_k", "embedding_type": "q8_0", "output_type": "q6_k"}
+    with pytest.raises(RecipeError, match=r"the output matrix is the embedding itself \(tied\)"):
+        run_recipe(write_recipe(tmp_path, pack=types), work=tmp_path / "work", dry_run=True)
+    plan = run_recipe(write_recipe(tmp_path, pack=types, rotate={}), work=tmp_path / "work", dry_run=True).report
+    assert {"Q8_0", "Q6_K"} <= plan["artifact"]["types"].keys()
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
