@@ -34,7 +34,9 @@ def test_run_prints_the_schema_without_a_recipe() -> None:
     assert CliRunner().invoke(main, ["run", "--schema", "markdown"]).output == markdown()
 
 
-@pytest.mark.parametrize("name", ["quickstart", "ci", "teal50", "global50", "prune-6of8-zigzag50", "relu-neurons"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "ci", "teal50", "global50", "best50", "prune-6of8-zigzag50", "relu-neurons"]
+)
 def test_the_json_schema_has_the_keys_of_shipped_recipes(name: str) -> None:
     given = load_recipe(FOLDER / f"{name}.yaml", ["model=shipped:tiny"]).to_json()
     assert given.keys() == json_schema()["properties"].keys()
