@@ -139,9 +139,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would take minutes or never end does neither: `tune` times little, and a server, once it listens, is asked
-    for one text and told to end."""
+def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What would take minutes or never end does neither: `tune` times little, and keeps that where no test finds it;
+    a server, once it listens, is asked for one text and told to end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name, value in {"ROTATION": 1 << 16, "CALLS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(tune, name, value)
         monkeypatch.setattr(measure, name, value)

@@ -72,7 +72,13 @@ def test_the_help_lists_verbs_in_groups_each_with_a_whole_line_that_fits_80_colu
 @pytest.mark.parametrize(
     ("verb", "headings"),
     [
-        ("pack", ["What is skipped:", "Attention:", "Types:", "Pruned models:", "Output:", "How it runs:", "Others:"]),
+        (
+            "pack",
+            [
+                *("What is skipped:", "Fitted weights:", "Attention:", "Types:", "Pruned models:", "Output:"),
+                *("How it runs:", "Others:"),
+            ],
+        ),
         ("generate", ["Text:", "How tokens are chosen:", "How it runs:", "Output:", "Others:"]),
     ],
 )

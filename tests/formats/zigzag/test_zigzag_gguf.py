@@ -188,6 +188,8 @@ def test_rules_of_another_model_are_refused(
 class Spoilt:
     """A source whose tensor `name` has a NaN, or cannot be read at all."""
 
+    file = None
+
     def __init__(self, source: Any, name: str, error: BaseException | None = None) -> None:
         self.inner, self.name, self.error = source, name, error
         self.shapes, self.hash = source.shapes, source.hash
