@@ -15,7 +15,7 @@ LIVE = 4
 """This many float32 tensors of a batch's widest activation exist at one time."""
 
 
-WORKING = 100_000_000
+WORKING = 70_000_000
 """Torch takes this many bytes for itself as soon as it works: threads, their buffers, matrices in the order it
 likes."""
 
