@@ -40,8 +40,8 @@ class LearnedPositions:
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """Who reads the residual stream and who writes to it, where norms divide it by its root mean square and do no more:
-    then it may be written in any orthonormal basis (`models.checkpoint.rotated`).
+    """The sites that read the residual stream and write to it, in a family whose norms divide the stream by its root
+    mean square and do no more. Such a stream may be written in any orthonormal basis (`models.checkpoint.rotated`).
 
     readers -- site -> our name of the norm through which its projections read the stream
     writers -- the sites whose outputs are added to the stream, which the embedding begins
@@ -214,7 +214,8 @@ def check_packable(family: Family, where: str) -> None:
 
 
 def stream_of(family: Family, where: str) -> ResidualStream:
-    """Who reads and writes the residual stream; raises `CheckpointError` for a model that cannot be rotated."""
+    """Return the sites that read and write the residual stream. Raises `CheckpointError` for a model that cannot be
+    rotated."""
     if family.residual is None:
         able = ", ".join(name for name, other in FAMILIES.items() if other.residual is not None)
         raise CheckpointError(

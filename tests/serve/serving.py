@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -22,6 +23,8 @@ from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant>"
+
+MESSAGES = [{"role": "user", "content": "Who was there?"}]
 
 
 class Served:
@@ -115,3 +118,9 @@ def stalled_stream(served: Served, tokens: int, buffer: int = 4096) -> Iterator[
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         client.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
         yield client
+
+
+def chat(served: Served, **asked: Any) -> Any:
+    """What a server answers to a short chat."""
+    messages = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16}
+    return served.client().chat.completions.create(**{**messages, **asked})

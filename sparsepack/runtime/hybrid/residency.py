@@ -6,8 +6,8 @@ import numpy as np
 
 NOWHERE = -1
 SPARE = 64
-"""There are this many slots more than neurons may be resident: what comes is copied there while those that go still
-stand in the table."""
+"""This many slots are kept beside those of the resident neurons. Neurons that come are copied there while the neurons
+that go still stand in the table."""
 
 Copy = Callable[[int, np.ndarray, np.ndarray], None]
 """The function copies neurons of a block into slots, given the block, its neurons and the slots, int32 [n] each."""

@@ -21,8 +21,8 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessor
 SLOT_THREADS, FETCH_THREADS = 1024, 256
 """A block has this many threads, as in `kernels/attention/token_slots.cu`."""
 SLOTS = 2.0
-"""There are this many slots for each token that a step reads at most: 90 % of these tokens are among so many read
-last, 70 % among half as many."""
+"""A key head has this many slots for each token that a step may read. Of the tokens that a step reads 90 % are among so
+many that were read last, and 70 % among half as many."""
 MOST_SLOTS = 1 << 18
 """A key head has at most this many slots: each has a bit in a block's shared memory."""
 

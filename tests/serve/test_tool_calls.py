@@ -1,0 +1,95 @@
+"""Calls of tools over HTTP, as the official client of OpenAI's protocol asks for them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from serving import MESSAGES, Served, chat
+
+from sparsepack.loading import Model
+from sparsepack.serve.options import ServeOptions
+
+HERMES = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}In <tool_call></tool_call>.\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}\n{% endfor %}"
+)
+LLAMA = HERMES.replace("<tool_call></tool_call>", '{"name": NAME, "parameters": ARGUMENTS}')
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[HERMES, LLAMA], ids=["hermes", "llama"])
+def with_tools(model: Model, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with Served(replace(model, chat_template=request.param), ServeOptions()) as running:
+        yield running
+
+
+def test_a_call_that_must_be_made_is_made_and_what_it_gave_goes_into_the_chat(with_tools: Served) -> None:
+    asked = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "temperature": 1, "seed": 3}
+    choice = chat(with_tools, **asked).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    chunks = list(chat(with_tools, **asked, stream=True))
+    (streamed,) = (chunk.choices[0].delta.tool_calls[0] for chunk in chunks if chunk.choices[0].delta.tool_calls)
+    assert (streamed.index, streamed.function.arguments) == (0, call.function.arguments)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    given = [*MESSAGES, choice.message.model_dump(exclude_none=True)]
+    given.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    assert chat(with_tools, messages=given, tools=[WEATHER]).choices[0].message.role == "assistant"
+
+
+def test_the_schema_of_a_tool_may_refer_to_its_own_definitions(with_tools: Served) -> None:
+    place = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    parameters = {
+        "type": "object",
+        "properties": {"place": {"$ref": "#/$defs/place"}},
+        "required": ["place"],
+        "$defs": {"place": {**place, "additionalProperties": False}},
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+    message = chat(with_tools, tools=tools, tool_choice="required", max_tokens=200, seed=1).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments)["place"] == {"city": "Oslo"}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": NaN}', "[1]"])
+def test_arguments_that_are_no_json_object_in_utf_8_are_refused(with_tools: Served, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    with pytest.raises(openai.BadRequestError, match="expected a JSON object, as text"):
+        chat(with_tools, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}], tools=[WEATHER])
+
+
+def test_the_template_is_told_of_the_tools_that_may_be_called(with_tools: Served) -> None:
+    def prompt_tokens(**asked: Any) -> int:
+        return int(chat(with_tools, max_tokens=0, **asked).usage.prompt_tokens)
+
+    assert prompt_tokens(tools=[WEATHER]) > prompt_tokens() == prompt_tokens(tools=[WEATHER], tool_choice="none")
+
+
+def test_without_a_call_the_answer_is_text(with_tools: Served) -> None:
+    answer = chat(with_tools, tools=[WEATHER], temperature=0).choices[0]
+    assert answer.message.tool_calls is None
+    assert answer.message.content
+    assert answer.finish_reason == "length"
+
+
+def test_tools_are_refused_where_the_template_would_not_tell_of_them(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="this model's chat template takes none"):
+        chat(served, tools=[WEATHER])
