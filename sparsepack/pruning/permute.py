@@ -17,7 +17,7 @@ from sparsepack.models.records.pattern import Pattern
 SAMPLED_ROWS = 1024
 """Orders are compared on this many rows of a matrix."""
 ROUNDS = 300
-"""At most this many rounds of swaps are made. Every group meets another group in each of them."""
+"""The largest number of rounds of swaps. Every group meets another group in each of them."""
 PATIENCE = 8
 """After this many rounds without a swap no more are tried."""
 AT_ONCE = 1 << 24

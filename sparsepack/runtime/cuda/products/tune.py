@@ -36,7 +36,7 @@ With other tiles come as many splits as fill the GPU."""
 TURNS = 2
 """Every group of fields is chosen this many times, the other fields as they were chosen last."""
 COPIES = 64
-"""At most this many copies of a matrix are made, so that small matrices do not take most of the time."""
+"""The largest number of copies of a matrix that are made, so that small matrices do not take most of the time."""
 REPLAYS = 15
 
 
