@@ -41,7 +41,7 @@ test-all: $(VENV)/.installed-test build
 # FUZZ="recipe --seed 1 --case 2" runs one again.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-test build
-	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
+	PYTHONPATH=tests $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 # Every verb killed, and failed by the disk, at each of its file operations; states of killed runs damaged at random.
 # `make test-all` tries some of these. One verb: PYTEST_ARGS="-k calibrate".

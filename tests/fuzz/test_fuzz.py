@@ -6,6 +6,7 @@ time, and as long as one likes.
 """
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from tests.fuzz.targets import TARGETS, make_targets
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 5))
 SEED = int(os.environ.get("FUZZ_SEED", 0))
-KEPT = Path(__file__).parents[2] / "build" / "fuzz"
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "build" / "fuzz"
 
 
 @pytest.fixture
@@ -43,6 +45,13 @@ def test_hostile_input_ends_in_success_or_one_line(name: str, tmp_path: Path) ->
 def test_all_targets_are_made_in_one_folder(tmp_path: Path) -> None:
     """As `make fuzz` does."""
     assert tuple(target.name for target in make_targets(tmp_path)) == TARGETS
+
+
+def test_make_fuzz_says_what_it_takes() -> None:
+    """The line of the Makefile runs outside of pytest, which has a search path of its own."""
+    asked = ["make", "fuzz", "FUZZ=--help", "-o", ".venv/.installed-test", "-o", ".venv/.built"]
+    run = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert TARGETS[0] in run.stdout
 
 
 def test_a_failure_is_found_told_and_kept(tmp_path: Path) -> None:
