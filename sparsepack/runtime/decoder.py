@@ -60,6 +60,9 @@ class Decoder(Protocol):
     def truncate(self, sequence: int, length: int) -> None:
         """Forget what a sequence has beyond its first tokens; what was counted stays, what is held begins anew."""
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        """Let a sequence have the first tokens of another, and nothing else; what is held of it begins anew."""
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
 

@@ -152,6 +152,20 @@ class Engine:
             self._decoder.truncate(sequence, length)
             del self._ids[sequence][length:]
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        """Let a text be the first `length` tokens of another, with the same bits in the cache; what is held of the text
+        begins anew. Raises `UserError` where the other has fewer."""
+        for sequence in (source, to):
+            self._check_sequence(sequence)
+        if not 0 <= length <= (position := min(self.positions[source], len(self._ids[source]))):
+            raise UserError(
+                f"length {length} of sequence {source}: expected 0 to {position}, the tokens in the context"
+            )
+        ids = self._ids[source][:length]
+        self._ids[to] = []  # until all is there, nobody knows what is
+        self._decoder.copy(source, to, length)
+        self._ids[to] = ids
+
     def counts(self) -> Counts:
         """What was counted since the last reset; positions of `prefill` do not count."""
         return Counts(self._decoder.stepped, dict(self._decoder.active()))

@@ -117,6 +117,9 @@ class KvCache(CacheState, Protocol):
     def truncate(self, length: int, sequence: int = 0) -> None:
         """Forget what a sequence has beyond its first `length` positions."""
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        """Let a sequence have the first `length` positions of another, and nothing else."""
+
     def reset(self) -> None:
         """Forget everything."""
 

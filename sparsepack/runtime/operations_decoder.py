@@ -94,6 +94,11 @@ class OperationsDecoder:
         if self._held is not None:
             self._held.begin(sequence)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        self.cache.copy(source, to, length)
+        if self._held is not None:
+            self._held.begin(to)
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with torch_threads(self._threads):
             return self._logits(self._run(ids, Mode.PREFILL, sequence)[-1:])[0]

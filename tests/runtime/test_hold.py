@@ -266,6 +266,16 @@ def test_of_several_texts_one_begins_anew(backend: str) -> None:
 
 
 @every_backend
+def test_a_copied_text_begins_anew(backend: str) -> None:
+    engine = engine_of(model(), backend, sequences=2, hold=True)
+    for column in zip(*TEXTS[:2], strict=True):
+        engine.step_all(column)
+    source = engine.scales[0]
+    engine.copy(0, 1, 3)
+    assert engine.scales == (source, 1.0)
+
+
+@every_backend
 def test_dense_steps_and_prefill_leave_the_scale(backend: str) -> None:
     engine = engine_of(model(), backend, hold=True)
     trajectory(engine, TEXTS[0][:10])

@@ -88,6 +88,29 @@ def test_a_truncated_text_goes_on_with_another(backend: Backend, channels: tuple
 
 
 @every_kind
+@pytest.mark.parametrize("windows", [(0, 0), (0, 25)], ids=str)
+def test_a_text_that_is_the_beginning_of_another_goes_on_as_that(
+    backend: Backend, windows: tuple[int, ...], channels: tuple[int | None, ...] | None
+) -> None:
+    pair = both(backend, windows=windows, channels=channels, sequences=3)
+    pair.positions(100, 0, sparse=False)
+    pair.positions(120, 1, sparse=False)
+    pair.positions(30, 2, sparse=False)
+    for cache in (pair.ours, pair.oracle):
+        cache.copy(1, 2, 110)
+    assert list(pair.ours.lengths) == [100, 120, 110]
+    for _ in range(3):
+        pair.step()
+    rows = [pair.rows(1) for _ in windows]
+    for cache in (pair.ours, pair.oracle):
+        cache.copy(0, 1, 90)
+        cache.truncate(90, 0)
+    for layer, qkv in enumerate(rows):
+        assert torch.equal(*(pair.outputs(pair.ours, layer, qkv, sequence) for sequence in (0, 1)))
+    pair.step()
+
+
+@every_kind
 def test_a_reset_cache_knows_nothing_of_the_text_before(
     backend: Backend, channels: tuple[int | None, ...] | None
 ) -> None:

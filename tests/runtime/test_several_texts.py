@@ -104,6 +104,45 @@ def test_a_text_beside_others_that_stand_still_has_the_bits_of_a_text_alone(back
 
 
 @every_backend
+@pytest.mark.parametrize("by_neurons", [False, True])
+def test_a_copied_text_has_the_bits_of_one_that_was_prefilled(backend: str, by_neurons: bool) -> None:
+    packed = neurons() if by_neurons else model("llama")
+    engine, apart = (engine_of(packed, backend, sequences=3) for _ in range(2))
+    for each in (engine, apart):
+        each.prefill(TEXTS[0][:9], 0)
+        each.prefill(TEXTS[1][:11], 2)
+    engine.step_all([5, None, None])  # what is decoded is no part of the copy
+    apart.step_all([5, None, None])
+    engine.copy(0, 2, 9)
+    engine.copy(0, 1, 4)
+    apart.truncate(0, 2)
+    apart.prefill(TEXTS[0][:9], 2)
+    apart.prefill(TEXTS[0][:4], 1)
+    assert engine.positions == apart.positions == (10, 4, 9)
+    assert engine.common(TEXTS[0], 2) == 9
+    for ids in ([1, 2, 3], [4, None, 6], [None, 8, None]):
+        assert torch.equal(engine.step_all(ids), apart.step_all(ids))
+
+
+@every_backend
+def test_a_copy_of_more_than_there_is_is_refused_and_one_that_is_interrupted_is_not_trusted(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model("llama"), backend, sequences=2)
+    engine.prefill(TEXTS[0][:5], 0)
+    engine.prefill(TEXTS[0][:7], 1)
+    with pytest.raises(UserError, match="length 6 of sequence 0: expected 0 to 5"):
+        engine.copy(0, 1, 6)
+    with pytest.raises(UserError, match="sequence 2: expected 0 to 1"):
+        engine.copy(2, 1, 1)
+    assert engine.common(TEXTS[0], 1) == 7
+    monkeypatch.setattr(engine._decoder.cache, "copy", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.copy(0, 1, 5)
+    assert engine.common(TEXTS[0], 1) == 0
+
+
+@every_backend
 def test_texts_join_and_leave_between_steps(backend: str) -> None:
     packed = model("llama")
     engine = engine_of(packed, backend, sequences=3, dense=True)

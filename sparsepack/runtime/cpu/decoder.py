@@ -97,6 +97,10 @@ class NativeDecoder:
         self.cache.truncate(length, sequence)
         self.native.begin_held(sequence)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        self.cache.copy(source, to, length)
+        self.native.begin_held(to)
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         logits = torch.empty(1, self._vocabulary)
         self.native.prefill(sequence, ids.numpy(), False, logits.numpy())

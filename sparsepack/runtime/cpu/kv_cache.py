@@ -50,6 +50,9 @@ class NativeKvCache:
     def truncate(self, length: int, sequence: int = 0) -> None:
         self.native[sequence].truncate(length)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        self.native[to].copy(self.native[source], length)
+
     def reset(self) -> None:
         for cache in self.native:
             cache.reset()

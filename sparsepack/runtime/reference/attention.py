@@ -101,6 +101,11 @@ class DenseKvCache:
     def truncate(self, length: int, sequence: int = 0) -> None:
         self._lengths[sequence] = length
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        for cached in (self._keys, self._values):
+            cached[:, to, :, :length] = cached[:, source, :, :length]
+        self._lengths[to] = length
+
     def reset(self) -> None:
         self._lengths = [0] * self._shape.sequences
 

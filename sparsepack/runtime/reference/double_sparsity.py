@@ -179,6 +179,11 @@ class DoubleSparsityKvCache(DenseKvCache):
         codes, scales = (of[sequence, :, here] for of in labels)
         return attend_sparse(queries, keys, values, Labels(codes, scales, channels), policy, first, window)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        super().copy(source, to, length)
+        for kept in (kept for labels in self._labels if labels is not None for kept in labels):
+            kept[to, :, :length] = kept[source, :, :length]
+
     def _empty(self, layer: LayerAttention, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
         if layer.channels is None:
             return None

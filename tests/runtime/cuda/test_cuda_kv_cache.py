@@ -93,6 +93,20 @@ def test_what_is_forgotten_is_not_seen(kernels: Kernels) -> None:
     assert (found - expected).abs().max() < NEAR["f32"]
 
 
+@pytest.mark.parametrize("type", ["f32", "bf16"])
+def test_a_copied_text_has_the_bits_of_its_source(type: str, kernels: Kernels) -> None:
+    torch.manual_seed(5)
+    device = kernels.usable("cuda")
+    cache = CudaDenseKvCache(shape(device, sequences=3), type, device, kernels)
+    text = torch.randn(2, 12, ROWS, device=device)
+    of_layers(cache, text[:, :9], 0)
+    of_layers(cache, torch.randn(2, 15, ROWS, device=device), 2)
+    cache.copy(0, 2, 7)
+    assert list(cache.lengths) == [9, 0, 7]
+    cache.truncate(7, 0)
+    assert torch.equal(of_layers(cache, text[:, 9:], 2), of_layers(cache, text[:, 9:], 0))
+
+
 def test_what_the_kernels_do_not_know_is_an_error() -> None:
     of = shape(torch.device("cpu"))
     with pytest.raises(UserError, match="cache type 'f8': expected one of bf16, f16, f32"):

@@ -114,6 +114,25 @@ def test_short_texts_are_read_whole_beside_long_ones(
 
 
 @every_cache
+def test_a_copied_text_goes_on_as_its_source(packed: PackedModel, kernels: Kernels, new_cache: Cache) -> None:
+    """In place of a longer one, whose tokens have slots where keys lie in the host's memory."""
+    assert packed.attention is not None
+    packed = replace(packed, attention=replace(packed.attention, policy=policy_from(4)))
+    ours, theirs = decoder(packed, kernels, 2, new_cache), oracle(packed)
+    for first, other in zip(IDS[:30].tolist(), IDS[30:60].tolist(), strict=True):
+        ours.step([first, other], True)
+        theirs.step([first], True)
+    ours.copy(0, 1, 25)
+    assert list(ours.cache.lengths) == [30, 25]
+    for one in (ours, theirs):
+        one.truncate(0, 25)
+    for id in IDS[:12].tolist():
+        first, second = ours.step([id, id], True)
+        assert torch.equal(first, second)
+        assert_near(second, theirs.step([id], True)[0])
+
+
+@every_cache
 def test_texts_of_different_length(packed: PackedModel, kernels: Kernels, new_cache: Cache) -> None:
     """Dense steps and sparse ones in turns, from the fourth token on."""
     assert packed.attention is not None

@@ -59,6 +59,11 @@ class CudaDoubleSparsityKvCache(CudaDenseKvCache):
         else:
             self._kernels.attend_double_sparsity(of, qkv, self.positions.there, out, min_context=from_tokens)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        super().copy(source, to, length)
+        for kept in (kept for of in self._double_sparsity if of is not None for kept in (of.codes, of.scales)):
+            kept[to, :, :length].copy_(kept[source, :, :length])
+
     def _is_sparse(self, layer: LayerAttention) -> bool:
         """Whether a step ever reads a part of the tokens that it sees."""
         return layer.channels is not None and self._policy.sparse_from.within(layer.window)

@@ -56,6 +56,8 @@ class CudaKvCache(Protocol):
 
     def truncate(self, length: int, sequence: int = 0) -> None: ...
 
+    def copy(self, source: int, to: int, length: int) -> None: ...
+
     def reset(self) -> None: ...
 
     def selecting(self, sparse: bool) -> int | None:
@@ -118,6 +120,11 @@ class CudaDenseKvCache:
 
     def truncate(self, length: int, sequence: int = 0) -> None:
         self.lengths[sequence] = length
+
+    def copy(self, source: int, to: int, length: int) -> None:
+        for cached in (cached for of in self._layers for cached in (of.keys, of.values)):
+            cached[to, :, :length].copy_(cached[source, :, :length])
+        self.lengths[to] = length
 
     def reset(self) -> None:
         self.lengths = [0] * len(self.lengths)

@@ -71,6 +71,11 @@ class OffloadedKvCache(CudaDoubleSparsityKvCache):
             super().step(layer, qkv, sparse, out, flag_in_data)
             slots.forget_next(self.positions.there)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        super().copy(source, to, length)
+        for slots in (slots for slots in self._slots if slots is not None):
+            slots.forget(to, 0, length)
+
     def _room(
         self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor]]:

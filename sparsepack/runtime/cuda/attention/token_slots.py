@@ -29,7 +29,7 @@ class TokenSlots:
     missed_counts: Tensor
 
     def forget(self, sequence: int, first: int, count: int) -> None:
-        """Forget the slots of positions that are being appended: what lies there is of another text."""
+        """Forget the slots of positions that are being written: what lies there is of another text."""
         self.slot_of[sequence, :, first : first + count] = -1
 
     def forget_next(self, positions: Tensor) -> None:

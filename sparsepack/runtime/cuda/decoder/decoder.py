@@ -121,6 +121,13 @@ class CudaDecoder:
         if self._step.held is not None:
             self._step.held.begin(sequence)
 
+    def copy(self, source: int, to: int, length: int) -> None:
+        self._drop()
+        with self._kernels.on_device(self._device):
+            self._cache.copy(source, to, length)
+            if self._step.held is not None:
+                self._step.held.begin(to)
+
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with self._kernels.on_device(self._device):
             for piece in self._prefill_pieces(ids):

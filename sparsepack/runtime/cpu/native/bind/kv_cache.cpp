@@ -62,6 +62,7 @@ void bind_kv_cache(nb::module_& m) {
                 cache.truncate(length);
             },
             "length"_a)
+        .def("copy", &KvCache::copy, "other"_a, "length"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("reset", &KvCache::reset);
     nb::class_<DenseKvCache, KvCache>(m, "DenseKvCache")
         .def(

@@ -55,6 +55,17 @@ uint16_t* DoubleSparsityKvCache::scales(int layer, int32_t kv_head) const {
            int64_t(kv_head) * shape_.context;
 }
 
+void DoubleSparsityKvCache::copy_positions(const KvCache& other, int64_t length) {
+    const auto& there = static_cast<const DoubleSparsityKvCache&>(other);
+    expect(channels_ == there.channels_, "other: expected a cache with the same heavy channels");
+    DenseKvCache::copy_positions(other, length);
+    for (int layer = 0; layer < layers(); ++layer)
+        for (int32_t head = 0; labels_[layer].channels && head < shape_.kv_heads; ++head) {
+            std::copy_n(there.codes(layer, head), length * (labels_[layer].padded() / 2), codes(layer, head));
+            std::copy_n(there.scales(layer, head), length, scales(layer, head));
+        }
+}
+
 void DoubleSparsityKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
     DenseKvCache::append(layer, kv_head, position, q, k, v);
     const Labels& labels = labels_[layer];

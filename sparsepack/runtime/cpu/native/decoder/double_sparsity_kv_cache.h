@@ -30,6 +30,8 @@ public:
     int64_t scratch(int32_t positions) const override;
 
 private:
+    void copy_positions(const KvCache& other, int64_t length) override;
+
     struct Labels {
         int32_t channels;       // r; 0: none
         int64_t codes, scales;  // where they begin in `label_memory_`

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <typeinfo>
 
 namespace sparsepack {
 namespace {
@@ -28,6 +29,19 @@ KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::
             expect(norm->empty() || norm->size() == size_t(shape_.head_dim), "norm of another length");
         expect(layer.window >= 0, "negative window");
     }
+}
+
+void KvCache::copy(const KvCache& other, int64_t length) {
+    const AttentionShape& there = other.shape_;
+    expect(typeid(*this) == typeid(other) && layers() == other.layers() && shape_.kv_heads == there.kv_heads &&
+               shape_.head_dim == there.head_dim && shape_.context == there.context,
+           "other: expected a cache of the same kind");
+    expect(length >= 0 && length <= other.length_, "length: more than is cached");
+    if (this != &other) {
+        truncate(0);
+        copy_positions(other, length);
+    }
+    length_ = length;
 }
 
 void KvCache::apply_rope(float* x, const std::vector<float>& norm, int64_t position) const {
@@ -64,6 +78,13 @@ DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> lay
     : KvCache(shape, std::move(layers), std::move(cos), std::move(sin), kernels),
       scale_(1 / std::sqrt(float(shape.head_dim))),
       memory_(layers_.size() * shape.kv_heads * shape.context * stride() * sizeof(uint16_t)) {}
+
+void DenseKvCache::copy_positions(const KvCache& other, int64_t length) {
+    const auto& there = static_cast<const DenseKvCache&>(other);
+    for (int layer = 0; layer < layers(); ++layer)
+        for (int32_t head = 0; head < shape_.kv_heads; ++head)
+            std::copy_n(there.key(layer, head, 0), length * stride(), key(layer, head, 0));
+}
 
 void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
     int32_t width = shape_.head_dim;

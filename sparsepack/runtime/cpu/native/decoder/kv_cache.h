@@ -57,6 +57,10 @@ public:
     virtual void truncate(int64_t length) { length_ = length; }
     void reset() { truncate(0); }
 
+    // Lets the text be the first `length` positions of another cache's, and nothing else. Throws std::invalid_argument
+    // where that is another kind of cache or has fewer.
+    void copy(const KvCache& other, int64_t length);
+
     // Any thread, for a position and key head of its own: norms and rotates the query heads q [gqa_ratio][head_dim] and
     // the key k [head_dim] in place, and keeps k and v. Counts nothing: see `advance`.
     virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) = 0;
@@ -73,6 +77,9 @@ public:
                      bool sparse = false) const;
 
 protected:
+    // `copy` of a cache of the same kind and size, but for the length.
+    virtual void copy_positions(const KvCache& other, int64_t length) = 0;
+
     // Norms and rotates the query or key at x, a head of a position.
     void apply_rope(float* x, const std::vector<float>& norm, int64_t position) const;
 
@@ -98,6 +105,7 @@ public:
     int64_t scratch(int32_t positions) const override;
 
 protected:
+    void copy_positions(const KvCache& other, int64_t length) override;
     AttentionWork attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const;
 
     // [head_dim]; of the next position `stride()` further.
