@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from sparsepack.loading import Model
 from sparsepack.runtime.continuation import Continuation
 from sparsepack.runtime.sampling import Sampler
@@ -49,22 +51,25 @@ class Wanted(Protocol):
 class _Text:
     """A text in one of the engine's sequences.
 
-    cached -- positions that the sequence had already
-    chosen -- the token to append next; None: the prompt is not read to its end
+    cached    -- positions of the prompt that are not read for this text
+    chosen    -- the token to append next; None: the prompt is not read to its end
+    followers -- texts after the same prompt, which is read once for all of them
     """
 
     wanted: Wanted
     sequence: int
     continuation: Continuation
     cached: int
-    chosen: int | None = field(default=None)
+    chosen: int | None = None
+    followers: "list[_Text]" = field(default_factory=list)
 
 
 class Texts:
     """See above. For one thread.
 
-    A text goes on from what its prompt has in common with the prompt before it in some sequence, so that of a chat only
-    what is new is prefilled. Answers are not kept: their tokens were decoded, with columns skipped, and a prompt runs
+    A text goes on from what its prompt has in common with another prompt, the last of a sequence that is free or the
+    one of a text in the making, so that of a chat only what is new is prefilled. A prompt that several texts wait for
+    is read once, and copied. Answers are not kept: their tokens were decoded, with columns skipped, and a prompt runs
     dense. So the same request, made alone, gives the same answer, whatever was asked before; elsewhere up to the last
     bits of the logits.
     """
@@ -92,23 +97,24 @@ class Texts:
 
     def join(self, wanted: Wanted) -> None:
         """Begin a text; there is room. What fails is told."""
-        request, engine = wanted.request, self._engine
+        request, ids = wanted.request, list(wanted.request.ids)
         if not request.options.tokens:
             wanted.tell(Ended("length", 0, 0))
             return
-        sequence = max(self._free, key=lambda n: engine.common(request.ids, n) // KEPT_IN_STEPS_OF)
+        leader = next((text for text in self._reading if text.continuation.ids == ids), None)
+        source = self._nearest(ids)
+        sequence = source if leader is None and source in self._free else self._free[0]
         self._free.remove(sequence)
         try:
-            cached = engine.keep(request.ids, sequence) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
-            engine.truncate(cached, sequence)
-            continuation = Continuation(engine, self._tokenizer, request.ids, request.options)
+            cached = self._begun(ids, sequence, source) if leader is None else len(ids)
+            continuation = Continuation(self._engine, self._tokenizer, ids, request.options)
         except Exception as error:
             self._free.append(sequence)
             wanted.tell(Failed(error))
             return
         text = _Text(wanted, sequence, continuation, cached)
         self._texts.append(text)
-        self._reading.append(text)
+        (self._reading if leader is None else leader.followers).append(text)
 
     def advance(self) -> None:
         """Make a turn. What fails is told, and later texts begin anew."""
@@ -126,19 +132,55 @@ class Texts:
         for text in [text for text in self._texts if text.wanted.cancelled]:
             self._leave(text)
 
+    def _nearest(self, ids: list[int]) -> int:
+        """The sequence from which most of a prompt can be taken; of equal ones, the free one that was left longest
+        ago."""
+        return max([*self._free, *(text.sequence for text in self._texts)], key=lambda n: self._common(ids, n))
+
+    def _common(self, ids: list[int], sequence: int) -> int:
+        """How many positions of a prompt can be taken from a sequence: none that were decoded."""
+        read = next((len(text.continuation.ids) for text in self._texts if text.sequence == sequence), len(ids))
+        common: int = min(self._engine.common(ids, sequence), read)
+        return common // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF
+
+    def _begun(self, ids: list[int], sequence: int, source: int) -> int:
+        """Let a sequence have what a prompt can take from another, or from itself; how many positions those are."""
+        common = self._common(ids, source)
+        if source == sequence:
+            self._engine.truncate(common, sequence)
+        else:
+            self._engine.copy(source, sequence, common)
+        return common
+
     def _leave(self, text: _Text) -> None:
         """Free a text's sequence, which keeps what was read of the prompt."""
         self._texts.remove(text)
+        if text.chosen is not None:
+            self._engine.truncate(len(text.continuation.ids), text.sequence)
+        self._free.append(text.sequence)
+        for leader in [leader for leader in self._reading if text in leader.followers]:
+            leader.followers.remove(text)
         if text in self._reading:
             self._reading.remove(text)
-        sequence = text.sequence
-        self._engine.truncate(min(self._engine.positions[sequence], len(text.continuation.ids)), sequence)
-        self._free.append(sequence)
+            self._hand_on([follower for follower in text.followers if not follower.wanted.cancelled])
+
+    def _hand_on(self, followers: list[_Text]) -> None:
+        """Let the first of some texts, whose prompt nobody reads any more, read it for all of them."""
+        if not followers:
+            return
+        leader, *leader.followers = followers
+        ids = leader.continuation.ids
+        self._reading.appendleft(leader)
+        try:
+            leader.cached = self._begun(ids, leader.sequence, self._nearest(ids))
+        except Exception as error:
+            self._fail(leader, error)
 
     def _fail(self, text: _Text, error: Exception) -> None:
         """End a text in whose sequence nobody knows what there is."""
-        self._leave(text)
         self._engine.truncate(0, text.sequence)
+        text.chosen = None
+        self._leave(text)
         text.wanted.tell(Failed(error))
 
     def _read(self) -> None:
@@ -152,16 +194,31 @@ class Texts:
                 return
             try:
                 logits = self._engine.prefill(ids[position:end], text.sequence)
-                chosen = text.continuation.sampler.choose(logits) if end == len(ids) else None
             except Exception as error:
                 self._fail(text, error)
                 continue
             self._reading.popleft()
             left -= end - position
-            if chosen is None:
+            if end < len(ids):
                 self._reading.append(text)
             else:
-                self._take(text, chosen)
+                self._begin(text, logits)
+
+    def _begin(self, text: _Text, logits: Tensor) -> None:
+        """Choose the first token of a text and of its followers, of the logits after the prompt that they share."""
+        followers, text.followers = text.followers, []
+        for follower in followers:
+            try:
+                self._engine.copy(text.sequence, follower.sequence, len(text.continuation.ids))
+            except Exception as error:
+                self._fail(follower, error)
+        for each in (one for one in [text, *followers] if one in self._texts):
+            try:
+                chosen = each.continuation.sampler.choose(logits)
+            except Exception as error:
+                self._fail(each, error)
+            else:
+                self._take(each, chosen)
 
     def _step(self) -> None:
         """Append the token that was chosen to each text, and choose the next."""

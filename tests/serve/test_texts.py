@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from torch import Tensor
 
 from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
@@ -220,3 +221,96 @@ def test_a_text_whose_choice_fails_leaves_those_whose_prompts_are_read_alone(
     run(texts)
     assert isinstance(bad.end, Failed)
     assert good.end == Ended("length", 12, 0)
+
+
+# several after one prompt
+
+
+@pytest.fixture
+def prefilled(dense: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions each prefill has read."""
+    lengths, prefill = list[int](), dense.engine.prefill
+
+    def counted(ids: Sequence[int], sequence: int = 0) -> Tensor:
+        lengths.append(len(ids))
+        return prefill(ids, sequence)
+
+    monkeypatch.setattr(dense.engine, "prefill", counted)
+    return lengths
+
+
+@pytest.mark.parametrize("length", [20, 64, 700])
+def test_a_prompt_is_read_once_for_all_texts_after_it(
+    dense: Model, texts: Texts, prefilled: list[int], length: int
+) -> None:
+    ids = ids_of(dense, length)
+    readers = [asked(ids, 10, temperature=1.0, seed=n) for n in range(4)]
+    run(texts, *readers)
+    assert sum(prefilled) == length
+    assert [reader.end.cached for reader in readers] == [0, length, length, length]
+    for reader in readers:
+        dense.engine.reset()
+        alone = asked(ids)
+        alone.request = reader.request
+        run(Texts(dense), alone)
+        assert reader.text == alone.text
+
+
+def test_a_text_that_joins_later_goes_on_from_the_prompt_of_one_in_the_making(
+    dense: Model, texts: Texts, prefilled: list[int]
+) -> None:
+    """And not from what was decoded after it."""
+    first = asked(ids_of(dense, 100), 30)
+    texts.join(first)
+    for _ in range(20):
+        texts.advance()
+    answer = dense.tokenizer.encode(first.text).ids
+    later = asked([*ids_of(dense, 100), *answer, *ids_of(dense, 30)], 5)
+    run(texts, later)
+    assert later.end.cached == 96
+    assert sum(prefilled) == 100 + len(later.request.ids) - 96
+    assert first.end == Ended("length", 30, 0)
+
+
+def test_others_go_on_reading_the_prompt_of_a_text_that_nobody_wants_any_more(
+    dense: Model, texts: Texts, prefilled: list[int]
+) -> None:
+    ids = ids_of(dense, 900)
+    leaves, also_leaves, stays, too = asked(ids, wanted=1), asked(ids, wanted=1), asked(ids, 5), asked(ids, 5)
+    run(texts, leaves, also_leaves, stays, too)
+    assert leaves.events == also_leaves.events == []
+    assert sum(prefilled) == 900
+    assert [stays.end, too.end] == [Ended("length", 5, 512), Ended("length", 5, 900)]
+    assert stays.text == too.text
+    assert len(texts._free) == texts.most
+
+
+def test_a_prompt_that_fails_for_one_text_is_read_anew_for_the_next(
+    dense: Model, texts: Texts, prefilled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, prefill = ids_of(dense, 50), dense.engine.prefill
+    readers = [asked(ids, 5) for _ in range(3)]
+
+    def fails_once(ids: Sequence[int], sequence: int = 0) -> Tensor:
+        if prefilled:
+            return prefill(ids, sequence)
+        prefilled.append(0)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(dense.engine, "prefill", fails_once)
+    run(texts, *readers)
+    assert isinstance(readers[0].end, Failed)
+    assert [reader.end for reader in readers[1:]] == [Ended("length", 5, 0), Ended("length", 5, 50)]
+    assert prefilled == [0, 50]
+
+
+def test_a_choice_that_fails_for_one_text_leaves_those_after_the_same_prompt(
+    dense: Model, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = [asked(ids_of(dense, 50), 5) for _ in range(3)]
+    for reader in readers:
+        texts.join(reader)
+    monkeypatch.setattr(texts._texts[0].continuation.sampler, "choose", lambda logits: 1 / 0)
+    run(texts)
+    assert isinstance(readers[0].end, Failed)
+    assert readers[1].text == readers[2].text != ""
