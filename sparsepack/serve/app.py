@@ -42,7 +42,7 @@ class Service:
         self.worker, self.prompts, self.options = worker, prompts, options
         self.name, self.fingerprint = name, fingerprint
         self.metrics = Metrics(making=lambda: worker.making, waiting=lambda: worker.waiting)
-        self._preparation = Preparation(prompts.model, prompts, name)
+        self._preparation = Preparation(prompts.model, prompts, name, worker.together + options.queue)
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
         self._one_large_body = asyncio.Lock()

@@ -45,10 +45,11 @@ class Preparation:
     """Prepares requests for one model; in any thread, several at once.
 
     name -- of the model, which a request must give
+    most -- texts that a request may ask for: no more are ever made and waiting together
     """
 
-    def __init__(self, model: Model, prompts: Prompts, name: str) -> None:
-        self._prompts, self._grammars, self._name = prompts, Grammars(model), name
+    def __init__(self, model: Model, prompts: Prompts, name: str, most: int) -> None:
+        self._prompts, self._grammars, self._name, self._most = prompts, Grammars(model), name, most
         self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
         self._tool_format = tool_format(model.chat_template or "")
 
@@ -56,7 +57,7 @@ class Preparation:
         """From the body of POST /v1/completions. Raises `Refusal`."""
         check_values(body, MOST_VALUES + self._prompts.context)
         asked = read_request(CompletionRequest, body)
-        self.check_model(asked.model)
+        self._check(asked)
         ids = self._prompts.plain(asked.text_or_ids)
         return Prepared(asked, self._texts(asked, ids, self._constraint(asked)), self._likelihoods(asked))
 
@@ -64,7 +65,7 @@ class Preparation:
         """From the body of POST /v1/chat/completions. Raises `Refusal`."""
         check_values(body, MOST_VALUES)
         asked = read_request(ChatRequest, body)
-        self.check_model(asked.model)
+        self._check(asked)
         messages = [message.for_template() for message in asked.messages]
         ids = self._prompts.chat(messages, [tool.for_template() for tool in asked.callable_tools])
         texts = self._texts(asked, ids, self._call(asked) if asked.must_call else self._constraint(asked))
@@ -74,6 +75,12 @@ class Preparation:
         """Raise `Refusal` 404 for a model that is not the one."""
         if name != self._name:
             raise Refusal(404, f"model {name!r}: this server has {self._name!r}", "model", "model_not_found")
+
+    def _check(self, asked: TextParameters) -> None:
+        self.check_model(asked.model)
+        if (asked.n or 1) > self._most:
+            message = f"n: {asked.n} texts; this server has room for {self._most}: give n of at most {self._most}"
+            raise Refusal(400, message, "n", "invalid_value")
 
     def _texts(self, asked: TextParameters, ids: list[int], constraint: Constraint | None) -> tuple[TextRequest, ...]:
         tokens = self._prompts.checked_tokens(len(ids), asked.most_tokens)
@@ -105,7 +112,8 @@ class Preparation:
         format, names = self._tool_format, frozenset(tool.function.name for tool in asked.callable_tools)
         if format is None or not names:
             return TextReader
-        return lambda: CallReader(format, names)
+        most = 1 if asked.parallel_tool_calls is False else None
+        return lambda: CallReader(format, names, most)
 
     def _likelihoods(self, asked: TextParameters) -> Callable[[], Likelihoods] | None:
         if asked.likeliest is None:

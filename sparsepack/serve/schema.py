@@ -19,7 +19,7 @@ from sparsepack.serve.refusals import Refusal
 
 IGNORED = frozenset(
     (
-        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention"),
         *("safety_identifier", "service_tier", "store", "user"),
     )
 )
@@ -229,6 +229,7 @@ class ChatRequest(TextParameters):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _one_number_of_tokens(self) -> "ChatRequest":

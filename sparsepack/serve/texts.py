@@ -76,7 +76,7 @@ class Texts:
 
     def __init__(self, model: Model) -> None:
         self._engine, self._tokenizer = model.engine, model.tokenizer
-        self._free = [*range(len(model.engine.positions))]  # the one that was used last is the last
+        self._free: list[int] = [*range(len(model.engine.positions))]  # the one that was used last is the last
         self._texts: list[_Text] = []
         self._reading: deque[_Text] = deque()  # those of whose prompts a part is to be read, by turns
 
@@ -135,7 +135,8 @@ class Texts:
     def _nearest(self, ids: list[int]) -> int:
         """The sequence from which most of a prompt can be taken; of equal ones, the free one that was left longest
         ago."""
-        return max([*self._free, *(text.sequence for text in self._texts)], key=lambda n: self._common(ids, n))
+        sequences = [*self._free, *(text.sequence for text in self._texts)]
+        return max(sequences, key=lambda n: self._common(ids, n))
 
     def _common(self, ids: list[int], sequence: int) -> int:
         """How many positions of a prompt can be taken from a sequence: none that were decoded."""

@@ -76,10 +76,11 @@ class CallReader:
     given, all is text.
 
     names -- of the functions
+    most  -- calls that are told; those after them are dropped. None: all are told
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, format: ToolFormat, names: Collection[str], most: int | None = None) -> None:
+        self._names, self._left = names, most
         self._begins, self._starts = bool(format.begins), StopText(format.begins[:1])
         self._mark = "".join(format.ends).strip() or ";"
         begin, mark = re.escape("".join(format.begins).strip()), re.escape(self._mark)
@@ -119,7 +120,9 @@ class CallReader:
             if (call := self._call(value)) is None:
                 self._is_text = True
             else:
-                calls.append(call)
+                if self._left != 0:
+                    calls.append(call)
+                    self._left = None if self._left is None else self._left - 1
                 self._tell(length)
                 self._called = True
         return calls

@@ -65,12 +65,22 @@ def test_several_texts_are_those_of_following_seeds_and_each_comes_in_its_own_ch
 
 
 def test_several_texts_are_all_in_the_queue_or_none(model: Model) -> None:
-    with (
-        Served(model, ServeOptions(queue=1)) as small,
-        pytest.raises(openai.InternalServerError, match="queue is full"),
-    ):
-        completion(small, n=16, max_tokens=900, extra_body={"top_k": 1})
-    assert small.worker.waiting == 0
+    with Served(model, ServeOptions(queue=1)) as small:
+        stream = completion(small, n=8, max_tokens=900, temperature=0, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.InternalServerError, match="queue is full"):
+            completion(small, n=2)
+        assert small.worker.waiting == 0
+        stream.close()
+
+
+def test_more_texts_than_there_ever_is_room_for_are_refused_for_good(model: Model) -> None:
+    with Served(model, ServeOptions(queue=1)) as small:
+        most = small.worker.together + 1
+        with pytest.raises(openai.BadRequestError, match=f"n: 16 texts.* give n of at most {most}") as refused:
+            completion(small, n=16)
+        assert refused.value.param == "n"
+        assert len(completion(small, n=most, max_tokens=1).choices) == most
 
 
 def logprobs_of(model: Model, text: str) -> torch.Tensor:

@@ -76,6 +76,23 @@ def test_arguments_that_are_no_json_object_in_utf_8_are_refused(with_tools: Serv
         chat(with_tools, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}], tools=[WEATHER])
 
 
+@pytest.mark.parametrize(("parallel", "calls"), [(None, 2), (True, 2), (False, 1)])
+def test_an_answer_has_one_call_where_calls_may_not_be_parallel(
+    with_tools: Served, parallel: bool | None, calls: int
+) -> None:
+    hermes = "<tool_call>" in str(with_tools.model.chat_template)
+    head, tail = ("<tool_call>\n", "\n</tool_call>") if hermes else ("", ";")
+    written = json.dumps({"name": "weather", "arguments" if hermes else "parameters": {}})
+    call = json.dumps(f"{head}{written}{tail}")
+    asked = {"tools": [WEATHER], "extra_body": {"grammar": f"root ::= {call} {call}"}, "max_tokens": 300}
+    asked |= {} if parallel is None else {"parallel_tool_calls": parallel}
+    choice = chat(with_tools, **asked).choices[0]
+    assert (len(choice.message.tool_calls), choice.message.content) == (calls, None)
+    assert choice.finish_reason == "tool_calls"
+    chunks = [chunk.choices[0].delta for chunk in chat(with_tools, **asked, stream=True)]
+    assert [call.index for delta in chunks for call in delta.tool_calls or ()] == [*range(calls)]
+
+
 def test_the_template_is_told_of_the_tools_that_may_be_called(with_tools: Served) -> None:
     def prompt_tokens(**asked: Any) -> int:
         return int(chat(with_tools, max_tokens=0, **asked).usage.prompt_tokens)

@@ -99,6 +99,22 @@ def test_what_comes_after_a_call_and_is_none_is_text() -> None:
     assert read(HERMES, f"{call} Done.") == (" Done.", [("f", {})])
 
 
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [
+        (HERMES, f'Well. <tool_call>{CALL}</tool_call>\n<tool_call>{{"name": "g"}}</tool_call> Done.'),
+        (LLAMA, '{"name": "f", "parameters": {"a": "; {"}}; {"name": "g", "parameters": {}}; Done.'),
+    ],
+    ids=["hermes", "llama"],
+)
+def test_of_several_calls_those_that_may_be_told_are_told(format: ToolFormat, answer: str) -> None:
+    for pieces in ([answer], [*answer]):
+        reader = CallReader(format, {"f", "g"}, most=1)
+        told = [*map(reader.push, pieces), reader.finish()]
+        assert [call.name for _, calls in told for call in calls] == ["f"]
+        assert "".join(text for text, _ in told) == ("Well.  Done." if format is HERMES else " Done.")
+
+
 def test_arguments_have_only_characters_that_have_utf_8() -> None:
     answer = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800", "b": "Z\u00fcrich"}}</tool_call>'
     ((_, (call,)), _) = in_pieces(HERMES, answer)
