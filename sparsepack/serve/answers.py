@@ -127,6 +127,7 @@ class Choice:
 
     begins -- whether nothing has come yet
     end    -- how it ended; None until then
+    error  -- why it cannot be made; None: nothing says so
     """
 
     def __init__(self, answer: Answer, index: int) -> None:
@@ -138,6 +139,7 @@ class Choice:
         self._text, self._calls, self._tokens = "", list[ToolCall](), list[TokenLogprob]()
         self.begins = True
         self.end: Ended | None = None
+        self.error: Exception | None = None
 
     def add(self, event: Piece | Ended) -> None:
         """Take what came of the text."""

@@ -58,16 +58,20 @@ class Delivery:
                 await send(message)
 
         watch = asyncio.create_task(self._cancel_when_gone(receive))
+        choices = [Choice(self.answer, n) for n in range(len(self.tickets))]
         try:
             if self.stream:
-                await self._send_events(send_in_time)
+                await self._send_events(choices, send_in_time)
             else:
-                await self._send_whole(scope, receive, send_in_time)
+                await self._send_whole(choices, scope, receive, send_in_time)
         except TimeoutError:
             say(f"{self.answer.id}: dropped, the client took nothing for {self.send_timeout:g} s")
         finally:
             watch.cancel()
             self._cancel()
+            for choice in choices:
+                if choice.end is None:
+                    self.metrics.left(CANCELLED if choice.error is None else outcome_of(choice.error))
 
     async def _cancel_when_gone(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -80,13 +84,13 @@ class Delivery:
         for ticket in self.tickets:
             ticket.cancel()
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = self._choices()
+    async def _send_whole(self, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send) -> None:
         async for n, event in _together(self.tickets):
             match event:
                 case Piece() | Ended():
                     self._add(choices[n], event)
                 case Failed():
+                    choices[n].error = event.error
                     await self._send_failure(event.error, scope, receive, send)
                     return
         written = partial(self.answer.written, choices)
@@ -97,9 +101,8 @@ class Delivery:
         if not isinstance(error, _ClientGone):
             await refused(refusal_for(error))(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, choices: Sequence[Choice], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        choices = self._choices()
         for choice in choices:
             await self._send_chunks(choice.opening(), send)
         async for n, event in _together(self.tickets, STILL_THERE_SECONDS):
@@ -115,6 +118,7 @@ class Delivery:
                     else:
                         await self._send_chunks(chunks, send)
                 case Failed():
+                    choices[n].error = event.error
                     if not isinstance(event.error, _ClientGone):
                         await _send_more(send, server_sent(refusal_for(event.error).body()))
                     break
@@ -123,9 +127,6 @@ class Delivery:
     async def _send_chunks(self, chunks: Sequence[Json], send: Send) -> None:
         for chunk in chunks:
             await _send_more(send, server_sent(chunk))
-
-    def _choices(self) -> list[Choice]:
-        return [Choice(self.answer, n) for n in range(len(self.tickets))]
 
     def _add(self, choice: Choice, event: Piece | Ended) -> None:
         """Take what came of a text, and count it."""
@@ -181,6 +182,16 @@ def refusal_for(error: Exception) -> Refusal:
         return Refusal(400, str(error), code="invalid_value")
     logging.getLogger(__name__).error("a text failed", exc_info=error)
     return Refusal(500, "the text could not be made; the server's log says why", code="internal_error")
+
+
+CANCELLED = "cancelled"
+
+
+def outcome_of(error: Exception) -> str:
+    """How a text with an error ended, as metrics count it."""
+    if isinstance(error, _ClientGone):
+        return CANCELLED
+    return "refused" if isinstance(error, Closing | QueueFull) else "failed"
 
 
 def queue_full(error: QueueFull) -> Refusal:

@@ -65,6 +65,10 @@ class Metrics:
         self._made.inc(ended.tokens)
         self._ended.labels(ended.reason).inc()
 
+    def left(self, outcome: str) -> None:
+        """Count a text that was not made to its end."""
+        self._ended.labels(outcome).inc()
+
     def text(self) -> bytes:
         """All of it, in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -283,33 +282,6 @@ def test_a_grammar_that_fails_while_a_text_is_made_is_the_request_s_error(
         list(chat(served, response_format={"type": "json_object"}, stream=True))
 
 
-def test_metrics_count_requests_texts_and_tokens(model: Model) -> None:
-    with Served(model, ServeOptions()) as fresh, fresh.http() as http:
-        answer = completion(fresh, temperature=0, max_tokens=7)
-        with pytest.raises(openai.BadRequestError):
-            completion(fresh, n=0)
-        found = http.get("/metrics")
-        assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = dict(line.rsplit(" ", 1) for line in found.text.splitlines() if not line.startswith("#"))
-        assert lines['sparsepack_requests_total{path="/v1/completions",status="200"}'] == "1.0"
-        assert lines['sparsepack_requests_total{path="/v1/completions",status="400"}'] == "1.0"
-        assert float(lines["sparsepack_completion_tokens_total"]) == 7
-        assert float(lines["sparsepack_prompt_tokens_total"]) == answer.usage.prompt_tokens
-        assert lines['sparsepack_texts_total{reason="length"}'] == "1.0"
-        assert lines["sparsepack_first_piece_seconds_count"] == lines["sparsepack_text_seconds_count"] == "1.0"
-        assert lines["sparsepack_texts_making"] == lines["sparsepack_texts_waiting"] == "0.0"
-
-
-def test_metrics_count_what_the_server_failed_at(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Served(model, ServeOptions()) as fresh:
-        monkeypatch.setattr(fresh.service, "_made_of", lambda *_: 1 / 0)
-        with fresh.http() as http:  # whose connection ends with the failure
-            assert http.post("/v1/completions", json={"model": "tiny"}).status_code == 500
-        with fresh.http() as http:
-            found = http.get("/metrics").text
-        assert 'requests_total{path="/v1/completions",status="500"} 1.0' in found
-
-
 # what a model's makers suggest
 
 SUGGESTED = {"temperature": 0.7, "top_k": 5, "repeat_penalty": 1.3}
@@ -337,12 +309,3 @@ def test_tokens_are_chosen_as_the_makers_suggest_unless_a_request_says_otherwise
 ) -> None:
     expected = made(model, tokens=40, **({"seed": 5} if options["temperature"] else {}), **options)
     assert completion(with_suggestions, max_tokens=40, seed=5, **asked).choices[0].text == expected
-
-
-def test_the_documentation_names_every_metric(served: Served) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    with served.http() as http:
-        found = http.get("/metrics").text
-    names = {line.split()[2] for line in found.splitlines() if line.startswith("# TYPE")}
-    assert len(names) > 5
-    assert {name for name in names if not name.endswith("_created") and f"`{name}`" not in text} == set()
