@@ -1,17 +1,22 @@
 """Nothing that a model or a file says commands a terminal; where output is no terminal, it stays as it is."""
 
+import asyncio
+import gc
 import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
 from artifacts_for_tests import write_zigzag
 
+from sparsepack import uncaught
 from sparsepack.cli.messages import streams
 from sparsepack.cli.talk.streaming import Answers
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
@@ -70,8 +75,82 @@ def test_notes_progress_tables_and_messages_of_libraries_command_no_terminal(mon
     assert "[red]" in said
 
 
+@pytest.fixture(autouse=True)
+def _hooks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `prepare` sets is taken back after each test."""
+    for module, name in ((sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+class Broken:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __del__(self) -> None:
+        raise ValueError(self.text)
+
+
+def in_a_thread(text: str) -> None:
+    def fails() -> None:
+        raise ValueError(text)
+
+    thread = threading.Thread(target=fails, name=text)
+    thread.start()
+    thread.join()
+
+
+def in_an_event_loop(text: str) -> None:
+    async def fails() -> None:
+        asyncio.get_running_loop().set_exception_handler(uncaught.of_an_event_loop)
+        asyncio.get_running_loop().call_soon(lambda: Broken(text) and int(text))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(fails())
+
+
+ELSEWHERE = {"thread": in_a_thread, "destructor": Broken, "event loop": in_an_event_loop}
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize("text", [HOSTILE, "two\nlines"])
+def test_what_nobody_caught_elsewhere_is_one_line_that_commands_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, place: str, text: str
+) -> None:
+    streams.prepare()
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    ELSEWHERE[place](text)
+    gc.collect()
+    for line in screen.getvalue().splitlines():
+        assert line.startswith("sparsepack: ")
+        assert "ValueError: " in line
+        assert printable(line) == line
+        assert re.search(r"\(test_terminal\.py, line \d+\)$", line)
+    assert screen.getvalue().count("\n") == (2 if place == "event loop" else 1)
+
+
+def test_developers_see_where_it_came_from() -> None:
+    code = "import threading\nfrom sparsepack.cli.messages import streams\nstreams.prepare()\n"
+    code += "threading.Thread(target=lambda: 1 / 0).start()"
+    for switch, traces in (((), 0), (("-X", "dev"), 1)):
+        done = subprocess.run([sys.executable, *switch, "-c", code], capture_output=True, text=True)
+        assert done.stderr.count("Traceback (most recent call last)") == traces
+        assert "ZeroDivisionError: division by zero (<string>, line 4)\n" in done.stderr
+
+
+def test_tracebacks_in_the_log_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.prepare()
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    logger = logging.Logger("x")
+    logger.addHandler(logging.lastResort)
+    logger.error("a text failed", exc_info=ValueError(HOSTILE))
+    assert f"ValueError: {HARMLESS}" in screen.getvalue()
+    assert HOSTILE not in screen.getvalue()
+
+
 def test_warnings_and_what_nobody_caught_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for stream, shown, hidden in ((Screen(), HARMLESS, HOSTILE), (io.StringIO(), HOSTILE, HARMLESS)):
         monkeypatch.setattr(sys, "stderr", stream)
         with warnings.catch_warnings():

@@ -23,6 +23,7 @@ from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.texts import Texts
 from sparsepack.serve.worker import TextWorker
+from sparsepack.uncaught import of_an_event_loop
 
 AFTER_GRACE = 3
 """Answers that were broken off are told so within this many seconds, before connections are cut."""
@@ -99,6 +100,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so: from then on clients are heard, and signals."""
+        self._loop.set_exception_handler(of_an_event_loop)
         await super().startup(sockets)
         for listening in sockets or ():
             host, port = listening.getsockname()[:2]

@@ -5,13 +5,12 @@ import json
 import logging
 import os
 import sys
-import traceback
 import warnings
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, TextIO
 
 from sparsepack.terminal import is_terminal, printable, tell
+from sparsepack.uncaught import show_uncaught
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EPIPE, errno.EBADF, errno.ECONNRESET)
@@ -39,7 +38,8 @@ def prepare() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     logging.setLogRecordFactory(_Record)
-    warnings.showwarning, sys.excepthook = _show_warning, _show_error
+    warnings.showwarning = _show_warning
+    show_uncaught()
 
 
 def _show_warning(
@@ -55,14 +55,13 @@ def _show_warning(
         tell(warnings.formatwarning(message, category, filename, lineno, line), file or sys.stderr, end="")
 
 
-def _show_error(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Show what nobody caught, likewise."""
-    with suppress(OSError):
-        tell("".join(traceback.format_exception(kind, error, where)), sys.stderr, end="")
-
-
 class _Record(logging.LogRecord):
-    """What a library has to say, which may quote a file."""
+    """What a library has to say, and the traceback that it says it with: both may quote a file."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info:
+            self.exc_text = printable(logging.Formatter().formatException(self.exc_info))
 
     def getMessage(self) -> str:
         return printable(super().getMessage())

@@ -1,0 +1,56 @@
+"""Errors that nobody caught: those of the main thread with their traceback, those of threads, destructors and event
+loops in one line, since the program goes on. With Python's own `-X dev` each has its traceback."""
+
+import asyncio
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sparsepack.terminal import printable, tell
+
+
+def show_uncaught() -> None:
+    """From now on, show what nobody caught in a form that commands no terminal."""
+    sys.excepthook, sys.unraisablehook, threading.excepthook = _of_the_program, _of_a_destructor, _of_a_thread
+
+
+def of_an_event_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Show what an event loop has nobody to tell of; an event loop's exception handler."""
+    _show(context.get("message") or "an event loop", context.get("exception"))
+
+
+def _of_the_program(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    _tell("".join(traceback.format_exception(kind, error, where)).rstrip("\n"))
+
+
+def _of_a_thread(uncaught: threading.ExceptHookArgs) -> None:
+    if uncaught.exc_type is not SystemExit:
+        name = "a thread" if uncaught.thread is None else f"thread {uncaught.thread.name}"
+        _show(name, uncaught.exc_value or uncaught.exc_type(), uncaught.exc_traceback)
+
+
+def _of_a_destructor(uncaught: "sys.UnraisableHookArgs") -> None:
+    where = f"{uncaught.err_msg or 'ignored in'} {uncaught.object!r}"
+    _show(where, uncaught.exc_value or uncaught.exc_type(), uncaught.exc_traceback)
+
+
+def _show(where: str, error: BaseException | None, trace: TracebackType | None = None) -> None:
+    """Say in one line what went wrong, where, and which line of which file raised it."""
+    said = where
+    if error is not None:
+        trace = trace or error.__traceback__
+        if sys.flags.dev_mode:
+            _of_the_program(type(error), error, trace)
+        raised = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in traceback.extract_tb(trace)[-1:]]
+        said = f"{where}: {''.join(traceback.format_exception_only(error)).strip()}{''.join(raised)}"
+    _tell(f"sparsepack: {printable(' '.join(said.split()))}")
+
+
+def _tell(text: str) -> None:
+    if sys.stderr is not None:  # it is, where the interpreter ends
+        with suppress(OSError, ValueError):  # of a standard error that is closed
+            tell(text, sys.stderr)
