@@ -1,10 +1,9 @@
 """How many texts fit side by side into the memory of a device."""
 
-from pathlib import Path
-
 import torch
 
 from sparsepack.models.architecture import Architecture
+from sparsepack.runtime.free_memory import free_host_bytes
 
 SHARE = 0.5
 """Keys and values of several texts take at most this share of the free memory, unless so many texts are asked for."""
@@ -22,11 +21,7 @@ def free_bytes(device: torch.device) -> int | None:
     """The memory that can be had on a device, in bytes; None where nobody knows."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.is_file():
-        return None
-    found = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
-    return int(found[0][1]) * 1024 if found else None
+    return free_host_bytes() if device.type == "cpu" else None
 
 
 def texts_with_room(most: int, bytes_of_one: int, free: int | None) -> int:

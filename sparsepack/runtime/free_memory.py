@@ -1,0 +1,78 @@
+"""How much memory a process can have on this machine: what the system has, and what its container or service leaves.
+
+    cgroup v2   /sys/fs/cgroup/GROUP/          memory.max, memory.current, inactive_file of memory.stat
+    cgroup v1   /sys/fs/cgroup/memory/GROUP/   memory.limit_in_bytes, memory.usage_in_bytes, total_inactive_file
+
+A group is limited by the groups around it, too. Pages of files that were not used lately count as used, but are given
+back where memory is needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The files of a group, and what memory.stat calls pages of files that were not used lately."""
+
+    folder: str
+    limit: str
+    used: str
+    inactive: str
+
+
+_V2 = _Names("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_V1 = _Names("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def free_host_bytes(root: Path = ROOT) -> int | None:
+    """The bytes that this process can still take; None where nobody knows, which is so where there is no /proc.
+
+    root -- where /proc and /sys lie
+    """
+    meminfo = _table(root / "proc/meminfo")
+    of_groups = [left for names, group in _groups(root) if (left := _left(group, names)) is not None]
+    of_system = [meminfo["MemAvailable:"] * 1024] if "MemAvailable:" in meminfo else []
+    return max(0, min(of_system + of_groups)) if of_system else None
+
+
+def _groups(root: Path) -> Iterator[tuple[_Names, Path]]:
+    """The folders of the groups that this process is in, those around them too."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        names = _V2 if number == "0" and not controllers else _V1 if "memory" in controllers.split(",") else None
+        if names is not None:
+            inner = Path(path.lstrip("/"))
+            # What a container calls its own group may lie anywhere: at the top of what it sees at least.
+            for group in (inner, *inner.parents):
+                yield names, root / names.folder / group
+
+
+def _left(group: Path, names: _Names) -> int | None:
+    """The bytes that a group leaves; None where it sets no limit."""
+    limit, used = (_number(group / name) for name in (names.limit, names.used))
+    if limit is None or used is None:
+        return None
+    return limit - used + _table(group / "memory.stat").get(names.inactive, 0)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no file, or no number in it: `max`."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The numbers of a file by their names, which stand before them in each line."""
+    words = [line.split() for line in _lines(path)]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
