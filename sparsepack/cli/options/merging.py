@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.shared import OUTPUT, PATH
+from sparsepack.cli.options.declared import PATH
+from sparsepack.cli.options.output import OUTPUT
 from sparsepack.cli.options.verb import F, group, together, was_given
 
 _MERGES = ("model", "folders", "output", "overwrite", "quiet")

@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 
-from sparsepack.cli.options.shared import utf8
+from sparsepack.cli.options.texts import utf8
 from sparsepack.cli.talk.streaming import Answers, stream
 from sparsepack.errors import UserError
 from sparsepack.loading import Model

@@ -6,17 +6,15 @@ from typing import Any
 import click
 
 from sparsepack.bench.options import BenchSettings
+from sparsepack.cli.options.declared import from_options, options_from
+from sparsepack.cli.options.output import emit, json_output
 from sparsepack.cli.options.shared import (
     ARTIFACT,
     RUNS,
     backend_option,
     device_option,
-    emit,
     engine_flags,
     engine_options,
-    from_options,
-    json_output,
-    options_from,
     slots,
 )
 from sparsepack.cli.options.verb import group, verb

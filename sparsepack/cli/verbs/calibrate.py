@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.cli.options.declared import options_from
 from sparsepack.cli.options.merging import merges, over_texts
-from sparsepack.cli.options.shared import compute, options_from, overwrite_flag
+from sparsepack.cli.options.output import overwrite_flag
+from sparsepack.cli.options.shared import compute
 from sparsepack.cli.options.verb import verb
 from sparsepack.terminal import tell
 

@@ -5,19 +5,9 @@ from typing import Any
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.cli.options.shared import (
-    PATH,
-    RUNS,
-    device_option,
-    emit,
-    engine_flags,
-    engine_options,
-    from_options,
-    json_output,
-    options_from,
-    slots,
-    torch_threads,
-)
+from sparsepack.cli.options.declared import PATH, from_options, options_from
+from sparsepack.cli.options.output import emit, json_output
+from sparsepack.cli.options.shared import RUNS, device_option, engine_flags, engine_options, slots, torch_threads
 from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.eval.options import EvalRequest
 from sparsepack.option import only_with

@@ -6,21 +6,19 @@ from typing import Any
 
 import click
 
+from sparsepack.cli.options.declared import PATH, from_options, options_from
+from sparsepack.cli.options.output import json_output
 from sparsepack.cli.options.shared import (
     ARTIFACT,
-    PATH,
     backend_option,
     device_option,
     engine_flags,
     engine_options,
     for_texts,
-    from_options,
-    json_output,
-    options_from,
     slots,
-    text_of,
     torch_threads,
 )
+from sparsepack.cli.options.texts import text_of
 from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.option import not_with, only_with
 from sparsepack.runtime.backends import most_sequences

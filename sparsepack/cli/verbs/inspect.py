@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.shared import emit, json_output
+from sparsepack.cli.options.output import emit, json_output
 from sparsepack.cli.options.verb import Existing, verb
 
 

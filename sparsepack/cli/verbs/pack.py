@@ -6,10 +6,10 @@ from typing import Any
 import click
 
 from sparsepack.calibration.options import CalibrateOptions
+from sparsepack.cli.options.declared import PATH, from_options, options_from
+from sparsepack.cli.options.output import OUTPUT, overwrite_flag
 from sparsepack.cli.options.shared import (
     CALIBRATION,
-    OUTPUT,
-    PATH,
     RUNS,
     SKIPPED,
     allocation,
@@ -17,9 +17,6 @@ from sparsepack.cli.options.shared import (
     attention,
     attention_options,
     device_option,
-    from_options,
-    options_from,
-    overwrite_flag,
     refit,
     refit_options,
 )

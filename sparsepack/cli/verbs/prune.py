@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.shared import CALIBRATION, OUTPUT, PATH, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.options.declared import PATH, from_options, options_from
+from sparsepack.cli.options.output import OUTPUT, overwrite_flag
+from sparsepack.cli.options.shared import CALIBRATION, compute
 from sparsepack.cli.options.verb import Ruled, group, verb
 from sparsepack.option import options_of
 from sparsepack.pruning.options import PruneOptions, SitePattern

@@ -6,19 +6,17 @@ from typing import Any
 
 import click
 
+from sparsepack.cli.options.declared import PATH, from_options, options_from
 from sparsepack.cli.options.shared import (
     ARTIFACT,
-    PATH,
     backend_option,
     device_option,
     engine_flags,
     engine_options,
     for_texts,
-    from_options,
-    options_from,
-    text_of,
     torch_threads,
 )
+from sparsepack.cli.options.texts import text_of
 from sparsepack.cli.options.verb import verb
 from sparsepack.errors import UserError
 from sparsepack.serve.options import ServeOptions

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.shared import CALIBRATION, PATH, emit, json_output, options_from
+from sparsepack.cli.options.declared import PATH, options_from
+from sparsepack.cli.options.output import emit, json_output
+from sparsepack.cli.options.shared import CALIBRATION
 from sparsepack.cli.options.verb import Existing, verb
 from sparsepack.simulation.options import SimulateOptions
 

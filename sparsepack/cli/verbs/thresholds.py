@@ -5,15 +5,9 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.shared import (
-    CALIBRATION,
-    OUTPUT,
-    PATH,
-    allocation,
-    allocation_options,
-    compute,
-    overwrite_flag,
-)
+from sparsepack.cli.options.declared import PATH
+from sparsepack.cli.options.output import OUTPUT, overwrite_flag
+from sparsepack.cli.options.shared import CALIBRATION, allocation, allocation_options, compute
 from sparsepack.cli.options.verb import group, verb
 from sparsepack.terminal import tell
 

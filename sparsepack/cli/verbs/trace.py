@@ -5,8 +5,10 @@ from typing import Any
 
 import click
 
+from sparsepack.cli.options.declared import from_options, options_from
 from sparsepack.cli.options.merging import merges, over_texts
-from sparsepack.cli.options.shared import CALIBRATION, compute, from_options, options_from, overwrite_flag
+from sparsepack.cli.options.output import overwrite_flag
+from sparsepack.cli.options.shared import CALIBRATION, compute
 from sparsepack.cli.options.verb import verb
 from sparsepack.terminal import tell
 from sparsepack.tracing.options import TraceOptions

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.shared import ARTIFACT, RUNS, device_option, emit, from_options, json_output
+from sparsepack.cli.options.declared import from_options
+from sparsepack.cli.options.output import emit, json_output
+from sparsepack.cli.options.shared import ARTIFACT, RUNS, device_option
 from sparsepack.cli.options.verb import group, verb
 from sparsepack.option import only_with
 from sparsepack.runtime.options import EngineOptions

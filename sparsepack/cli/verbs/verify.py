@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from sparsepack.cli.options.shared import ARTIFACT, emit, json_output
+from sparsepack.cli.options.output import emit, json_output
+from sparsepack.cli.options.shared import ARTIFACT
 from sparsepack.cli.options.verb import verb
 
 
