@@ -8,6 +8,7 @@ a quarter of its tokens. The peer has no HTTP: what HTTP costs, on the same core
 """
 
 import asyncio
+import multiprocessing
 import os
 import random
 import re
@@ -20,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import click
@@ -125,16 +127,36 @@ async def load_of_ours(url: str, load: Load, work: Work) -> None:
                     if '"finish_reason":null' in line:
                         yield 1
 
-        async def ask_health() -> None:
-            while True:
-                began = time.perf_counter()
-                (await http.get("/health")).raise_for_status()
-                load.health.append(time.perf_counter() - began)
-                await asyncio.sleep(0.05)
+        with asking_for_health(url) as load.health:
+            await under_load(load, work, text_of)
 
-        asking = asyncio.create_task(ask_health())
-        await under_load(load, work, text_of)
-        asking.cancel()
+
+def ask_for_health(url: str, connection: Connection) -> None:
+    """Ask until something is sent, and send the seconds that each answer took; in a process of its own, since those of
+    the clients wait for each other."""
+    seconds: list[float] = []
+    with httpx.Client(base_url=url, timeout=600) as http:
+        http.get("/health")
+        connection.send(None)
+        while not connection.poll(0.05):
+            began = time.perf_counter()
+            http.get("/health").raise_for_status()
+            seconds.append(time.perf_counter() - began)
+    connection.send(seconds)
+
+
+@contextmanager
+def asking_for_health(url: str) -> Iterator[list[float]]:
+    """The seconds that /health took, each time that it was asked; they are in the list at the end."""
+    spawn, seconds = multiprocessing.get_context("spawn"), list[float]()
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=ask_for_health, args=(url, theirs), daemon=True)
+    process.start()
+    ours.recv()
+    yield seconds
+    ours.send(None)
+    seconds += ours.recv()
+    process.join()
 
 
 async def load_of_peer(peer: LlamaCppBatch, load: Load, work: Work) -> None:

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,10 +51,11 @@ class GrammarConstraint:
 
 
 class Grammars:
-    """Makes constraints for one model; in any thread."""
+    """Makes constraints for one model; in any thread. What they share is made at once: it takes a tenth of a second and
+    more, in which no other thread runs."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self._model, self._tokenizer = model, _tokenizer_of(model)
 
     def of_json(self, schema: Mapping[str, Any], param: str) -> Callable[[], GrammarConstraint]:
         """A text that is JSON of a schema. Raises `Refusal` where the schema is none, or asks for what llguidance does
@@ -99,15 +99,17 @@ class Grammars:
             raise _refused(matcher.get_error(), param)
         return lambda: GrammarConstraint(matcher.deep_copy())
 
-    @cached_property
-    def _tokenizer(self) -> Any:
-        """The model's tokenizer as llguidance takes it; None: it takes none of its kind."""
-        architecture, packed = self._model.engine.architecture, self._model.packed
-        try:
-            return LLTokenizer(packed.tokenizer_json, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
-        except ValueError as error:
-            logging.getLogger(__name__).warning("no JSON schemas and no grammars: %s", _line(str(error)))
-            return None
+
+def _tokenizer_of(model: Model) -> Any:
+    """The model's tokenizer as llguidance takes it; None: it takes none of its kind, or no token ends a text."""
+    architecture, packed = model.engine.architecture, model.packed
+    if not architecture.eos:
+        return None
+    try:
+        return LLTokenizer(packed.tokenizer_json, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
+    except ValueError as error:
+        logging.getLogger(__name__).warning("no JSON schemas and no grammars: %s", _line(str(error)))
+        return None
 
 
 def _written(schema: Mapping[str, Any], param: str) -> str:

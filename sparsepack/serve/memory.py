@@ -1,6 +1,10 @@
-"""Memory that a large request took, given back to the system."""
+"""What a server does with its memory: what a large request took is given back to the system, and what is there for
+good is not looked at again and again."""
 
 import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,3 +23,16 @@ def give_back_memory() -> None:
     prompt. Takes milliseconds, in which other threads run."""
     if (trim := _trim()) is not None:
         trim(0)
+
+
+@contextmanager
+def here_for_good() -> Iterator[None]:
+    """Let the garbage collector leave alone what is there already: the model, and what was imported. A full collection
+    would look at all of it every now and then, half a million objects; that takes a tenth of a second, in which no
+    other thread runs."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

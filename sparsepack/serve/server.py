@@ -19,6 +19,7 @@ from sparsepack.loading import Model
 from sparsepack.progress import say
 from sparsepack.serve.app import Service, create_app
 from sparsepack.serve.guards import LOOPBACK
+from sparsepack.serve.memory import here_for_good
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prompts import Prompts
 from sparsepack.serve.texts import Texts
@@ -60,8 +61,9 @@ def serve(model: Model, default_name: str, options: ServeOptions, listening: soc
     name = options.model_name or default_name
     worker = TextWorker(Texts(model), options.queue)
     try:
-        service = Service(worker, Prompts(model), options, name, fingerprint(model))
-        asyncio.run(_Server(service).serve([listening]))
+        server = _Server(Service(worker, Prompts(model), options, name, fingerprint(model)))
+        with here_for_good():
+            asyncio.run(server.serve([listening]))
     finally:
         listening.close()
         worker.close(options.grace)

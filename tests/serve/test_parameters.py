@@ -269,6 +269,14 @@ def test_a_tokenizer_that_keeps_to_no_grammar_is_a_refusal(model: Model) -> None
             grammars.of_json({"type": "object"}, "response_format")
 
 
+def test_what_grammars_share_is_made_before_the_first_is_asked_for(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(model)
+    monkeypatch.setattr("sparsepack.serve.grammar.LLTokenizer", lambda *_, **__: 1 / 0)
+    assert grammars.of_json({"type": "object"}, "response_format")().allowed().any()
+
+
 def test_a_grammar_that_fails_while_a_text_is_made_is_the_request_s_error(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
