@@ -102,8 +102,8 @@ class Texts:
             wanted.tell(Ended("length", 0, 0))
             return
         leader = next((text for text in self._reading if text.continuation.ids == ids), None)
-        source = self._nearest(ids)
-        sequence = source if leader is None and source in self._free else self._free[0]
+        source = self._nearest(ids) if leader is None else leader.sequence
+        sequence = source if source in self._free else self._free[0]
         self._free.remove(sequence)
         try:
             cached = self._begun(ids, sequence, source) if leader is None else len(ids)
@@ -156,9 +156,10 @@ class Texts:
     def _leave(self, text: _Text) -> None:
         """Free a text's sequence, which keeps what was read of the prompt."""
         self._texts.remove(text)
+        sequence = text.sequence
         if text.chosen is not None:
-            self._engine.truncate(len(text.continuation.ids), text.sequence)
-        self._free.append(text.sequence)
+            self._engine.truncate(min(self._engine.positions[sequence], len(text.continuation.ids)), sequence)
+        self._free.append(sequence)
         for leader in [leader for leader in self._reading if text in leader.followers]:
             leader.followers.remove(text)
         if text in self._reading:
@@ -180,7 +181,6 @@ class Texts:
     def _fail(self, text: _Text, error: Exception) -> None:
         """End a text in whose sequence nobody knows what there is."""
         self._engine.truncate(0, text.sequence)
-        text.chosen = None
         self._leave(text)
         text.wanted.tell(Failed(error))
 
