@@ -107,9 +107,10 @@ class Artifact(ABC):
         """Which tokens decoded positions read; None: all. Raises `ArtifactError` where it cannot be of this model."""
         return None
 
-    def bases(self) -> tuple[int, ...]:
-        """The blocks before which the residual stream changes its basis."""
-        return ()
+    def bases(self) -> Mapping[int, str]:
+        """The names of the matrices by which the residual stream changes its basis, by the blocks before which it
+        does."""
+        return {}
 
     def pruning(self) -> dict[str, Any] | None:
         """What of its weights was pruned and how, JSON-able; None where it leaves out no zeros."""

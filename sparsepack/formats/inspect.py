@@ -48,7 +48,7 @@ def describe(path: Path) -> dict[str, Any]:
         "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
         "thresholds": artifact.manifest.get("thresholds"),
         "pruning": artifact.pruning(),
-        "segments": segments_summary(artifact.bases()),
+        "segments": segments_summary([*artifact.bases()]),
         "refit": refit and {**refit, "in_words": refit_in_words(artifact.manifest)},
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),

@@ -83,6 +83,7 @@ class _Pruning(Stored):
 
 class _Rotation(Stored):
     basis: Name
+    boundaries: list[Count] = Field(default_factory=list)
     model: Name
     model_sha256: Name
 

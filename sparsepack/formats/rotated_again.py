@@ -1,9 +1,13 @@
 """An artifact of a rotated model beside the model that was rotated: that one in the artifact's basis.
 
 The basis is not stored. It is found from the embedding, which is in the artifact once more, in the basis; so what is
-compared with the artifact's matrices is the source's own weights, rotated by an orthogonal matrix.
+compared with the artifact's matrices is the source's own weights, rotated by an orthogonal matrix. Where segments have
+bases of their own, that is the first one. Each later one is the one before it, changed as the artifact's matrix between
+them says, once that is orthogonal again.
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +18,9 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.manifest import PRUNING, ROTATION
+from sparsepack.models.checkpoint.bases import FROM_START, Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.checkpoint.procrustes import found_basis
+from sparsepack.models.checkpoint.procrustes import FoundBasis, found_basis
 from sparsepack.models.checkpoint.rotated import rotated
 
 CHANGED_SINCE = (PRUNING,)
@@ -27,22 +32,34 @@ LARGEST_UNCERTAINTY = 0.05
 _PIECE = 1 << 22
 """So many numbers of the embedding are decoded at one time."""
 
-
 _DEVIATIONS = 4
 """A tensor may be off by so many times the uncertainty of the basis in which it is compared."""
+
+_OF_BLOCK = re.compile(r"(?:blk|layers)\.(\d+)\.")
+"""The name of a block's tensor, in any container."""
 
 
 @dataclass(frozen=True)
 class RotatedAgain:
-    """A source model in an artifact's basis.
+    """A source model in an artifact's bases.
 
-    unturned    -- the same with its norms folded and nothing turned
-    uncertainty -- by how much the basis may be off, relative
+    unturned      -- the same with its norms folded and nothing turned
+    bases         -- those of the artifact's segments
+    uncertainties -- by how much each of them may be off, relative
     """
 
     checkpoint: Checkpoint
     unturned: Checkpoint
-    uncertainty: float
+    bases: Bases
+    uncertainties: tuple[float, ...]
+
+    def in_words(self) -> str:
+        """How surely it is found, as a clause."""
+        changes = len(self.bases.boundaries)
+        if not changes:
+            return f"in the artifact's basis, found from its embedding to within {self.uncertainties[0]:.1g}"
+        found = f"its embedding and {changes} change{'s' if changes > 1 else ''} of basis"
+        return f"in the artifact's bases, found from {found} to within {max(self.uncertainties):.1g}"
 
     def may_be_off(self, artifact: Artifact, name: str, source: Tensor) -> float:
         """By how much a tensor of the artifact may be off, relative, since its source is in a basis that was found:
@@ -51,7 +68,14 @@ class RotatedAgain:
             same = artifact.source(name, self.unturned)
             if same is not None and torch.equal(same, source):
                 return 0.0
-        return _DEVIATIONS * self.uncertainty
+        return _DEVIATIONS * self.uncertainties[self._segment(artifact, name)]
+
+    def _segment(self, artifact: Artifact, name: str) -> int:
+        """The segment of a tensor: the output matrix, which is of no block, has the last basis."""
+        of_block = _OF_BLOCK.search(name)
+        if of_block:
+            return self.bases.segment(int(of_block[1]))
+        return 0 if name == artifact.embedding else -1
 
 
 def made_from_unrotated(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
@@ -62,20 +86,37 @@ def made_from_unrotated(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> 
 
 
 def rotated_again(artifact: Artifact, checkpoint: Checkpoint) -> RotatedAgain:
-    """The source of a rotated model that was packed, in the artifact's basis.
+    """The source of a rotated model that was packed, in the artifact's bases.
 
-    Raises `ArtifactError` where the embeddings do not say which basis that is.
+    Raises `ArtifactError` where its embedding, or a matrix between segments, does not say which they are.
     """
     stored, own = artifact.logical_shape(artifact.embedding), checkpoint.source.shapes[checkpoint.family.embedding]
     if stored != own:
         raise ArtifactError(f"{artifact.path}: its embedding is {list(stored)}, that of {checkpoint.name} {list(own)}")
-    found = found_basis(_pairs(artifact, checkpoint))
+    first = found_basis(_pairs(artifact, checkpoint))
+    _check(first, f"{artifact.path}: its embedding", checkpoint)
+    changes, matrices, uncertainties = artifact.bases(), [first.basis], [first.uncertainty]
+    if 0 in changes:
+        raise ArtifactError(
+            f"{artifact.path}: {changes[0]} is before any block, where nothing that was rotated has one"
+        )
+    for name in changes.values():
+        change = artifact.decoded(name)
+        found = found_basis([(torch.eye(len(change)), change)])
+        _check(found, f"{artifact.path}: {name}", checkpoint)
+        matrices.append(matrices[-1] @ found.basis.t())
+        uncertainties.append(math.hypot(uncertainties[-1], found.uncertainty))
+    bases = Bases((*FROM_START, *changes), tuple(matrices))
+    turned, unturned = rotated(checkpoint, bases), rotated(checkpoint, Bases())
+    return RotatedAgain(turned, unturned, bases, tuple(uncertainties))
+
+
+def _check(found: FoundBasis, what: str, checkpoint: Checkpoint) -> None:
     if not found.uncertainty <= LARGEST_UNCERTAINTY:
         raise ArtifactError(
-            f"{artifact.path}: its embedding does not say in which basis the model is, beside that of "
-            f"{checkpoint.name}; give --against the rotated checkpoint"
+            f"{what} does not say in which basis the model is, beside that of {checkpoint.name}; give --against the "
+            "rotated checkpoint"
         )
-    return RotatedAgain(rotated(checkpoint, found.basis), rotated(checkpoint, None), found.uncertainty)
 
 
 def _pairs(artifact: Artifact, checkpoint: Checkpoint) -> Iterator[tuple[Tensor, Tensor]]:

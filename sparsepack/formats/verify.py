@@ -111,7 +111,7 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
             again = rotated_again(artifact, checkpoint)
         except ArtifactError as error:
             return Report(str(path), kind, (str(error),), tuple(checked))
-        what += f" in the artifact's basis, found from its embedding to within {again.uncertainty:.1g}"
+        what += f" {again.in_words()}"
     if (words := refit_in_words(artifact.manifest)) is not None:
         what += f", those of its blocks {words}"
     problems, tensors = _against(artifact, checkpoint, again)

@@ -15,6 +15,7 @@ from sparsepack.eval.tables import accuracy_tables
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.manifest import PRUNING, ROTATION
 from sparsepack.inspection import programs_table
+from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.publish.results import read_results
 from sparsepack.publish.templates import render, table
 from sparsepack.version import __version__
@@ -42,6 +43,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         files = ", ".join(map(str, results))
         raise UserError(f"{files}: damaged, or of another sparsepack ({error!r}); measure again") from error
+    rotation = description["provenance"][ROTATION]
     return render(
         "card.md.jinja",
         mark=Markup(MARK),
@@ -52,6 +54,7 @@ def model_card(path: Path, results: Sequence[Path] = (), name: str | None = None
         file=file or Path(path).name,
         version=__version__,
         made_from=_made_from(description["provenance"]),
+        rotated_into=basis_in_words(rotation["basis"], rotation.get("boundaries", ())) if rotation else None,
         compared_with=sorted({e["against"] for e in found.evaluations if e.get("against")}),
         measured=[table(found) for found in measured],
         speed=[table(found) for found in speed],

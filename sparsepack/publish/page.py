@@ -12,6 +12,7 @@ from markupsafe import Markup
 from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables, pruning_table
+from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.publish import charts
 from sparsepack.publish.gates import gates_table
 from sparsepack.publish.results import REPORT, read_json
@@ -43,7 +44,7 @@ def _page(report: Mapping[str, Any]) -> str:
     rows = [row for evaluation in report["evaluations"] for row in evaluation["perplexity"]]
     benches = [bench for bench in (report["bench"], (report["bench"] or {}).get("with_places")) if bench]
     skipped = _skipped(rows)
-    pruned, alone = report["prune"], report["eval_pruned"]
+    rotated, pruned, alone = report["rotate"], report["prune"], report["eval_pruned"]
     return render(
         "page.html.jinja",
         report=report,
@@ -53,7 +54,8 @@ def _page(report: Mapping[str, Any]) -> str:
             *accuracy_tables(report["evaluations"]),
             *([pruning_table(report["evaluations"], alone)] if alone else []),
         ],
-        rotated=report["rotate"],
+        rotated=rotated,
+        rotated_into=basis_in_words(rotated["options"]["basis"], rotated.get("boundaries", ())) if rotated else None,
         pruned=pruned,
         patterns=Counter(f"keep {row['keep']} of {row['of']}" for row in pruned["matrices"]) if pruned else {},
         errors=_errors(pruned["matrices"]) if pruned else [],

@@ -1,15 +1,14 @@
-"""The bases, a row each. A new one is a row here, its name in `options.BASES`, and a file with `basis`."""
+"""The kinds of bases, a row each. A new one is a row here, its name in `options.BASES`, and a file with `bases`."""
 
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
-
 from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
 from sparsepack.formats.table import FORMATS, Format
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation.options import RotateOptions
 
@@ -19,9 +18,9 @@ class Basis:
     """A kind of basis.
 
     module -- what finds it, by two functions. `check_model(checkpoint)` raises `RotationError` for a model that has no
-              such basis. `basis(checkpoint, calibration, options, resume)` returns an orthogonal matrix, float64
-              [hidden, hidden] on the CPU, whose columns are the directions; what takes long may keep its way in parts
-              of the state `resume`, of any name but "blocks"
+              such basis. `bases(checkpoint, calibration, options, resume)` returns the `Bases` of its segments,
+              float64 on the CPU; what takes long may keep its way in parts of the state `resume`, of any name but
+              "blocks"
     needs  -- what the calibration must have for it besides its text: nothing, or the second moments of the stream
     suits  -- whether a format's artifacts lose less in it
     why    -- a clause for people: what it does for these
@@ -40,9 +39,9 @@ class Basis:
 
     def find(
         self, checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState
-    ) -> Tensor:
-        """The basis of a model."""
-        found: Tensor = self._implementation.basis(checkpoint, calibration, options, resume)
+    ) -> Bases:
+        """The bases of a model's segments."""
+        found: Bases = self._implementation.bases(checkpoint, calibration, options, resume)
         return found
 
     @property

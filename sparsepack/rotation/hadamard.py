@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation.options import RotateOptions
 
@@ -27,13 +28,13 @@ def check_model(checkpoint: Checkpoint) -> None:
         )
 
 
-def basis(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Tensor:
-    """The basis of a model, by its width and the seed alone."""
+def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
+    """The one basis of a model, by its width and the seed alone."""
     hidden = int(checkpoint.config.hidden_size)
     matrix = hadamard(hidden)
     assert matrix is not None  # `check_model` was asked
     negative = torch.randint(0, 2, (hidden, 1), generator=torch.Generator().manual_seed(options.seed)).bool()
-    return torch.where(negative, -matrix, matrix) / math.sqrt(hidden)
+    return Bases(matrices=(torch.where(negative, -matrix, matrix) / math.sqrt(hidden),))
 
 
 def hadamard(order: int) -> Tensor | None:

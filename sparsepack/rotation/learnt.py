@@ -1,4 +1,4 @@
-"""A basis that is trained: a turn of the start basis, together with thresholds, against the model's own output.
+"""Bases that are trained: a turn of each start basis, all together with thresholds, against the model's own output.
 
 PCA gives the basis in which a few channels hold most of the residual stream; what matters is the output. So Q = Q0 C(A)
 with C(A) = (I - A)^-1 (I + A), Cayley's map of a skew matrix A, which is orthogonal for every A. A is trained on the KL
@@ -7,10 +7,12 @@ are then let go, since `pack` learns them on the rotated model.
 
 Nothing is folded while training: with the norms' weights folded into what follows, x at attn_in and mlp_in is the
 normalised residual stream, z = x Q is sparsified, and x' = z' Q^T goes on. attn_out and mlp_mid stay in the basis that
-they have. In the backward pass Q feels the soft mask, as the thresholds do.
+they have. In the backward pass Q feels the soft mask, as the thresholds do. With several segments a block's Q is that
+of its segment, each has an A of its own, and no matrix stands between segments, since nothing is folded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from sparsepack.calibration.collectors import histogram
 from sparsepack.calibration.folder import Calibration
 from sparsepack.files.resume import ResumeState
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
 from sparsepack.models.families import SITES, Family, stream_of
@@ -43,50 +46,52 @@ def check_model(checkpoint: Checkpoint) -> None:
     """Every model has one."""
 
 
-def basis(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Tensor:
-    """The basis of a model, learnt from that of PCA on. Raises as `pca.basis` does."""
-    return learn_basis(checkpoint, calibration, pca.basis(checkpoint, calibration, options, resume), options, resume)
+def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
+    """The bases of a model, learnt from those of PCA on. Raises as `pca.bases` does."""
+    return learn_bases(checkpoint, calibration, pca.bases(checkpoint, calibration, options, resume), options, resume)
 
 
-def learn_basis(
-    checkpoint: Checkpoint, calibration: Calibration, start: Tensor, options: RotateOptions, resume: ResumeState
-) -> Tensor:
-    """A basis of the residual stream, float64 [hidden, hidden] on the CPU. Holds the whole model on one device.
+def learn_bases(
+    checkpoint: Checkpoint, calibration: Calibration, start: Bases, options: RotateOptions, resume: ResumeState
+) -> Bases:
+    """Bases of the residual stream, float64 [hidden, hidden] on the CPU. Holds the whole model on one device.
 
-    start -- the orthogonal matrix to begin with, float64 [hidden, hidden], PCA's or another
+    start -- those to begin with, float64 [hidden, hidden], PCA's or others
 
     A run that was killed goes on from `resume`, which keeps the state of the training.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        start = start.clone()  # outside of inference mode
+        start = replace(start, matrices=tuple(matrix.clone() for matrix in start.matrices))  # outside of inference mode
         dtype = arithmetic("auto", checkpoint.dtype, options.device)
-        model = load_model(rotated(checkpoint, None, device=options.device), options.device, dtype)
+        model = load_model(rotated(checkpoint, Bases(), device=options.device), options.device, dtype)
         weights = weights_of(checkpoint, [(layer, site) for layer in range(checkpoint.layers) for site in SITES])
-        first = start.to(options.device, torch.float32)
+        first = replace(start, matrices=tuple(m.to(options.device, torch.float32) for m in start.matrices))
         windows = spread_windows(calibration.windows, _WINDOWS).to(options.device)
         channels = uniform_channels(model, checkpoint.family, windows, options.sparsity, first)
-        turn = torch.zeros_like(first, requires_grad=True)
-        groups = [*channels.groups(), {"params": [turn], "lr": options.rate / len(first) ** 0.5}]
+        turns = [torch.zeros_like(matrix, requires_grad=True) for matrix in first.matrices]
+        hidden = int(checkpoint.config.hidden_size)
+        groups = [*channels.groups(), {"params": turns, "lr": options.rate / hidden**0.5}]
 
         def loss(ids: Tensor) -> tuple[Tensor, Tensor]:
-            sparse = sparse_in(turned(first, turn), checkpoint.family, channels, weights)
+            sparse = sparse_in(turned(first, turns), checkpoint.family, channels, weights)
             return divergence(model, checkpoint.family, ids, sparse)
 
         Training(groups, options, resume).run("learning a basis", calibration.windows, loss)
-        return orthonormal(turned(start, turn.detach().cpu().double()))
+        found = turned(start, [turn.detach().cpu().double() for turn in turns])
+        return replace(found, matrices=tuple(orthonormal(matrix) for matrix in found.matrices))
 
 
 @torch.no_grad()
-def uniform_channels(model: Any, family: Family, windows: Tensor, sparsity: float, axes: Tensor) -> SoftChannels:
+def uniform_channels(model: Any, family: Family, windows: Tensor, sparsity: float, axes: Bases) -> SoftChannels:
     """Thresholds that make every site of a model with folded norms equally sparse on the second halves of dense
-    windows [N, S], in the basis `axes`, float32 [hidden, hidden]."""
+    windows [N, S], in the bases `axes`, float32."""
     readers = stream_of(family, family.model_type).readers
     counts: dict[SiteKey, Tensor] = {}
     columns: dict[SiteKey, int] = {}
 
     def count(layer: int, site: str, x: Tensor) -> None:
         x = x[:, x.shape[1] // 2 :]
-        seen = histogram.count((x @ axes.to(x.dtype) if site in readers else x).float().abs())
+        seen = histogram.count((x @ axes.of_block(layer).to(x.dtype) if site in readers else x).float().abs())
         key = (layer, site)
         counts[key] = counts.get(key, 0) + seen
         columns[key] = x.shape[-1]
@@ -96,19 +101,19 @@ def uniform_channels(model: Any, family: Family, windows: Tensor, sparsity: floa
             model.base_model(ids[None], use_cache=False)
     made = SoftChannels()
     for key, seen in counts.items():
-        made.begin(key, torch.full((columns[key],), first_threshold(seen.cpu(), sparsity), device=axes.device))
+        made.begin(key, torch.full((columns[key],), first_threshold(seen.cpu(), sparsity), device=windows.device))
     return made
 
 
-def sparse_in(axes: Tensor, family: Family, channels: SoftChannels, weights: Mapping[SiteKey, float]) -> Change:
-    """Each site's sparse vector in the basis `axes`, float32 [hidden, hidden], of a model with folded norms, and its
-    share of the sparsity."""
+def sparse_in(axes: Bases, family: Family, channels: SoftChannels, weights: Mapping[SiteKey, float]) -> Change:
+    """Each site's sparse vector in the bases `axes`, float32, of a model with folded norms, and its share of the
+    sparsity."""
     readers = stream_of(family, family.model_type).readers
 
     def sparse(layer: int, site: str, x: Tensor) -> tuple[Tensor, Tensor]:
         key = (layer, site)
         if site in readers:
-            turn = axes.to(x.dtype)  # for each use anew: their gradients are summed in float32
+            turn = axes.of_block(layer).to(x.dtype)  # for each use anew: their gradients are summed in float32
             changed, inactive = channels.sparse(key, x @ turn)
             changed = changed @ turn.T
         else:
@@ -118,9 +123,10 @@ def sparse_in(axes: Tensor, family: Family, channels: SoftChannels, weights: Map
     return sparse
 
 
-def turned(start: Tensor, turn: Tensor) -> Tensor:
-    """The basis that `turn` makes of a start basis: zeros leave it as it is."""
-    return start @ cayley(turn)
+def turned(start: Bases, turns: Sequence[Tensor]) -> Bases:
+    """The bases that `turns`, one for each, make of those of the start: zeros leave one as it is."""
+    made = (basis @ cayley(turn) for basis, turn in zip(start.matrices, turns, strict=True))
+    return replace(start, matrices=tuple(made))
 
 
 def cayley(a: Tensor) -> Tensor:

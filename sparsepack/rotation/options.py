@@ -14,7 +14,7 @@ _LEARNT = (only_with("basis", "learnt"),)
 
 @dataclass(frozen=True)
 class RotateOptions:
-    """Which basis, and how the rotated model is stored."""
+    """Which bases, and how the rotated model is stored."""
 
     basis: str = option(
         "The directions: by how much of the residual stream lies in each, so that channels differ as far as they can, "
@@ -23,6 +23,13 @@ class RotateOptions:
         "which takes the whole model in memory, and a GPU (learnt).",
         default="pca",
         choices=BASES,
+    )
+    segments: int = option(
+        "Runs of consecutive blocks, each with a basis of its own; a matrix before each but the first takes the stream "
+        "into it, and is read for every token.",
+        default=1,
+        least=1,
+        counts=(only_with("basis", "pca", "learnt"),),
     )
     seed: int = option(
         "With hadamard: the signs of the channels; with learnt: which windows are drawn.",

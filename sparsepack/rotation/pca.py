@@ -1,5 +1,5 @@
-"""The directions by how much of the residual stream lies in them: eigenvectors of its second moments, pooled over all
-blocks, the largest first."""
+"""The directions by how much of the residual stream lies in them: eigenvectors of its second moments, pooled over the
+blocks of a segment, the largest first."""
 
 import torch
 from torch import Tensor
@@ -8,23 +8,28 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.residual import second_moments
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.segments import check_count, chosen_segments, pooled
 
 
 def check_model(checkpoint: Checkpoint) -> None:
     """Every model has one."""
 
 
-def basis(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Tensor:
-    """The basis of a model; the same for the same calibration. A direction that nothing lies in is as good as any
-    other. Raises `RotationError` where the calibration has no second moments of this model's stream."""
+def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
+    """The bases of a model; the same for the same calibration. A direction that nothing lies in is as good as any
+    other. Raises `RotationError` where the calibration has no second moments of this model's stream, or for fewer runs
+    of blocks than there should be segments."""
     found = second_moments(calibration)
     hidden = int(checkpoint.config.hidden_size)
     if found is None or tuple(found[0][1].shape) != (hidden, hidden):
         raise RotationError(f"{checkpoint.name}: the calibration has no second moments of its {hidden} channels")
-    pooled = sum((len(blocks) * moments for blocks, moments in found), torch.zeros(hidden, hidden).double())
-    return directions(pooled / checkpoint.layers)
+    check_count(checkpoint, options.segments, len(found))
+    segments = chosen_segments(found, options.segments, options.device)
+    starts = tuple(runs[0][0].start for runs in segments)
+    return Bases(starts, tuple(directions(pooled(runs)) for runs in segments))
 
 
 def directions(moments: Tensor) -> Tensor:

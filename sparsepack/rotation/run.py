@@ -1,10 +1,9 @@
 """`rotate`: a model one block at a time, each made in the new basis and run beside the block that it was.
 
-The basis, each new block and the hidden states of both models are kept beside the output, in `.NAME.unfinished`, from
+The bases, each new block and the hidden states of both models are kept beside the output, in `.NAME.unfinished`, from
 which a run that was killed goes on.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from math import prod
@@ -14,16 +13,19 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
-from sparsepack.calibration.residual import second_moments
+from sparsepack.calibration.residual import residual_of, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
+from sparsepack.formats.codecs.types import stored_bytes, type_that_fits
+from sparsepack.formats.zigzag.plan import BASIS_TYPE
+from sparsepack.models.checkpoint.bases import bases_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.rotated import rotated, rotated_config
+from sparsepack.models.checkpoint.rotated import check_one_basis, rotated, rotated_config
 from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
-from sparsepack.models.families import stream_of
+from sparsepack.models.families import SITES, stream_of
 from sparsepack.models.precision import type_name
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
@@ -33,9 +35,10 @@ from sparsepack.progress import progress
 from sparsepack.rotation.bases import ROTATIONS
 from sparsepack.rotation.check import check_error, checked_tokens, relative_error
 from sparsepack.rotation.options import RotateOptions
+from sparsepack.rotation.segments import check_count
 from sparsepack.version import __version__
 
-_BASIS = "basis"
+_BASES = "bases"
 
 
 def rotate(
@@ -46,13 +49,14 @@ def rotate(
     overwrite: bool = False,
 ) -> Rotated:
     """Write a model with its residual stream in another basis: the same function as an ordinary checkpoint, a Hugging
-    Face folder. Some of the calibration's text is run by both, and nothing is written where their logits differ.
+    Face folder; with several segments a folder that sparsepack alone opens. Some of the calibration's text is run by
+    both, and nothing is written where their logits differ.
 
     calibration -- a folder made by `calibrate`
 
-    Raises `RotationError` for options that make no sense, a model that was rotated or pruned before, and a calibration
-    that lacks what the basis needs; `CalibrationError` for one of another model; `CheckpointError` also for a model of
-    a family that cannot be rotated; `OutputError`.
+    Raises `RotationError` for options that make no sense, a model that was rotated or pruned before, more segments than
+    it can have, and a calibration that lacks what the basis needs; `CalibrationError` for one of another model;
+    `CheckpointError` also for a model of a family that cannot be rotated; `OutputError`.
     """
     options = options or RotateOptions()
     check_type("model", model, Checkpoint | Path, RotationError)
@@ -76,10 +80,11 @@ def rotate(
     tokens = checked_tokens(read.windows)
     with state_beside(output) as state, torch.inference_mode():
         resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}), checkpoint.layers)
-        found = resume.kept(_BASIS).get(_BASIS)
-        if found is None:
+        if kept := resume.kept(_BASES):
+            found = bases_of(kept)
+        else:
             found = basis.find(checkpoint, read, options, resume)
-            resume.begin_blocks(_BASIS, {_BASIS: found})
+            resume.begin_blocks(_BASES, found.tensors())
         view = rotated(checkpoint, found, options.weights, options.device)
         made = made_of_blocks(view, resume.block)
         error = _run(checkpoint, view, made, tokens, resume, options.device)
@@ -89,20 +94,21 @@ def rotate(
             model_sha256=checkpoint.sha256,
             calibration_sha256=read.sha256,
             options=asdict(options),
+            boundaries=found.boundaries,
             weights=type_name(made.dtype),
             tokens=tokens.numel(),
             error=error,
             notes=tuple(notes_of(checkpoint, made, options.basis)),
         )
         texts = texts_of(checkpoint)
-        texts[CONFIG] = json.dumps(rotated_config(json.loads(texts[CONFIG]), made), indent=2, ensure_ascii=False) + "\n"
+        texts[CONFIG] = rotated_config(texts[CONFIG], made)
         write_checkpoint(made, texts, {RECORD: record.to_json()}, output, overwrite)
     return record
 
 
 def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
     """Raise `CheckpointError` for a model of a family that cannot be rotated, and `RotationError` for one that has no
-    such basis, or should not be rotated: it was before, or it was pruned."""
+    such bases, or should not be rotated: it was before, or it was pruned."""
     stream_of(checkpoint.family, checkpoint.name)
     if (before := rotation_record(checkpoint.path)) is not None:
         raise RotationError(
@@ -114,6 +120,9 @@ def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
             f"{checkpoint.name}: pruned from {pruned.summary['model']}; in another basis its zeros would be numbers: "
             "rotate that model, then prune it"
         )
+    check_one_basis(checkpoint)
+    residual = residual_of(checkpoint)
+    check_count(checkpoint, options.segments, residual["runs"] if residual else 1)
     ROTATIONS[options.basis].check_model(checkpoint)
 
 
@@ -127,14 +136,16 @@ def _run(
     model, other = (BlockStream(source, device) for source in (checkpoint, made))
     hidden, turned = resume.hidden(), resume.hidden("turned")
     if hidden is None or turned is None:
-        hidden, turned = model.embed(tokens), BlockStream(view).embed(tokens)
+        hidden, turned = model.embed(tokens), other.embed(tokens)
     with progress("rotating", checkpoint.layers, resume.done) as advance:
         for layer in range(resume.done, checkpoint.layers):
             found = _block(view, layer)
             model.load(layer)
             model.pass_on(hidden, 1, lambda: None)
-            model.replace(found)
-            model.pass_on(turned, 1, lambda: None)
+            model.unload()
+            other.load(layer, found)
+            other.pass_on(turned, 1, lambda: None)
+            other.unload()
             resume.keep_hidden(layer, turned, "turned")
             resume.save_block(layer, found, hidden)
             advance()
@@ -163,8 +174,26 @@ def notes_of(checkpoint: Checkpoint, made: Checkpoint, basis: str) -> Iterator[s
             f"stored in {type_name(made.dtype)}, not in {type_name(checkpoint.dtype)}{why}: "
             f"{_bytes(made, made.source.shapes):,} bytes in place of {_bytes(checkpoint, checkpoint.source.shapes):,}"
         )
+    if made.bases:
+        yield _note_of_changes(made)
     row = ROTATIONS[basis]
     yield f"{basis} suits {', '.join(row.formats)}: {row.why}"
+
+
+def _note_of_changes(made: Checkpoint) -> str:
+    """What the matrices between segments cost in the checkpoint, and at each token in the packed model."""
+    count, hidden = len(made.bases), int(made.config.hidden_size)
+    names = [made.family.basis(layer) for layer in made.bases]
+    matrices = sum(prod(made.stacked_shape(site, layer)) for layer in range(made.layers) for site in SITES)
+    kind = type_that_fits(BASIS_TYPE, hidden)
+    packed = stored_bytes(kind, count * hidden**2)
+    share = packed / stored_bytes("Q4_K", matrices)
+    stored = type_name(made.source.dtypes[names[0]])
+    return (
+        f"the stream changes its basis {count} times, by matrices of {hidden:,} x {hidden:,}: {_bytes(made, names):,} "
+        f"bytes more in {stored}; packed {packed:,} in {kind}, all of which each token reads: {100 * share:.1f} % of "
+        "what the blocks' matrices are in Q4_K"
+    )
 
 
 def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:

@@ -20,7 +20,8 @@ NOWHERE = ResumeState(None, "")
 
 
 def found(name: str, model: Checkpoint, calibration: Calibration, **options: int) -> torch.Tensor:
-    return ROTATIONS[name].find(model, calibration, RotateOptions(name, **options), NOWHERE)
+    (basis,) = ROTATIONS[name].find(model, calibration, RotateOptions(name, **options), NOWHERE).matrices
+    return basis
 
 
 def test_the_table_has_the_names_of_the_option_and_formats_that_exist() -> None:

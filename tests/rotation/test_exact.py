@@ -9,6 +9,7 @@ from model_variants import FOLDERS
 from models_for_tests import OPT, SMALL, make_model, make_opt
 
 from sparsepack.errors import CheckpointError
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.procrustes import found_basis
 from sparsepack.models.checkpoint.rotated import rotated
@@ -29,6 +30,11 @@ def some_basis(hidden: int, seed: int = 0) -> torch.Tensor:
     return basis
 
 
+def one_basis(hidden: int) -> Bases:
+    """The same, of all blocks."""
+    return Bases(matrices=(some_basis(hidden),))
+
+
 def logits(checkpoint: Checkpoint) -> torch.Tensor:
     """What stock transformers makes of it, in float32."""
     with torch.inference_mode():
@@ -45,7 +51,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_same_function(name: str, tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", **{**FOLDERS, **MORE}[name]))
     basis = some_basis(model.config.hidden_size)
-    turned = rotated(model, basis)
+    turned = rotated(model, Bases(matrices=(basis,)))
     assert off(logits(turned), logits(model)) < 1e-5
     assert not turned.tied
     assert turned.source.shapes[HEAD] == turned.source.shapes[model.family.embedding]
@@ -62,7 +68,7 @@ def test_the_same_function(name: str, tmp_path: Path) -> None:
 def test_what_lies_within_a_block_stays(name: str, tmp_path: Path) -> None:
     """Biases and norms of queries and keys, which are outputs of their matrices; of o and down they are turned."""
     model = open_checkpoint(make_model(tmp_path / "m", **FOLDERS.get(name, {"family": name})))
-    turned = rotated(model, some_basis(model.config.hidden_size))
+    turned = rotated(model, one_basis(model.config.hidden_size))
     matrices = {f"{projection}.weight" for names in model.family.projections.values() for projection in names}
     matrices |= {
         f"{projection}.bias" for site in ("attn_out", "mlp_mid") for projection in model.family.projections[site]
@@ -81,7 +87,7 @@ def test_norms_with_a_mean_are_refused_in_one_line(name: str, tmp_path: Path) ->
     with pytest.raises(
         CheckpointError, match=r"opt models cannot be rotated \(its norms subtract the mean.*one of llama"
     ):
-        rotated(model, some_basis(model.config.hidden_size))
+        rotated(model, one_basis(model.config.hidden_size))
 
 
 def test_every_family_says_whether_it_rotates() -> None:
@@ -95,7 +101,7 @@ def test_every_family_says_whether_it_rotates() -> None:
 
 def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", **FOLDERS["llama, biases"]))
-    turned = rotated(model, some_basis(256))
+    turned = rotated(model, one_basis(256))
     whole = {name: turned.tensor(name) for name in turned.source.shapes}
     monkeypatch.setattr("sparsepack.models.checkpoint.rotated.PIECE", 1000)
     for name, expected in whole.items():
@@ -104,7 +110,7 @@ def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_sixteen_bits_are_kept_where_asked_for(tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m"))
-    turned = rotated(model, some_basis(256), "bfloat16")
+    turned = rotated(model, one_basis(256), "bfloat16")
     assert {turned.tensor(name).dtype for name in turned.source.shapes} == {torch.bfloat16}
     assert turned.dtype == turned.config.dtype == torch.bfloat16
     assert 1e-4 < off(logits(turned), logits(model)) < 0.1
@@ -117,7 +123,7 @@ def test_what_a_type_cannot_hold_is_refused(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] *= 1e7
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    turned = rotated(open_checkpoint(folder), some_basis(256), "float16")
+    turned = rotated(open_checkpoint(folder), one_basis(256), "float16")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has values that float16 cannot hold"):
         turned.tensor("model.layers.1.mlp.up_proj.weight")
 

@@ -12,12 +12,13 @@ from sparsepack.calibration.run import calibrate
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
 from sparsepack.files.text import read_text
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
 from sparsepack.models.families import SITES
 from sparsepack.models.stock.whole import load_model
 from sparsepack.rotation import learnt, pca
-from sparsepack.rotation.learnt import learn_basis, orthonormal, sparse_in, turned, uniform_channels
+from sparsepack.rotation.learnt import learn_bases, orthonormal, sparse_in, turned, uniform_channels
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import rotate
 from sparsepack.sparsity import training
@@ -49,7 +50,16 @@ def cal(kept: Path) -> Calibration:
 
 @pytest.fixture(scope="module")
 def start(tiny: Checkpoint, cal: Calibration) -> torch.Tensor:
-    return pca.basis(tiny, cal, FEW, nowhere())
+    (basis,) = pca.bases(tiny, cal, FEW, nowhere()).matrices
+    return basis
+
+
+def learn_basis(
+    model: Checkpoint, calibration: Calibration, start: torch.Tensor, options: RotateOptions, resume: ResumeState
+) -> torch.Tensor:
+    """The one basis of all blocks."""
+    (basis,) = learn_bases(model, calibration, Bases(matrices=(start,)), options, resume).matrices
+    return basis
 
 
 def _random_basis(hidden: int) -> torch.Tensor:
@@ -78,14 +88,14 @@ def test_a_rate_of_zero_leaves_the_start(tiny, cal, start):
 
 def test_a_turn_alone_lowers_the_divergence(tiny, cal, start):
     """With the thresholds left as they are, on the windows that it is trained on."""
-    model, family = load_model(rotated(tiny, None)), tiny.family
+    model, family = load_model(rotated(tiny, Bases())), tiny.family
     weights = weights_of(tiny, [(layer, site) for layer in range(tiny.layers) for site in SITES])
-    first, ids = start.float(), cal.windows[:2].long()
+    first, ids = Bases(matrices=(start.float(),)), cal.windows[:2].long()
     channels = uniform_channels(model, family, ids, 0.5, first)
     turn = torch.zeros(256, 256, requires_grad=True)
     optimiser, seen = torch.optim.Adam([turn], lr=0.006 / 16), []
     for _ in range(12):
-        kl, sparsity = divergence(model, family, ids, sparse_in(turned(first, turn), family, channels, weights))
+        kl, sparsity = divergence(model, family, ids, sparse_in(turned(first, [turn]), family, channels, weights))
         seen.append((float(kl.detach()), float(sparsity.detach())))
         optimiser.zero_grad()
         # At the price of skipping less, as `Training` has it.

@@ -19,6 +19,7 @@ from sparsepack.calibration.residual import PRODUCT
 from sparsepack.calibration.run import calibrate
 from sparsepack.errors import CalibrationError, CheckpointError, OutputError, RotationError
 from sparsepack.files.text import Text
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
 from sparsepack.models.checkpoint.writer import write_checkpoint
@@ -85,6 +86,7 @@ def test_the_record_says_what_was_done(small: Checkpoint, calibration: Path, tmp
     assert read is not None
     assert read.summary == {
         "basis": "hadamard",
+        "boundaries": [],
         "seed": 5,
         "weights": "float32",
         "error": made.error,
@@ -181,8 +183,10 @@ def test_a_model_that_computes_something_else_is_not_written(
 ) -> None:
     """As one would whose norms do more than they should."""
 
-    def slightly_wrong(checkpoint: Checkpoint, basis: torch.Tensor, *rest: Any) -> Checkpoint:
-        return rotated(checkpoint, basis + 1e-4 * torch.randn(basis.shape, dtype=torch.float64), *rest)
+    def slightly_wrong(checkpoint: Checkpoint, bases: Bases, *rest: Any) -> Checkpoint:
+        (basis,) = bases.matrices
+        wrong = basis + 1e-4 * torch.randn(basis.shape, dtype=torch.float64)
+        return rotated(checkpoint, Bases(matrices=(wrong,)), *rest)
 
     monkeypatch.setattr("sparsepack.rotation.run.rotated", slightly_wrong)
     with pytest.raises(

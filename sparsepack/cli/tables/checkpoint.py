@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.tables import Table, markdown
 
 
@@ -33,7 +34,8 @@ def _pruned(record: Mapping[str, Any] | None) -> str:
 def _rotated(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "not rotated by sparsepack"
+    into = basis_in_words(record["basis"], record["boundaries"])
     return (
-        f"rotated from {record['model']} ({record['model_sha256'][:12]}) into the basis {record['basis']}: the same "
-        f"function, its logits differ by {record['error']:.1g} of their size"
+        f"rotated from {record['model']} ({record['model_sha256'][:12]}) into {into}: the same function, "
+        f"its logits differ by {record['error']:.1g} of their size"
     )

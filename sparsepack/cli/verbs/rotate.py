@@ -21,7 +21,7 @@ from sparsepack.terminal import tell
     required=True,
     help="A folder made by `sparsepack calibrate` of MODEL, for its statistics and its text.",
 )
-@options_from(RotateOptions, "--basis", "--seed", "--weights")
+@options_from(RotateOptions, "--basis", "--segments", "--seed", "--weights")
 @group("A learnt basis", options_from(RotateOptions, "--sparsity", "--steps", "--batch", "--length", "--rate"))
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @device_option

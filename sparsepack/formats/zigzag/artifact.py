@@ -1,6 +1,6 @@
 """An opened zigzag GGUF: what its tensors are, and whether it can be run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,8 +35,9 @@ class ZigzagArtifact(GgufArtifact):
     def attention(self) -> SparseAttention | None:
         return self.packed().attention
 
-    def bases(self) -> tuple[int, ...]:
-        return tuple(layer for layer in range(len(self.tensors)) if f"blk.{layer}.{BASIS}" in self.tensors)
+    def bases(self) -> Mapping[int, str]:
+        names = {layer: f"blk.{layer}.{BASIS}" for layer in range(len(self.tensors))}
+        return {layer: name for layer, name in names.items() if name in self.tensors}
 
     def check_shapes(self) -> None:
         stock_config(self.packed())

@@ -2,7 +2,7 @@
 
 The embedding is E in one and E Q in the other, quantised perhaps. Of all orthogonal matrices the one that brings E
 nearest to what is stored is U V^T, with U S V^T the singular values and vectors of E^T (E Q) (orthogonal Procrustes,
-Schoenemann 1966).
+Schoenemann 1966). With E the identity that is the orthogonal matrix nearest to a stored one.
 """
 
 import math
@@ -40,10 +40,14 @@ def found_basis(pairs: Iterable[tuple[Tensor, Tensor]]) -> FoundBasis:
         stored += float(other.square().sum())
         rows += len(one)
     assert products is not None
+    if not torch.isfinite(products).all():
+        return FoundBasis(torch.eye(len(products)).double(), math.inf, math.inf)
     left, sizes, right = torch.linalg.svd(products)
     squares = max(own + stored - 2 * float(sizes.sum()), 0.0)
     residual = math.sqrt(squares / stored) if stored else math.inf
-    return FoundBasis(left @ right, residual, _uncertainty(sizes, squares / (rows * len(sizes))))
+    # The basis itself takes in a part of the mistakes: so many numbers of them as an orthogonal matrix has.
+    left_over = rows * len(sizes) - len(sizes) * (len(sizes) - 1) // 2
+    return FoundBasis(left @ right, residual, _uncertainty(sizes, squares / max(left_over, 1)))
 
 
 def _uncertainty(sizes: Tensor, variance: float) -> float:

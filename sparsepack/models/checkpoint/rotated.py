@@ -9,11 +9,15 @@ h' = Q^T h is what flows, and every output stays as it was, once the norms' weig
     output matrix  W diag(w) Q        of a tied model W = E: it becomes a matrix of its own
     norms          1
 
+Where segments of the blocks have bases of their own, Q is that of the block: the embedding has the first one and the
+output matrix the last one. Before the first block of a later segment h' is multiplied by a matrix (`bases.Bases`).
+
 This is the invariance of SliceGPT (2401.15024) and QuaRot (2404.00456). `families.ResidualStream` says who reads and
 who writes. All products are taken in float64.
 """
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,7 +26,9 @@ from torch import Tensor
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
+from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
+from sparsepack.models.checkpoint.segmented_config import segmented_config
 from sparsepack.models.checkpoint.sources import ChangedSource
 from sparsepack.models.families import stream_of
 from sparsepack.models.precision import HALVES, type_name
@@ -40,62 +46,88 @@ def stored_type(asked: str, own: torch.dtype) -> torch.dtype:
     return torch.float32 if own in HALVES else own
 
 
-def rotated(checkpoint: Checkpoint, basis: Tensor | None, weights: str = "auto", device: str = "cpu") -> Checkpoint:
-    """The checkpoint with its residual stream in the basis of the columns of `basis`; tensors are made as they are
-    read. Its hash is that of the checkpoint itself.
+def rotated(checkpoint: Checkpoint, bases: Bases, weights: str = "auto", device: str = "cpu") -> Checkpoint:
+    """The checkpoint with its residual stream in other bases; tensors are made as they are read. Its hash is that of
+    the checkpoint itself.
 
-    basis   -- orthogonal, float64 [hidden, hidden]; None: norms are folded and nothing is turned, which is what is
-               known before there is a basis
+    bases   -- of the segments; where none are known yet, norms are folded and nothing is turned
     weights -- the type in which tensors are stored, as `stored_type` has it
     device  -- where they are made
 
     Raises `CheckpointError` for a model that cannot be rotated; reading does for what `weights` cannot hold.
     """
-    fold = _fold(checkpoint, basis, weights, device)
-    source = checkpoint.source
+    check_one_basis(checkpoint)
+    fold = _fold(checkpoint, bases, weights, device)
+    source, hidden = checkpoint.source, int(checkpoint.config.hidden_size)
     shapes = {**source.shapes, HEAD: source.shapes[HEAD if HEAD in source.shapes else checkpoint.family.embedding]}
+    shapes |= dict.fromkeys(fold.changes, (hidden, hidden))
     entries = {name: (fold.type_of(name), shape) for name, shape in shapes.items()}
     config = copy.deepcopy(checkpoint.config)
     config.tie_word_embeddings = False
     config.dtype = stored_type(weights, checkpoint.dtype)
-    return replace(checkpoint, config=config, source=ChangedSource(source, fold.tensor, entries))
+    made = ChangedSource(source, fold.tensor, entries)
+    return replace(checkpoint, config=config, source=made, bases=bases.boundaries)
 
 
-def rotated_config(config: Mapping[str, object], checkpoint: Checkpoint) -> dict[str, object]:
-    """What config.json of a rotated checkpoint says, from what that of the checkpoint it was made from says."""
-    dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # its name in files of older programs
-    return {**config, "tie_word_embeddings": False, dtype: type_name(checkpoint.dtype)}
+def check_one_basis(checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointError` for a model whose stream changes its basis already."""
+    if checkpoint.bases:
+        raise CheckpointError(
+            f"{checkpoint.name}: rotated already, its residual stream changes its basis before block "
+            f"{checkpoint.bases[0]}; expected the model that it was made from"
+        )
+
+
+def rotated_config(config: str, made: Checkpoint) -> str:
+    """The config.json of a rotated checkpoint.
+
+    config -- that of the checkpoint it was made from
+    """
+    values = json.loads(config)
+    dtype = "torch_dtype" if "torch_dtype" in values else "dtype"  # its name in files of older programs
+    values |= {"tie_word_embeddings": False, dtype: type_name(made.dtype)}
+    text = f"{json.dumps(values, indent=2, ensure_ascii=False)}\n"
+    return segmented_config(text, made.bases) if made.bases else text
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """What becomes of a checkpoint's tensors. By name: the norm whose weights are folded into a matrix that reads the
-    stream (None: none are), the matrices and biases that write it, and the norms."""
+    """What becomes of a checkpoint's tensors. By name: of a matrix that reads the stream its block, and the norm whose
+    weights are folded into it (None: none are), the blocks of matrices and biases that write it, the norms, and the
+    blocks before which the stream changes its basis."""
 
     checkpoint: Checkpoint
-    basis: Tensor | None
+    bases: Bases
     weights: str
     device: torch.device
-    readers: Mapping[str, str | None]
-    writers: frozenset[str]
+    readers: Mapping[str, tuple[int, str | None]]
+    writers: Mapping[str, int]
     norms: frozenset[str]
+    changes: Mapping[str, int]
 
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a tensor is stored."""
+        if name in self.changes:
+            return stored_type(self.weights, self.checkpoint.dtype)
         source, family = self.checkpoint.source, self.checkpoint.family
         return stored_type(self.weights, source.dtypes[name if name in source.dtypes else family.embedding])
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the rotated checkpoint, on the CPU."""
-        stored, dtype = self.checkpoint.tensor(name), self.type_of(name)
+        dtype = self.type_of(name)
+        if name in self.changes:
+            known, hidden = bool(self.bases.matrices), int(self.checkpoint.config.hidden_size)
+            return (self.bases.change(self.changes[name]).cpu() if known else torch.eye(hidden)).to(dtype)
+        stored = self.checkpoint.tensor(name)
         if name in self.norms:
             return torch.ones_like(stored, dtype=dtype)
         if name in self.readers:
-            made = self._turned(stored, self._scale(self.readers[name]), dtype)
+            layer, norm = self.readers[name]
+            made = self._turned(stored, layer, self._scale(norm), dtype)
         elif name in self.writers and stored.dim() == 1:
-            made = self._turned(stored[None], None, dtype)[0]
+            made = self._turned(stored[None], self.writers[name], None, dtype)[0]
         elif name in self.writers:
-            made = self._turned(stored.t(), None, dtype).t().contiguous()
+            made = self._turned(stored.t(), self.writers[name], None, dtype).t().contiguous()
         else:
             made = stored.to(dtype)
         if not all_finite(made):
@@ -108,35 +140,37 @@ class _Fold:
     def _scale(self, norm: str | None) -> Tensor | None:
         return None if norm is None else self.checkpoint.tensor(norm).to(self.device, torch.float64)
 
-    def _turned(self, rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Vectors of the residual stream [N, hidden] by rows, scaled by `scale` [hidden], in the basis."""
+    def _turned(self, rows: Tensor, layer: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Vectors of the residual stream [N, hidden] by rows, scaled by `scale` [hidden], in the basis of a block."""
+        basis = self.bases.of_block(layer) if self.bases.matrices else None
         made = torch.empty(rows.shape, dtype=dtype)
         step = max(PIECE // rows.shape[1], 1)
         for given, place in zip(torch.split(rows, step), torch.split(made, step), strict=True):
             piece = given.to(self.device, torch.float64)
             if scale is not None:
                 piece = piece * scale
-            if self.basis is not None:
-                piece = piece @ self.basis
+            if basis is not None:
+                piece = piece @ basis
             place.copy_(piece.to(dtype))
         return made
 
 
-def _fold(checkpoint: Checkpoint, basis: Tensor | None, weights: str, device: str) -> _Fold:
-    family = checkpoint.family
+def _fold(checkpoint: Checkpoint, bases: Bases, weights: str, device: str) -> _Fold:
+    family, end = checkpoint.family, checkpoint.layers - 1
     stream = stream_of(family, checkpoint.name)
     last = f"{family.backbone}.{stream.last}.weight"
-    readers: dict[str, str | None] = {family.embedding: None, HEAD: last}
-    writers: set[str] = set()
+    readers: dict[str, tuple[int, str | None]] = {family.embedding: (0, None), HEAD: (end, last)}
+    writers: dict[str, int] = {}
     for layer in range(checkpoint.layers):
         block = family.block(layer)
         for site, norm in stream.readers.items():
-            of_site = f"{block}.{family.norms[norm]}.weight"
+            of_site = layer, f"{block}.{family.norms[norm]}.weight"
             readers |= {f"{block}.{projection}.weight": of_site for projection in family.projections[site]}
         for site in stream.writers:
             for projection in family.projections[site]:
-                writers |= {f"{block}.{projection}.weight", f"{block}.{projection}.bias"}
-    norms = {norm for norm in readers.values() if norm is not None}
+                writers |= {f"{block}.{projection}.weight": layer, f"{block}.{projection}.bias": layer}
+    norms = {norm for _, norm in readers.values() if norm is not None}
     place = torch.device("cpu" if device == "mps" else device)  # Apple's GPUs have no float64
-    turned = None if basis is None else basis.to(place, torch.float64)
-    return _Fold(checkpoint, turned, weights, place, readers, frozenset(writers), frozenset(norms))
+    moved = Bases(bases.starts, tuple(matrix.to(place, torch.float64) for matrix in bases.matrices))
+    changes = {family.basis(layer): layer for layer in bases.boundaries}
+    return _Fold(checkpoint, moved, weights, place, readers, writers, frozenset(norms), changes)

@@ -1,9 +1,11 @@
 """The record of what was done to a rotated checkpoint: `sparsepack_rotate.json` beside its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from sparsepack.files.stored import Count, Name, Stored
 from sparsepack.models.records.record import read_record
@@ -20,6 +22,7 @@ class Rotated:
     model, model_sha256 -- what it was made from
     calibration_sha256  -- whose windows were run to compare the two
     options             -- as asked
+    boundaries          -- the blocks before which the stream changes its basis
     weights             -- the type in which its matrices are stored
     tokens              -- how many were run
     error               -- of the logits beside those of the model, over these tokens, relative
@@ -30,6 +33,7 @@ class Rotated:
     model_sha256: str
     calibration_sha256: str
     options: Mapping[str, Any]
+    boundaries: tuple[int, ...]
     weights: str
     tokens: int
     error: float
@@ -50,6 +54,7 @@ class _Record(Stored):
     model_sha256: Name
     calibration_sha256: Name
     options: _Options
+    boundaries: list[Count] = Field(default_factory=list)
     weights: Name
     error: float
 
@@ -58,7 +63,7 @@ class _Record(Stored):
 class RotationRecord:
     """What a rotated checkpoint says of itself.
 
-    summary -- basis, seed, weights, error, model, model_sha256, calibration_sha256; JSON-able
+    summary -- basis, boundaries, seed, weights, error, model, model_sha256, calibration_sha256; JSON-able
     """
 
     summary: Mapping[str, Any]
@@ -71,5 +76,16 @@ def rotation_record(folder: Path) -> RotationRecord | None:
 
 def _recorded(record: _Record) -> RotationRecord:
     source = {"model": record.model, "model_sha256": record.model_sha256}
-    how = {"basis": record.options.basis, "seed": record.options.seed, "weights": record.weights, "error": record.error}
+    options = record.options
+    how = {"basis": options.basis, "boundaries": record.boundaries, "seed": options.seed, "weights": record.weights}
+    how["error"] = record.error
     return RotationRecord({**how, **source, "calibration_sha256": record.calibration_sha256})
+
+
+def basis_in_words(basis: str, boundaries: Sequence[int]) -> str:
+    """Into what a model was rotated; `boundaries` are the blocks before which the stream changes its basis."""
+    if not boundaries:
+        return f"the basis {basis}"
+    *starts, last = (0, *boundaries)
+    listed = f"{', '.join(map(str, starts))} and {last}"
+    return f"the basis {basis} of each of {len(boundaries) + 1} segments, which begin with blocks {listed}"

@@ -67,27 +67,33 @@ class BlockStream:
         self._backbone: Any = None
         self._after: dict[str, Any] = {}
 
-    def load(self, layer: int) -> None:
-        """Let go of the block in memory, then read block `layer` from disk."""
+    def load(self, layer: int, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Let go of the block in memory, then read block `layer` from disk, or take all its tensors as given, by their
+        names within it."""
         self.unload()
         kinds = getattr(self.source.config, "layer_types", None)
         kind = kinds[layer] if kinds else "only", layer in self.source.bases
         if kind not in self._backbones:
             self._backbones[kind] = self._empty(layer)
         self._backbone = self._backbones[kind]
-        names = self.block.state_dict().keys()
-        tensors = {name: self._tensor(f"{self.source.family.block(layer)}.{name}") for name in names}
-        self.block.load_state_dict(tensors, strict=True, assign=True)
+        if tensors is None:
+            prefix = self.source.family.block(layer)
+            placed = {name: self._tensor(f"{prefix}.{name}") for name in self.block.state_dict()}
+        else:
+            placed = self._placed(tensors)
+        self.block.load_state_dict(placed, strict=True, assign=True)
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put other tensors into the block in memory, by their names within it."""
-        placed = {name: value.to(self.device, self.dtype) for name, value in tensors.items()}
-        self.block.load_state_dict(placed, strict=False, assign=True)
+        self.block.load_state_dict(self._placed(tensors), strict=False, assign=True)
 
     def unload(self) -> None:
         """Let go of the block in memory."""
         if self._backbone is not None:
             self._backbone.layers.to("meta")
+
+    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.to(self.device, self.dtype) for name, value in tensors.items()}
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self.source.tensor(name).to(self.device, self.dtype)

@@ -18,13 +18,14 @@ FOLDER = "rotated"
 
 
 class Rotate(Section):
-    """The same model in a basis in which later steps lose less, before anything else is done with it
+    """The same model in a basis in which later steps lose less, or in several, before anything else is done with it
     ([how](rotation.md)). They take the rotated model, which lies as `rotated` in the work folder."""
 
     key: ClassVar[str] = "rotate"
     options: ClassVar[type] = RotateOptions
 
     basis: str
+    segments: int
     seed: int
     sparsity: float
     steps: int
@@ -65,10 +66,15 @@ def _run(job: Job, asked: Rotate) -> None:
 
 
 def _expected(job: Job, asked: Rotate) -> "Checkpoint":
-    """The rotated model as far as it is known before its basis is."""
+    """The rotated model as far as it is known before its bases are, with segments as long as each other."""
+    from sparsepack.models.checkpoint.bases import Bases
     from sparsepack.models.checkpoint.rotated import rotated
 
-    return rotated(job.checkpoint, None, asked.weights)
+    return rotated(job.checkpoint, Bases(_even(job, asked)), asked.weights)
+
+
+def _even(job: Job, asked: Rotate) -> tuple[int, ...]:
+    return tuple(segment * job.checkpoint.layers // asked.segments for segment in range(asked.segments))
 
 
 def record_to_come(job: Job) -> "RotationRecord | None":
@@ -82,11 +88,12 @@ def record_to_come(job: Job) -> "RotationRecord | None":
         return None
     source = {"model": job.recipe.model, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
     made = {"weights": type_name(checkpoint.dtype), "error": 1.2345678901234567e-07}
-    return RotationRecord({"basis": asked.basis, "seed": asked.seed, **made, **source})
+    how = {"basis": asked.basis, "boundaries": [*_even(job, asked)[1:]], "seed": asked.seed}
+    return RotationRecord({**how, **made, **source})
 
 
 def _tokens(job: Job, asked: Rotate) -> int:
-    """Each block is run twice, as it was and in the basis, over a few tokens; a basis that is learnt is trained."""
+    """Each block is run twice, as it was and rotated, over a few tokens; bases that are learnt are trained."""
     from sparsepack.recipe.estimates import trained_tokens
     from sparsepack.rotation.bases import ROTATIONS
     from sparsepack.rotation.check import TOKENS, WINDOWS
@@ -101,8 +108,8 @@ def _tokens(job: Job, asked: Rotate) -> int:
 
 
 def _memory(job: Job, asked: Rotate) -> int | None:
-    """The bytes of the basis and of what is largest beside it: its search, the embedding, or a block;
-    not known of a basis that is trained."""
+    """The bytes of the bases and of what is largest beside them: their search, the embedding, or a block;
+    not known of bases that are trained."""
     from sparsepack.models.checkpoint.rotated import PIECE
     from sparsepack.recipe.estimates import block_parameters
     from sparsepack.rotation.bases import ROTATIONS
@@ -110,11 +117,11 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     if ROTATIONS[asked.basis].trains:
         return None
     checkpoint = job.checkpoint
-    basis = 8 * int(checkpoint.config.hidden_size) ** 2
+    basis = 8 * int(checkpoint.config.hidden_size) ** 2  # a change of it between segments takes no more
     vocabulary, hidden = checkpoint.source.shapes[checkpoint.family.embedding]
     matrices = 2 * 4 * vocabulary * hidden  # two at a time: of the model and rotated
-    block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize)
-    return basis + max(4 * basis, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
+    block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize) + (basis if asked.segments > 1 else 0)
+    return asked.segments * basis + max(4 * basis, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
 
 
 def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
@@ -144,9 +151,12 @@ def _read(folder: Path) -> Any:
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["rotate"]
     if made is not None:
+        from sparsepack.models.records.rotated import basis_in_words
+
+        into = basis_in_words(made["options"]["basis"], made.get("boundaries", ()))
         yield (
-            f"rotated: into the basis {made['options']['basis']}; over {made['tokens']:,} tokens the logits differ by "
-            f"{made['error']:.1e} of their size"
+            f"rotated: into {into}; over {made['tokens']:,} tokens the logits differ by {made['error']:.1e} of their "
+            "size"
         )
 
 
