@@ -50,22 +50,23 @@ def chosen_segments(runs: Sequence[Run], count: int, device: str = "cpu") -> lis
         with progress("choosing segments", len(possible)) as advance:
             losses = {}
             for first, end in possible:
-                losses[first, end] = round(energy_lost(runs[first:end], device) * _STEPS)
+                segment = runs[first:end]
+                shares = zip(segment, energy_lost(segment, device), strict=True)
+                losses[first, end] = sum(len(blocks) * round(share * _STEPS) for (blocks, _), share in shares)
                 advance()
         ends = _best([len(blocks) for blocks, _ in runs], losses, count)
     return [runs[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
 
-def energy_lost(runs: Sequence[Run], device: str = "cpu") -> float:
-    """What skipping half of the channels loses in one basis for all runs: the sum over their blocks of shares of the
-    energy."""
+def energy_lost(runs: Sequence[Run], device: str = "cpu") -> list[float]:
+    """The share of the energy that skipping half of the channels loses in a block of each run, in one basis for all."""
     place = torch.device("cpu" if device == "mps" else device)  # Apple's GPUs have no float64
     basis = torch.linalg.eigh(pooled(runs).to(place)).eigenvectors
-    lost = 0.0
-    for blocks, moments in runs:
+    lost = []
+    for _, moments in runs:
         sizes = (basis * (moments.to(place) @ basis)).sum(0).clamp_min(0).sort().values
         whole = float(sizes.sum())
-        lost += len(blocks) * float(sizes[: len(sizes) // 2].sum()) / whole if whole else 0.0
+        lost.append(float(sizes[: len(sizes) // 2].sum()) / whole if whole else 0.0)
     return lost
 
 

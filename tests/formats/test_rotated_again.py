@@ -53,7 +53,7 @@ def test_a_zigzag_file_is_the_source_model(kind: str, pair: tuple[Checkpoint, Ch
     assert [t.name for t in own.tensors] == [t.name for t in again.tensors]
     for one, other in zip(own.tensors, again.tensors, strict=True):
         assert other.error == pytest.approx(one.error, abs=0.06 if types else 0.012)
-        assert ERROR_BOUNDS[other.type] <= other.bound < ERROR_BOUNDS[other.type] + (0.15 if types else 0.04)
+        assert ERROR_BOUNDS[other.type] <= other.bound < ERROR_BOUNDS[other.type] + (0.18 if types else 0.04)
         turned = not one.name.endswith(("norm.weight", "attn_in.bias", "mlp_in.bias"))
         assert (ERROR_BOUNDS[other.type] < other.bound) == turned, one.name
     assert next(t for t in again.tensors if t.name == "blk.1.mlp_mid.bias").error > 0  # turned, and stored as it is
