@@ -54,7 +54,8 @@ MODES = {
         )
     ),
     "rotate": tuple(
-        f"shipped:tiny --calibration {{tinycal}} --basis {basis} -o {{new}}" for basis in ("pca", "hadamard")
+        f"shipped:tiny --calibration {{tinycal}} --basis {basis} -o {{new}}"
+        for basis in ("pca", "pca --segments 2", "hadamard")
     ),
     "thresholds": tuple(
         f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"

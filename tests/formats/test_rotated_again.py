@@ -1,11 +1,14 @@
 """`verify --against` the model that was rotated: it is rotated again, into the basis of the artifact's embedding."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from model_variants import FOLDERS
 from models_for_tests import TEXT, make_model
+from safetensors.torch import load_file, save_file
 
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
@@ -21,11 +24,13 @@ from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import rotate
 
 
-def make_rotated(folder: Path, basis: str = "pca", **changes: object) -> tuple[Checkpoint, Checkpoint]:
+def make_rotated(
+    folder: Path, basis: str = "pca", segments: int = 1, **changes: object
+) -> tuple[Checkpoint, Checkpoint]:
     """A random model, and what `rotate` makes of it."""
     model = open_checkpoint(make_model(folder / "m", **changes))
     calibrate(model, Text("topics", (TEXT[:2000],), "topics"), folder / "c", CalibrateOptions(context=32, samples=4))
-    rotate(model, folder / "c", folder / "rotated", RotateOptions(basis))
+    rotate(model, folder / "c", folder / "rotated", RotateOptions(basis, segments))
     return model, open_checkpoint(folder / "rotated")
 
 
@@ -80,6 +85,79 @@ def test_neurons_and_their_records_are_turned(pair: tuple[Checkpoint, Checkpoint
     assert report.passed, report.problems
 
 
+@pytest.fixture(scope="module")
+def segmented(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Checkpoint]:
+    """A model of four blocks, and the same with a basis for each; not to be changed."""
+    folder = tmp_path_factory.mktemp("segments")
+    return make_rotated(folder, segments=4, **FOLDERS["llama, biases"], hidden_act="relu", num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("kind", ["zigzag-q4_k", "neuron-q4_k"])
+def test_each_segment_is_the_source_model(kind: str, segmented: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
+    calibration = {"calibration": recalibrated(segmented[1], tmp_path)} if kind == "neuron-q4_k" else {}
+    path = tmp_path / "m.gguf"
+    pack(PackRequest(str(segmented[1].path), path, format=kind, **calibration))
+    own, again = verify(path, segmented[1]), verify(path, segmented[0])
+    assert again.passed, again.problems
+    assert "in the artifact's bases, found from its embedding and 3 changes of basis to within" in again.checked[-1]
+    bounds = {t.name: t.bound for t in again.tensors}
+    for one, other in zip(own.tensors, again.tensors, strict=True):
+        assert other.error == pytest.approx(one.error, abs=0.012)
+        assert other.bound < ERROR_BOUNDS[other.type] + 0.04
+    in_order = [bounds[name] for name in ("blk.0.attn_in.weight", "blk.1.attn_in.weight", "blk.3.attn_in.weight")]
+    assert in_order == sorted(set(in_order))  # less and less sure
+    assert bounds["output.weight"] > ERROR_BOUNDS["Q6_K"]
+
+
+def test_two_segments_are_the_source_model(tmp_path: Path) -> None:
+    model, turned = make_rotated(tmp_path, segments=2, family="qwen3")
+    report = verify(packed(turned, tmp_path / "m.gguf"), model)
+    assert report.passed, report.problems
+    assert "found from its embedding and 1 change of basis to within" in report.checked[-1]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "failing"),
+    [
+        ("model.layers.3.self_attn.o_proj.weight", ["blk.3.attn_out.weight"]),
+        ("model.layers.2.mlp.up_proj.weight", ["blk.2.mlp_in.weight"]),
+    ],
+)
+def test_a_matrix_of_another_model_in_a_later_segment_fails(
+    tensor: str, failing: list[str], segmented: tuple[Checkpoint, Checkpoint], tmp_path: Path
+) -> None:
+    changes = {**FOLDERS["llama, biases"], "hidden_act": "relu", "num_hidden_layers": 4, "seed": 1}
+    other = open_checkpoint(make_model(tmp_path / "other", **changes)).tensor(tensor).float()
+    report = verify(packed(_changed(segmented[1], tmp_path, {tensor: other}), tmp_path / "m.gguf"), segmented[0])
+    assert [t.name for t in report.tensors if not t.passed] == failing
+
+
+def test_a_matrix_between_segments_that_is_not_orthogonal_is_one_line(
+    segmented: tuple[Checkpoint, Checkpoint], tmp_path: Path
+) -> None:
+    name = segmented[1].family.basis(2)
+    model = _changed(segmented[1], tmp_path, {name: torch.randn(segmented[1].source.shapes[name])})
+    (problem,) = verify(packed(model, tmp_path / "m.gguf"), segmented[0]).problems
+    assert "blk.2.basis.weight does not say in which basis the model is" in problem
+
+
+def test_another_basis_than_the_weights_have_fails(segmented: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:
+    """One change of basis turns elsewhere, and the segments behind it do not know."""
+    name = segmented[1].family.basis(3)
+    model = _changed(segmented[1], tmp_path, {name: segmented[1].tensor(name).flip(0).contiguous()})
+    failed = {t.name for t in verify(packed(model, tmp_path / "m.gguf"), segmented[0]).tensors if not t.passed}
+    assert {"blk.3.attn_in.weight", "blk.3.mlp_mid.weight", "output.weight"} <= failed
+    assert all(n.startswith(("blk.3.", "output.")) for n in failed)
+
+
+def _changed(model: Checkpoint, folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    """The same folder with other tensors."""
+    shutil.copytree(model.path, folder / "changed")
+    path = folder / "changed" / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
+    return open_checkpoint(folder / "changed")
+
+
 def recalibrated(model: Checkpoint, folder: Path) -> Path:
     calibrate(model, Text("t", (TEXT[:2000],), "t"), folder / "again", CalibrateOptions(context=32, samples=2))
     return folder / "again"
@@ -107,12 +185,9 @@ def test_weights_that_are_not_those_of_the_source_in_that_basis_fail(
     pair: tuple[Checkpoint, Checkpoint], tmp_path: Path
 ) -> None:
     """A file that says it is of this model: one matrix is turned into another basis than the embedding."""
-    from safetensors.torch import load_file, save_file
-
     model, turned = make_rotated(tmp_path)
-    tensors = load_file(turned.path / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].flip(1).contiguous()
-    save_file(tensors, turned.path / "model.safetensors", {"format": "pt"})
+    name = "model.layers.1.mlp.up_proj.weight"
+    turned = _changed(turned, tmp_path, {name: turned.tensor(name).flip(1).contiguous()})
     report = verify(packed(turned, tmp_path / "m.gguf"), model)
     assert [t.name for t in report.tensors if not t.passed] == ["blk.1.mlp_in.weight"]
 

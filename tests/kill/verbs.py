@@ -60,9 +60,12 @@ def _prune(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["prune", _TINY, *given, "-o", str(work / "p"), "--overwrite"]
 
 
-def _rotate(inputs: Path, work: Path, old: bool) -> list[str]:
-    given = ["--calibration", str(inputs / "c"), "--basis", "hadamard" if old else "pca"]
-    return ["rotate", _TINY, *given, "-o", str(work / "r"), "--overwrite"]
+def _rotate(*options: str) -> Callable[[Path, Path, bool], list[str]]:
+    def command(inputs: Path, work: Path, old: bool) -> list[str]:
+        given = ["--calibration", str(inputs / "c"), *(("--basis", "hadamard") if old else options)]
+        return ["rotate", _TINY, *given, "-o", str(work / "r"), "--overwrite"]
+
+    return command
 
 
 def _trace(inputs: Path, work: Path, old: bool) -> list[str]:
@@ -97,7 +100,8 @@ VERBS = {
         Verb("thresholds teal", _thresholds("--allocation", "teal"), ("t.json",)),
         Verb("thresholds global", _thresholds(*_LEARNT), ("t.json",)),
         Verb("prune", _prune, ("p",)),
-        Verb("rotate", _rotate, ("r",)),
+        Verb("rotate", _rotate(), ("r",)),
+        Verb("rotate segments", _rotate("--segments", "2"), ("r",)),
         Verb("trace", _trace, ("n",)),
         Verb("pack", _pack, ("m.gguf",)),
         Verb("pack refit", _pack_refit, ("m.gguf",)),

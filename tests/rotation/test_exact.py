@@ -64,6 +64,40 @@ def test_the_same_function(name: str, tmp_path: Path) -> None:
     assert turned.sha256 == model.sha256
 
 
+@pytest.mark.parametrize("name", [*FOLDERS, *MORE])
+def test_segments_are_the_same_function(name: str, tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m", **{**FOLDERS, **MORE}[name], num_hidden_layers=4))
+    hidden = model.config.hidden_size
+    bases = Bases((0, 1, 3), tuple(some_basis(hidden, seed) for seed in range(3)))
+    turned = rotated(model, bases)
+    assert turned.bases == (1, 3)
+    assert off(logits(turned), logits(model)) < 1e-5
+    change = turned.tensor("model.layers.3.residual_basis.weight")
+    assert (change.dtype, turned.source.shapes["model.layers.3.residual_basis.weight"]) == (
+        torch.float32,
+        (hidden, hidden),
+    )
+    assert off(change, bases.matrices[2].t() @ bases.matrices[1]) < 1e-6
+    assert off(turned.tensor(HEAD), rotated(model, Bases(matrices=bases.matrices[2:])).tensor(HEAD)) == 0
+    with pytest.raises(CheckpointError, match="rotated already, its residual stream changes its basis before block 1"):
+        rotated(turned, bases)
+
+
+def test_before_bases_are_known_nothing_is_turned(tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m"))
+    folded = rotated(model, Bases((0, 1)))
+    assert folded.bases == (1,)
+    assert torch.equal(folded.tensor("model.layers.1.residual_basis.weight"), torch.eye(256))
+    assert off(logits(folded), logits(model)) < 1e-6
+
+
+def test_changes_of_basis_are_stored_in_the_type_of_the_matrices(tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m"))
+    bases = Bases((0, 1), (some_basis(256), some_basis(256, 1)))
+    for weights, kept in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        assert rotated(model, bases, weights).tensor("model.layers.1.residual_basis.weight").dtype == kept
+
+
 @pytest.mark.parametrize("name", [*SMALL, "llama, biases"])
 def test_what_lies_within_a_block_stays(name: str, tmp_path: Path) -> None:
     """Biases and norms of queries and keys, which are outputs of their matrices; of o and down they are turned."""
@@ -141,6 +175,20 @@ def test_the_basis_is_found_from_two_embeddings_and_says_how_surely(rows: int, n
     assert off(found.basis.t() @ found.basis, torch.eye(48)) < 1e-12
     assert found.residual == pytest.approx(noise / (1 + noise**2) ** 0.5, rel=0.1, abs=1e-6)
     assert found.uncertainty == pytest.approx(error, rel=0.15, abs=1e-6)
+
+
+def test_the_orthogonal_matrix_nearest_to_a_stored_one_is_found_as_surely_as_it_is() -> None:
+    """Of a mistake in such a matrix, half lies in directions that the orthogonal ones have, too."""
+    noise = 0.01 / 200**0.5 * torch.randn(200, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = found_basis([(torch.eye(200), some_basis(200) + noise)])
+    assert found.uncertainty == pytest.approx(off(found.basis, some_basis(200)), rel=0.1)
+    assert found.uncertainty == pytest.approx(0.01 / 2**0.5, rel=0.1)
+
+
+def test_embeddings_that_are_not_finite_say_nothing() -> None:
+    assert found_basis([(torch.ones(3, 2), torch.tensor([[1.0, 2], [float("nan"), 1], [1, 1]]))]).uncertainty == float(
+        "inf"
+    )
 
 
 def test_directions_that_the_embedding_lacks_make_a_basis_unsure() -> None:

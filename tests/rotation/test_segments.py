@@ -120,7 +120,7 @@ def test_blocks_with_one_sum_stay_in_one_segment(small: Checkpoint, small_calibr
     assert pca.bases(small, shared, RotateOptions(segments=2), ResumeState(None, "")).starts == (0, 2)
     with pytest.raises(
         RotationError,
-        match="3 segments of 3 blocks, of which a calibration keeps second moments in 2 runs; expected at most 2$",
+        match=r"3 segments of 3 blocks, of which a calibration keeps second moments in 2 runs; expected at most 2$",
     ):
         pca.bases(small, shared, RotateOptions(segments=3), ResumeState(None, ""))
 

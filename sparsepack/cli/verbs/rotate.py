@@ -29,9 +29,9 @@ from sparsepack.terminal import tell
 def rotate(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
     """Write MODEL with its residual stream in another basis: the same function, folded into the weights.
 
-    The result is an ordinary checkpoint; calibrate that one for what follows. Its logits are compared with those of
-    MODEL, and nothing is written where they differ. One decoder block is in memory at a time; a learnt basis needs the
-    whole model there, and is for a GPU. A run that was killed
+    The result is an ordinary checkpoint, or with several segments one that sparsepack alone takes; calibrate that one
+    for what follows. Its logits are compared with those of MODEL, and nothing is written where they differ. One decoder
+    block is in memory at a time; a learnt basis needs the whole model there, and is for a GPU. A run that was killed
     goes on where it stopped when the same command is given again.
     """
     options = RotateOptions(**asked)

@@ -110,6 +110,7 @@ def _tokens(job: Job, asked: Rotate) -> int:
 def _memory(job: Job, asked: Rotate) -> int | None:
     """The bytes of the bases and of what is largest beside them: their search, the embedding, or a block;
     not known of bases that are trained."""
+    from sparsepack.calibration.residual import residual_of
     from sparsepack.models.checkpoint.rotated import PIECE
     from sparsepack.recipe.estimates import block_parameters
     from sparsepack.rotation.bases import ROTATIONS
@@ -121,7 +122,9 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     vocabulary, hidden = checkpoint.source.shapes[checkpoint.family.embedding]
     matrices = 2 * 4 * vocabulary * hidden  # two at a time: of the model and rotated
     block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize) + (basis if asked.segments > 1 else 0)
-    return asked.segments * basis + max(4 * basis, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
+    residual = residual_of(checkpoint)
+    moments = residual["runs"] if residual and ROTATIONS[asked.basis].needs == "moments" else 0
+    return asked.segments * basis + max((moments + 4) * basis, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
 
 
 def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
