@@ -66,7 +66,7 @@ def test_the_same_function(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*FOLDERS, *MORE])
 def test_segments_are_the_same_function(name: str, tmp_path: Path) -> None:
-    model = open_checkpoint(make_model(tmp_path / "m", **{**FOLDERS, **MORE}[name], num_hidden_layers=4))
+    model = open_checkpoint(make_model(tmp_path / "m", **({**FOLDERS, **MORE}[name] | {"num_hidden_layers": 4})))
     hidden = model.config.hidden_size
     bases = Bases((0, 1, 3), tuple(some_basis(hidden, seed) for seed in range(3)))
     turned = rotated(model, bases)

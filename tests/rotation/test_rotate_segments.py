@@ -18,6 +18,7 @@ from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.files.text import read_text
 from sparsepack.formats.inspect import describe
+from sparsepack.formats.open import open_artifact
 from sparsepack.formats.verify import verify
 from sparsepack.inspection import inspect
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -109,8 +110,8 @@ def test_the_cost_is_told(tiny: Checkpoint, cal: Path, tmp_path: Path) -> None:
         f"{packed:,} in Q8_0, all of which each token reads: {share:.1f} % of what the blocks' matrices are in Q4_K"
     )
     assert note in rotated_text(made, tmp_path / "r")
-    tensors = {tensor["name"]: tensor for tensor in describe(_packed(tmp_path / "r", tmp_path))["tensors"]}
-    assert sum(tensors[f"blk.{layer}.basis.weight"]["bytes"] for layer in (1, 2)) == packed
+    tensors = open_artifact(_packed(tmp_path / "r", tmp_path)).tensors
+    assert sum(tensors[f"blk.{layer}.basis.weight"].nbytes for layer in (1, 2)) == packed
 
 
 @pytest.mark.parametrize("at", [1, 2, "the writing"])
