@@ -190,9 +190,9 @@ def _note_of_changes(made: Checkpoint) -> str:
     share = packed / stored_bytes("Q4_K", matrices)
     stored = type_name(made.source.dtypes[names[0]])
     return (
-        f"the stream changes its basis {count} times, by matrices of {hidden:,} x {hidden:,}: {_bytes(made, names):,} "
-        f"bytes more in {stored}; packed {packed:,} in {kind}, all of which each token reads: {100 * share:.1f} % of "
-        "what the blocks' matrices are in Q4_K"
+        f"{count} change{'s' if count > 1 else ''} of basis between segments, {hidden:,} x {hidden:,} each: "
+        f"{_bytes(made, names):,} bytes more in {stored}; packed {packed:,} in {kind}, all of which each token reads: "
+        f"{100 * share:.1f} % of what the blocks' matrices are in Q4_K"
     )
 
 

@@ -98,18 +98,21 @@ def test_what_the_model_allows_is_asked_of_the_rotated_one(tmp_path: Path) -> No
 def test_segments_are_reckoned_with_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, rotate={"segments": 2}, gates=None, generate=None)
     plan = run_recipe(recipe, work=tmp_path / "work", dry_run=True).report
-    (note,) = (note for note in plan["rotation"]["notes"] if "changes its basis" in note)
+    (note,) = (note for note in plan["rotation"]["notes"] if note.startswith("1 change of basis"))
     outcome = run_recipe(recipe, work=tmp_path / "work")
     assert note in outcome.report["rotate"]["notes"]
     assert plan["artifact"]["file_bytes"] == pytest.approx(
         describe(tmp_path / "work/model.gguf")["file_bytes"], rel=0.002
     )
     (start,) = outcome.report["rotate"]["boundaries"]
-    said = f"into the basis pca of each of 2 segments, which begin with blocks 0 and {start}"
+    said = f"into the basis pca of each of 2 segments (from blocks 0 and {start} on)"
     assert said in " ".join(capsys.readouterr().out.split())
-    assert f"R{said.replace('into', 'otated into')}, before anything else" in report_page(tmp_path / "work")
+    assert f"Rotated {said} before anything else" in report_page(tmp_path / "work")
     assert outcome.report["verify"]["passed"]
     assert verify(tmp_path / "work" / "model.gguf", "shipped:tiny").passed
+
+
+_PLAIN = ("pack.format=q4_k", "activation_sparsity=null", "generate=null")
 
 
 def test_segments_that_cannot_be_are_refused_by_the_dry_run(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_segments_that_cannot_be_are_refused_by_the_dry_run(tmp_path: Path) -> N
         recipe, "rotate={basis: hadamard, segments: 2}"
     )
     with pytest.raises(RecipeError, match="for which q4_k has no place"):
-        run_recipe(recipe, ["rotate.segments=2", "pack.format=q4_k", "activation_sparsity=null"], tmp_path / "w", True)
+        run_recipe(recipe, ["rotate.segments=2", *_PLAIN], tmp_path / "w", True)
 
 
 @pytest.mark.parametrize(

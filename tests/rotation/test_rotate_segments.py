@@ -84,12 +84,12 @@ def test_everything_says_where_segments_begin(tiny: Checkpoint, three: Path, tmp
     read = rotation_record(three)
     assert read is not None
     assert read.summary["boundaries"] == [1, 2]
-    said = "the basis pca of each of 3 segments, which begin with blocks 0, 1 and 2"
+    said = "the basis pca of each of 3 segments (from blocks 0, 1 and 2 on)"
     assert f"into {said}: the same function" in checkpoint_table(inspect(three))
     found = describe(_packed(three, tmp_path))
     assert found["provenance"]["rotation"]["boundaries"] == [1, 2]
     card = model_card(tmp_path / "m.gguf")
-    assert f"| rotated | into {said}, of `{tiny.name}`: the same function |" in card
+    assert f"| rotated | into {said} of `{tiny.name}`: the same function |" in card
     assert "the residual stream changes its basis before blocks 1, 2" in card
 
 
@@ -104,10 +104,10 @@ def test_the_cost_is_told(tiny: Checkpoint, cal: Path, tmp_path: Path) -> None:
     packed = 2 * 256**2 // 32 * 34
     blocks = sum(rows * columns for rows, columns in map(tiny.stacked_shape, tiny.family.projections)) * tiny.layers
     share = 100 * packed / (blocks // 256 * 144)
-    (note,) = (note for note in made.notes if "changes its basis" in note)
+    (note,) = (note for note in made.notes if "of basis" in note)
     assert note == (
-        f"the stream changes its basis 2 times, by matrices of 256 x 256: {stored:,} bytes more in float32; packed "
-        f"{packed:,} in Q8_0, all of which each token reads: {share:.1f} % of what the blocks' matrices are in Q4_K"
+        f"2 changes of basis between segments, 256 x 256 each: {stored:,} bytes more in float32; packed {packed:,} in "
+        f"Q8_0, all of which each token reads: {share:.1f} % of what the blocks' matrices are in Q4_K"
     )
     assert note in rotated_text(made, tmp_path / "r")
     tensors = open_artifact(_packed(tmp_path / "r", tmp_path)).tensors

@@ -88,4 +88,4 @@ def basis_in_words(basis: str, boundaries: Sequence[int]) -> str:
         return f"the basis {basis}"
     *starts, last = (0, *boundaries)
     listed = f"{', '.join(map(str, starts))} and {last}"
-    return f"the basis {basis} of each of {len(boundaries) + 1} segments, which begin with blocks {listed}"
+    return f"the basis {basis} of each of {len(boundaries) + 1} segments (from blocks {listed} on)"
