@@ -145,6 +145,8 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     runs = [{"residual": each.manifest.get("residual")} for each in (first, second)]  # from before: none
     check_mergeable(runs[0], runs[1], ("residual",), CalibrationError)
     parts = _parts(first) + _parts(second)
+    if first.layers[0].keys() != second.layers[0].keys():
+        raise CalibrationError("cannot merge: one was made by a sparsepack that counted less; calibrate again")
     if len(set(parts)) < len(parts):
         raise CalibrationError("cannot merge a calibration with itself or a part of it: every token would count twice")
     layers = [added(ours, theirs) for ours, theirs in zip(first.layers, second.layers, strict=True)]

@@ -8,7 +8,9 @@ Whoever stores some of the channels must find the same in the model.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from sparsepack.calibration.collectors import Statistics
 from sparsepack.calibration.collectors.products import GROUPS
@@ -16,6 +18,11 @@ from sparsepack.files.stored import Count, Size, Stored
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import Rotary
 from sparsepack.models.heads import heads_of_config
+
+if TYPE_CHECKING:
+    from sparsepack.calibration.folder import Calibration
+
+OUTPUT_PRODUCT = "attention.output_product"
 
 
 class _CalibrationRotary(Stored):
@@ -48,3 +55,16 @@ def check_heads(section: Mapping[str, Any], layers: Sequence[Statistics]) -> Non
             shape = list(layer[f"attention.{name}"].shape)
             if shape != [rows, channels]:
                 raise ValueError(f"attention.{name} is {shape}, expected {[rows, channels]}")
+    products = [list(layer[OUTPUT_PRODUCT].shape) for layer in layers if OUTPUT_PRODUCT in layer]
+    square = [kv_heads, channels, channels]
+    if products and products != [square] * len(layers):
+        raise ValueError(f"{OUTPUT_PRODUCT} is {products}, expected {square} in each of {len(layers)} blocks")
+
+
+def output_moments(calibration: "Calibration") -> tuple[Tensor, ...] | None:
+    """The second moments E[y y^T] of what the query heads of each KV head give, of each block: float64
+    [kv_heads, D, D]. None where the calibration has none."""
+    heads = calibration.manifest["attention"]
+    counted = calibration.manifest["tokens"]["counted"] * (heads["heads"] // heads["kv_heads"])
+    found = [layer[OUTPUT_PRODUCT] / counted for layer in calibration.layers if OUTPUT_PRODUCT in layer]
+    return tuple(found) or None

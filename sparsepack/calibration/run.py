@@ -27,7 +27,8 @@ from sparsepack.files.resume import ResumeState, state_beside
 from sparsepack.files.text import Text, read_text
 from sparsepack.formats.table import holders
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import MLP_MID
+from sparsepack.models.families import ATTN_OUT, MLP_MID
+from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
 from sparsepack.models.stock.hooks import site_hooks, stream_hooks
@@ -124,6 +125,7 @@ def _run(
     if hidden is None:
         hidden = stream.embed(windows)
     residual = residual_of(checkpoint) or {"runs": 0}
+    heads = heads_of_config(checkpoint.config)
     epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
     of_run: Statistics = resume.kept(_of_run(len(layers)))
     batches = -(-len(windows) // options.batch)
@@ -137,6 +139,8 @@ def _run(
             def collect(_: int, site: str, x: torch.Tensor, into: Any = statistics, norms: Any = norms) -> None:
                 x = x[:, options.sinks :]
                 collectors.count(into, "site", site, x, norms[site])
+                if site == ATTN_OUT and checkpoint.family.residual is not None:
+                    collectors.count(into, "outputs", "attention", x, heads.kv_heads, heads.head_dim)
                 if site == MLP_MID:
                     collectors.count(into, "neurons", "neurons", x)
 

@@ -3,13 +3,14 @@
 The basis is not stored. It is found from the embedding, which is in the artifact once more, in the basis; so what is
 compared with the artifact's matrices is the source's own weights, rotated by an orthogonal matrix. Where segments have
 bases of their own, that is the first one. Each later one is the one before it, changed as the artifact's matrix between
-them says, once that is orthogonal again.
+them says, once that is orthogonal again. The bases of the values of its attention are found from v and o, once these
+are in the basis of the stream.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from sparsepack.formats.manifest import PRUNING, ROTATION
 from sparsepack.models.checkpoint.bases import FROM_START, Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.procrustes import FoundBasis, found_basis
-from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.checkpoint.rotated import rotated, value_and_output
+from sparsepack.models.heads import Heads, heads_of_config
 
 CHANGED_SINCE = (PRUNING,)
 """Under these keys the manifest says that weights were changed after the rotation, by more than types explain."""
@@ -35,6 +37,9 @@ _PIECE = 1 << 22
 _DEVIATIONS = 4
 """A tensor may be off by so many times the uncertainty of the basis in which it is compared."""
 
+_ATTENTION = "attn"
+"""The names of attention's tensors hold this, in any container."""
+
 _OF_BLOCK = re.compile(r"(?:blk|layers)\.(\d+)\.")
 """The name of a block's tensor, in any container."""
 
@@ -45,13 +50,15 @@ class RotatedAgain:
 
     unturned      -- the same with its norms folded and nothing turned
     bases         -- those of the artifact's segments
-    uncertainties -- by how much each of them may be off, relative
+    uncertainties -- by how much those of the stream may be off, relative
+    of_values     -- by how much those of a block's values may be off, relative, the worst of a block
     """
 
     checkpoint: Checkpoint
     unturned: Checkpoint
     bases: Bases
     uncertainties: tuple[float, ...]
+    of_values: tuple[float, ...]
 
     def in_words(self) -> str:
         """How surely it is found, as a clause."""
@@ -68,14 +75,16 @@ class RotatedAgain:
             same = artifact.source(name, self.unturned)
             if same is not None and torch.equal(same, source):
                 return 0.0
-        return _DEVIATIONS * self.uncertainties[self._segment(artifact, name)]
+        return _DEVIATIONS * self._uncertainty(artifact, name)
 
-    def _segment(self, artifact: Artifact, name: str) -> int:
-        """The segment of a tensor: the output matrix, which is of no block, has the last basis."""
+    def _uncertainty(self, artifact: Artifact, name: str) -> float:
+        """That of the bases of a tensor: the output matrix, which is of no block, has the last one of the stream."""
         of_block = _OF_BLOCK.search(name)
-        if of_block:
-            return self.bases.segment(int(of_block[1]))
-        return 0 if name == artifact.embedding else -1
+        if of_block is None:
+            return self.uncertainties[0 if name == artifact.embedding else -1]
+        layer = int(of_block[1])
+        of_stream = self.uncertainties[self.bases.segment(layer)]
+        return math.hypot(of_stream, self.of_values[layer]) if _ATTENTION in name else of_stream
 
 
 def made_from_unrotated(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
@@ -106,9 +115,34 @@ def rotated_again(artifact: Artifact, checkpoint: Checkpoint) -> RotatedAgain:
         _check(found, f"{artifact.path}: {name}", checkpoint)
         matrices.append(matrices[-1] @ found.basis.t())
         uncertainties.append(math.hypot(uncertainties[-1], found.uncertainty))
-    bases = Bases((*FROM_START, *changes), tuple(matrices))
+    stream = Bases((*FROM_START, *changes), tuple(matrices))
+    of_blocks = list(_found_values(artifact, rotated(checkpoint, stream)))
+    for layer, heads in enumerate(of_blocks):
+        for head, found in enumerate(heads):
+            _check(found, f"{artifact.path}: head {head} of block {layer}", checkpoint)
+    bases = replace(stream, values=tuple(torch.stack([found.basis for found in heads]) for heads in of_blocks))
+    of_values = tuple(max(found.uncertainty for found in heads) for heads in of_blocks)
     turned, unturned = rotated(checkpoint, bases), rotated(checkpoint, Bases())
-    return RotatedAgain(turned, unturned, bases, tuple(uncertainties))
+    return RotatedAgain(turned, unturned, bases, tuple(uncertainties), of_values)
+
+
+def _found_values(artifact: Artifact, turned: Checkpoint) -> Iterator[list[FoundBasis]]:
+    """The bases of the values of each KV head, block by block. turned: the source in the bases of the stream."""
+    heads, stored = heads_of_config(turned.config), artifact.stock()
+    for layer in range(turned.layers):
+        value, output = (f"{name}.weight" for name in value_and_output(turned.family, layer))
+        of_model, of_artifact = (
+            _by_head(tensor(value), tensor(output), heads) for tensor in (turned.tensor, stored.tensor)
+        )
+        yield [found_basis([pair]) for pair in zip(of_model, of_artifact, strict=True)]
+
+
+def _by_head(value: Tensor, output: Tensor, heads: Heads) -> Tensor:
+    """For each KV head its rows of v, and the columns of o of all query heads that share the KV head, as rows of D
+    numbers: [kv_heads, N, D]."""
+    of_value = torch.unflatten(value, 0, (heads.kv_heads, heads.head_dim)).mT
+    of_output = torch.unflatten(output, 1, (heads.kv_heads, -1, heads.head_dim)).movedim(0, 2).flatten(1, 2)
+    return torch.cat([of_value, of_output], 1)
 
 
 def _check(found: FoundBasis, what: str, checkpoint: Checkpoint) -> None:

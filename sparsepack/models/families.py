@@ -23,6 +23,8 @@ BASIS = "residual_basis"
 """The module of a decoder block that changes the basis of the residual stream before anything else in it: h' = h W^T.
 No stock model has such a module (`models.stock.basis`)."""
 
+ATTN_OUT = "attn_out"
+"""The site whose channels are those of the attention heads' outputs, head by head."""
 MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
 

@@ -16,6 +16,7 @@ from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.heads import heads_of_config
 from sparsepack.rotation.options import RotateOptions
 
 
@@ -29,12 +30,23 @@ def check_model(checkpoint: Checkpoint) -> None:
 
 
 def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptions, resume: ResumeState) -> Bases:
-    """The one basis of a model, by its width and the seed alone."""
-    hidden = int(checkpoint.config.hidden_size)
-    matrix = hadamard(hidden)
-    assert matrix is not None  # `check_model` was asked
-    negative = torch.randint(0, 2, (hidden, 1), generator=torch.Generator().manual_seed(options.seed)).bool()
-    return Bases(matrices=(torch.where(negative, -matrix, matrix) / math.sqrt(hidden),))
+    """The one basis of a model, and those of its values where there are Hadamard matrices of the size of its heads, by
+    sizes and the seed alone."""
+    generator = torch.Generator().manual_seed(options.seed)
+    heads = heads_of_config(checkpoint.config)
+    of_stream, of_head = hadamard(int(checkpoint.config.hidden_size)), hadamard(heads.head_dim)
+    assert of_stream is not None  # `check_model` was asked
+    stream = _signed(of_stream, 1, generator)[0]
+    if of_head is None:
+        return Bases(matrices=(stream,))
+    values = [_signed(of_head, heads.kv_heads, generator) for _ in range(checkpoint.layers)]
+    return Bases(matrices=(stream,), values=tuple(values))
+
+
+def _signed(matrix: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Orthogonal matrices of a Hadamard matrix [n, n], each with other signs of its rows: float64 [count, n, n]."""
+    negative = torch.randint(0, 2, (count, len(matrix), 1), generator=generator).bool()
+    return torch.where(negative, -matrix, matrix) / math.sqrt(len(matrix))
 
 
 def hadamard(order: int) -> Tensor | None:

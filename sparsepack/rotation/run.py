@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.calibration.heads import output_moments
 from sparsepack.calibration.residual import residual_of, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.files.atomic import check_output
@@ -71,10 +72,11 @@ def rotate(
     read = load_calibration(calibration)
     read.check_model(checkpoint)
     basis = ROTATIONS[options.basis]
-    if basis.needs == "moments" and second_moments(read) is None:
+    if basis.needs == "moments" and (second_moments(read) is None or output_moments(read) is None):
         raise RotationError(
-            f"{calibration}: a calibration without the second moments of the residual stream, from a sparsepack before "
-            f"they were counted; make it again: sparsepack calibrate {checkpoint.name} --text TEXT -o FOLDER"
+            f"{calibration}: a calibration without the second moments of the residual stream and of what heads give, "
+            "from a sparsepack before they were counted; make it again: sparsepack calibrate "
+            f"{checkpoint.name} --text TEXT -o FOLDER"
         )
     asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
     tokens = checked_tokens(read.windows)

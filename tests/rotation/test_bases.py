@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.heads import output_moments
 from sparsepack.calibration.residual import PRODUCT, second_moments
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
@@ -61,6 +62,31 @@ def test_pca_weighs_runs_by_their_blocks(small: Checkpoint, small_calibration: C
     assert [blocks for blocks, _ in second_moments(shared) or []] == [range(1), range(1, 3)]
     difference = found("pca", small, shared) - found("pca", small, small_calibration)
     assert float(difference.abs().max()) < 1e-8
+
+
+def test_pca_brings_what_heads_give_into_falling_order(small: Checkpoint, small_calibration: Calibration) -> None:
+    values = ROTATIONS["pca"].find(small, small_calibration, RotateOptions("pca"), NOWHERE).values
+    moments = output_moments(small_calibration)
+    assert moments is not None
+    assert len(values) == len(moments) == small.layers
+    for bases, of_block in zip(values, moments, strict=True):
+        turned = bases.mT @ of_block @ bases
+        sizes = turned.diagonal(dim1=-2, dim2=-1)
+        assert float((turned - sizes.diag_embed()).abs().max()) < 1e-12 * float(sizes.max())
+        assert bool((sizes.diff(dim=-1) <= 1e-12).all())
+
+
+def test_values_have_hadamard_matrices_where_their_heads_have_such_a_size(
+    small: Checkpoint, small_calibration: Calibration
+) -> None:
+    values = ROTATIONS["hadamard"].find(small, small_calibration, RotateOptions("hadamard"), NOWHERE).values
+    assert [tuple(each.shape) for each in values] == [(2, 64, 64)] * small.layers
+    for each in values:
+        torch.testing.assert_close(each.mT @ each, torch.eye(64).double().expand(2, -1, -1), atol=1e-12, rtol=0)
+        assert not torch.equal(each[0], each[1])
+    config = type(small.config)(**{**small.config.to_dict(), "head_dim": 52})
+    odd = replace(small, config=config)
+    assert not ROTATIONS["hadamard"].find(odd, small_calibration, RotateOptions("hadamard"), NOWHERE).values
 
 
 def test_directions_do_not_depend_on_the_side_that_an_eigenvector_points_to() -> None:

@@ -1,5 +1,6 @@
 """Every family that can be rotated computes the same in another basis, whatever its heads, biases and ties."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ from model_variants import FOLDERS
 from models_for_tests import OPT, SMALL, make_model, make_opt
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.checkpoint.bases import Bases
+from sparsepack.models.checkpoint.bases import Bases, bases_of
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.procrustes import found_basis
-from sparsepack.models.checkpoint.rotated import rotated
+from sparsepack.models.checkpoint.rotated import rotated, value_and_output
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model
 
 IDS = torch.arange(2, 50)[None] * 7 % 512
@@ -33,6 +35,13 @@ def some_basis(hidden: int, seed: int = 0) -> torch.Tensor:
 def one_basis(hidden: int) -> Bases:
     """The same, of all blocks."""
     return Bases(matrices=(some_basis(hidden),))
+
+
+def some_values(model: Checkpoint) -> tuple[torch.Tensor, ...]:
+    """Random orthogonal matrices for the values of each KV head."""
+    heads = heads_of_config(model.config)
+    seeds = [range(1 + layer * heads.kv_heads, 1 + (layer + 1) * heads.kv_heads) for layer in range(model.layers)]
+    return tuple(torch.stack([some_basis(heads.head_dim, seed) for seed in of_block]) for of_block in seeds)
 
 
 def logits(checkpoint: Checkpoint) -> torch.Tensor:
@@ -68,7 +77,7 @@ def test_the_same_function(name: str, tmp_path: Path) -> None:
 def test_segments_are_the_same_function(name: str, tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", **({**FOLDERS, **MORE}[name] | {"num_hidden_layers": 4})))
     hidden = model.config.hidden_size
-    bases = Bases((0, 1, 3), tuple(some_basis(hidden, seed) for seed in range(3)))
+    bases = Bases((0, 1, 3), tuple(some_basis(hidden, seed) for seed in range(3)), some_values(model))
     turned = rotated(model, bases)
     assert turned.bases == (1, 3)
     assert off(logits(turned), logits(model)) < 1e-5
@@ -81,6 +90,38 @@ def test_segments_are_the_same_function(name: str, tmp_path: Path) -> None:
     assert off(turned.tensor(HEAD), rotated(model, Bases(matrices=bases.matrices[2:])).tensor(HEAD)) == 0
     with pytest.raises(CheckpointError, match="rotated already, its residual stream changes its basis before block 1"):
         rotated(turned, bases)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *MORE])
+def test_values_alone_are_the_same_function(name: str, tmp_path: Path) -> None:
+    model = open_checkpoint(make_model(tmp_path / "m", **{**FOLDERS, **MORE}[name]))
+    turned = rotated(model, Bases(values=some_values(model)))
+    assert off(logits(turned), logits(model)) < 1e-5
+    heads, folded = heads_of_config(model.config), rotated(model, Bases())
+    changed = {tensor for tensor in turned.source.shapes if off(turned.tensor(tensor), folded.tensor(tensor)) > 0.1}
+    of_heads = {name for layer in range(model.layers) for name in value_and_output(model.family, layer)}
+    weights = {f"{name}.weight" for name in of_heads}
+    assert weights <= changed <= weights | {f"{name}.bias" for name in of_heads if "v_proj" in name}
+    value, output = value_and_output(model.family, 1)
+    head, group = heads.kv_heads - 1, heads.heads // heads.kv_heads
+    rows = slice(head * heads.head_dim, (head + 1) * heads.head_dim)
+    columns = slice(head * group * heads.head_dim, (head * group + 1) * heads.head_dim)
+    basis = some_values(model)[1][head].float()
+    assert off(turned.tensor(f"{value}.weight")[rows], basis.t() @ folded.tensor(f"{value}.weight")[rows]) < 1e-6
+    expected = folded.tensor(f"{output}.weight")[:, columns] @ basis
+    assert off(turned.tensor(f"{output}.weight")[:, columns], expected) < 1e-6
+
+
+def test_bases_are_kept_by_name() -> None:
+    bases = Bases((0, 3), (some_basis(8), some_basis(8, 1)), tuple(torch.stack([some_basis(4, n)]) for n in range(12)))
+    again = bases_of(dict(reversed(bases.tensors().items())))
+    assert again.starts == bases.starts
+    for ours, theirs in zip(
+        (*again.matrices, *again.values, *bases_of(Bases().tensors()).values),
+        (*bases.matrices, *bases.values),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
 
 
 def test_before_bases_are_known_nothing_is_turned(tmp_path: Path) -> None:
@@ -135,7 +176,7 @@ def test_every_family_says_whether_it_rotates() -> None:
 
 def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", **FOLDERS["llama, biases"]))
-    turned = rotated(model, one_basis(256))
+    turned = rotated(model, replace(one_basis(256), values=some_values(model)))
     whole = {name: turned.tensor(name) for name in turned.source.shapes}
     monkeypatch.setattr("sparsepack.models.checkpoint.rotated.PIECE", 1000)
     for name, expected in whole.items():

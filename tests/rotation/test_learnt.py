@@ -16,14 +16,16 @@ from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
 from sparsepack.models.families import SITES
+from sparsepack.models.heads import heads_of_config
 from sparsepack.models.stock.whole import load_model
 from sparsepack.rotation import learnt, pca
-from sparsepack.rotation.learnt import learn_bases, orthonormal, sparse_in, turned, uniform_channels
+from sparsepack.rotation.learnt import in_axis, learn_bases, orthonormal, sparse_in, turned, uniform_channels
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.run import rotate
 from sparsepack.sparsity import training
 from sparsepack.sparsity.allocation import weights_of
 from sparsepack.sparsity.divergence import divergence
+from sparsepack.sparsity.soft_channels import SoftChannels
 
 FEW = RotateOptions("learnt", steps=3, batch=1, length=32)
 
@@ -81,6 +83,38 @@ def test_a_learnt_basis_is_orthogonal_and_near_the_start(tiny, cal, start, given
     assert 1e-4 < float((found - begin).abs().max()) < 0.1
 
 
+def test_bases_of_values_are_learnt_beside_those_of_the_stream(tiny, cal):
+    begin = pca.bases(tiny, cal, FEW, nowhere())
+    found = learn_bases(tiny, cal, begin, FEW, nowhere())
+    assert len(found.values) == tiny.layers
+    for one, other in zip(found.values, begin.values, strict=True):
+        assert all(_off(basis) < 1e-10 for basis in one)
+        assert 1e-4 < float((one - other).abs().max()) < 0.1
+
+
+def test_dense_vectors_come_back_from_the_bases_as_they_were(tiny, cal):
+    """With thresholds that nothing is below, at every site."""
+    axes = pca.bases(tiny, cal, FEW, nowhere()).map(torch.Tensor.float)
+    channels, weights = SoftChannels(), {(1, site): 0.25 for site in SITES}
+    for key in weights:
+        columns = tiny.stacked_shape(key[1])[1]
+        channels.begin(key, torch.full((columns,), 1e-30))
+        x = torch.randn(2, 7, columns, generator=torch.Generator().manual_seed(columns))
+        changed, inactive = sparse_in(axes, tiny.family, channels, weights)(*key, x)
+        torch.testing.assert_close(changed, x, atol=1e-5, rtol=0)
+        assert float(inactive) < 1e-6
+
+
+def test_a_heads_basis_is_that_of_its_kv_head(tiny):
+    heads = heads_of_config(tiny.config)
+    x = torch.randn(2, 3, heads.heads * heads.head_dim, generator=torch.Generator().manual_seed(0))
+    axis = torch.randn(heads.kv_heads, heads.head_dim, heads.head_dim, generator=torch.Generator().manual_seed(1))
+    found, group = in_axis(x, axis), heads.heads // heads.kv_heads
+    for head in range(heads.heads):
+        part = slice(head * heads.head_dim, (head + 1) * heads.head_dim)
+        torch.testing.assert_close(found[..., part], x[..., part] @ axis[head // group], atol=1e-4, rtol=1e-4)
+
+
 def test_a_rate_of_zero_leaves_the_start(tiny, cal, start):
     found = learn_basis(tiny, cal, start, RotateOptions("learnt", steps=2, batch=1, length=32, rate=0.0), nowhere())
     torch.testing.assert_close(found, start, rtol=0, atol=1e-12)
@@ -95,7 +129,9 @@ def test_a_turn_alone_lowers_the_divergence(tiny, cal, start):
     turn = torch.zeros(256, 256, requires_grad=True)
     optimiser, seen = torch.optim.Adam([turn], lr=0.006 / 16), []
     for _ in range(12):
-        kl, sparsity = divergence(model, family, ids, sparse_in(turned(first, [turn]), family, channels, weights))
+        kl, sparsity = divergence(
+            model, family, ids, sparse_in(turned(first, Bases(matrices=(turn,))), family, channels, weights)
+        )
         seen.append((float(kl.detach()), float(sparsity.detach())))
         optimiser.zero_grad()
         # At the price of skipping less, as `Training` has it.

@@ -10,12 +10,13 @@ from sparsepack.calibration.collectors.collector import Collector
 from sparsepack.calibration.collectors.missed import MISSED
 from sparsepack.calibration.collectors.moments import MOMENTS
 from sparsepack.calibration.collectors.neurons import NEURONS
+from sparsepack.calibration.collectors.outputs import OUTPUTS
 from sparsepack.calibration.collectors.products import PRODUCTS
 from sparsepack.calibration.collectors.residual import RESIDUAL
 from sparsepack.calibration.collectors.scores import SCORES
 from sparsepack.models.families import SITES
 
-COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, RESIDUAL)
+COLLECTORS = (SCORES, MOMENTS, ATTENTION, PRODUCTS, MISSED, NEURONS, RESIDUAL, OUTPUTS)
 
 Statistics = dict[str, Tensor]
 """The statistics of one decoder block stand under PLACE.NAME: `mlp_in.second_moment`."""
@@ -27,6 +28,7 @@ _PLACES = {
     "window": _OF_ATTENTION,
     "neurons": ("neurons",),
     "residual": ("residual",),
+    "outputs": _OF_ATTENTION,
 }
 
 
@@ -58,7 +60,8 @@ def of_block(layer: int, tensors: Mapping[str, Tensor]) -> Statistics:
     """The inverse of `named`, from a file that may hold other blocks too; KeyError where something is missing that
     every block has."""
     names = {name: f"layers.{layer}.{name}" for name in _rows()}
-    return {name: tensors[key] for name, key in names.items() if key in tensors or not _rows()[name].of_runs}
+    missable = {name for name, row in _rows().items() if row.of_runs or row.later}
+    return {name: tensors[key] for name, key in names.items() if key in tensors or name not in missable}
 
 
 def check(name: str, value: Tensor) -> None:

@@ -18,7 +18,9 @@ class Collector:
              "window": the same of whole windows, the first positions too, which are left out elsewhere;
              "neurons": of what enters the last matrix of the block's MLP [B, S, intermediate];
              "residual": of the residual stream [B, S, hidden] as it enters a norm, and that norm's epsilon, in families
-             that say who reads the stream
+             that say who reads the stream;
+             "outputs": in the same families, of what the heads of attention give, as it enters o [B, S, heads * D], and
+             how many KV heads there are, and D
     names -- of its tensors; in the file `layers.LAYER.PLACE.NAME`, with the site's name as PLACE, or else "neurons" and
              "residual" for what is counted of these, and "attention" for all others
     dtype, shape -- of each of them; 0 stands for a size that depends on the model
@@ -26,9 +28,10 @@ class Collector:
     add   -- what was counted in one part and in another, as that of both
     signed -- whether a tensor may be below zero
     of_runs -- whether it is counted over a run of consecutive blocks, of which only the last has it
+    later -- whether a calibration from before it was counted, or of another family, is one without it
     """
 
-    at: Literal["site", "attention", "window", "neurons", "residual"]
+    at: Literal["site", "attention", "window", "neurons", "residual", "outputs"]
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,3 +39,4 @@ class Collector:
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
     signed: bool = False
     of_runs: bool = False
+    later: bool = False

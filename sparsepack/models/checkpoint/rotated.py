@@ -1,4 +1,4 @@
-"""A checkpoint in another basis: the same function, its residual stream written in other coordinates.
+"""A checkpoint in another basis: the same function, its residual stream and its values written in other coordinates.
 
 With x = h / rms(h), a norm's output is diag(w) x. The length of h is the same in every orthonormal basis Q, so that
 h' = Q^T h is what flows, and every output stays as it was, once the norms' weights w are folded into what reads them:
@@ -12,7 +12,10 @@ h' = Q^T h is what flows, and every output stays as it was, once the norms' weig
 Where segments of the blocks have bases of their own, Q is that of the block: the embedding has the first one and the
 output matrix the last one. Before the first block of a later segment h' is multiplied by a matrix (`bases.Bases`).
 
-This is the invariance of SliceGPT (2401.15024) and QuaRot (2404.00456). `families.ResidualStream` says who reads and
+What attention gives is a weighted mean of values, so that the values of a KV head may be turned, too, by an R that o
+takes back: rows R^T W of v (and of its bias), and W R for the columns of o of each query head that shares the KV head.
+
+These are the invariances of SliceGPT (2401.15024) and QuaRot (2404.00456). `families.ResidualStream` says who reads and
 who writes. All products are taken in float64.
 """
 
@@ -30,7 +33,8 @@ from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import HEAD, Checkpoint
 from sparsepack.models.checkpoint.segmented_config import segmented_config
 from sparsepack.models.checkpoint.sources import ChangedSource
-from sparsepack.models.families import stream_of
+from sparsepack.models.families import ATTN_OUT, Family, stream_of
+from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import HALVES, type_name
 
 PIECE = 1 << 22
@@ -47,10 +51,10 @@ def stored_type(asked: str, own: torch.dtype) -> torch.dtype:
 
 
 def rotated(checkpoint: Checkpoint, bases: Bases, weights: str = "auto", device: str = "cpu") -> Checkpoint:
-    """The checkpoint with its residual stream in other bases; tensors are made as they are read. Its hash is that of
-    the checkpoint itself.
+    """The checkpoint with its residual stream and its values in other bases; tensors are made as they are read. The
+    hash is that of the checkpoint itself.
 
-    bases   -- of the segments; where none are known yet, norms are folded and nothing is turned
+    bases   -- of the segments and values; where none are known yet, norms are folded and nothing is turned
     weights -- the type in which tensors are stored, as `stored_type` has it
     device  -- where they are made
 
@@ -93,8 +97,9 @@ def rotated_config(config: str, made: Checkpoint) -> str:
 @dataclass(frozen=True)
 class _Fold:
     """What becomes of a checkpoint's tensors. By name: of a matrix that reads the stream its block, and the norm whose
-    weights are folded into it (None: none are), the blocks of matrices and biases that write it, the norms, and the
-    blocks before which the stream changes its basis."""
+    weights are folded into it (None: none are), the blocks of matrices and biases that write it, the norms, the blocks
+    before which the stream changes its basis, and the bases [heads, D, D] of what makes or takes the channels of
+    heads."""
 
     checkpoint: Checkpoint
     bases: Bases
@@ -104,6 +109,7 @@ class _Fold:
     writers: Mapping[str, int]
     norms: frozenset[str]
     changes: Mapping[str, int]
+    heads: Mapping[str, Tensor]
 
     def type_of(self, name: str) -> torch.dtype:
         """The type in which a tensor is stored."""
@@ -118,16 +124,18 @@ class _Fold:
         if name in self.changes:
             known, hidden = bool(self.bases.matrices), int(self.checkpoint.config.hidden_size)
             return (self.bases.change(self.changes[name]).cpu() if known else torch.eye(hidden)).to(dtype)
-        stored = self.checkpoint.tensor(name)
+        stored, heads = self.checkpoint.tensor(name), self.heads.get(name)
         if name in self.norms:
             return torch.ones_like(stored, dtype=dtype)
         if name in self.readers:
             layer, norm = self.readers[name]
-            made = self._turned(stored, layer, self._scale(norm), dtype)
+            made = self._turned(stored, dtype, self._basis(layer), self._scale(norm), heads)
         elif name in self.writers and stored.dim() == 1:
-            made = self._turned(stored[None], self.writers[name], None, dtype)[0]
+            made = self._turned(stored[None], dtype, self._basis(self.writers[name]))[0]
         elif name in self.writers:
-            made = self._turned(stored.t(), self.writers[name], None, dtype).t().contiguous()
+            made = self._turned(stored.t(), dtype, self._basis(self.writers[name]), heads=heads).t().contiguous()
+        elif heads is not None:  # the bias of values
+            made = self._turned(stored[:, None], dtype, heads=heads)[:, 0].contiguous()
         else:
             made = stored.to(dtype)
         if not all_finite(made):
@@ -140,17 +148,33 @@ class _Fold:
     def _scale(self, norm: str | None) -> Tensor | None:
         return None if norm is None else self.checkpoint.tensor(norm).to(self.device, torch.float64)
 
-    def _turned(self, rows: Tensor, layer: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Vectors of the residual stream [N, hidden] by rows, scaled by `scale` [hidden], in the basis of a block."""
-        basis = self.bases.of_block(layer) if self.bases.matrices else None
+    def _basis(self, layer: int) -> Tensor | None:
+        return self.bases.of_block(layer) if self.bases.matrices else None
+
+    def _turned(
+        self,
+        rows: Tensor,
+        dtype: torch.dtype,
+        basis: Tensor | None = None,
+        scale: Tensor | None = None,
+        heads: Tensor | None = None,
+    ) -> Tensor:
+        """Vectors of the residual stream [N, hidden] by rows, scaled by `scale` [hidden], in a basis. heads: the rows
+        are the channels of heads, which are turned by these matrices, [heads, D, D]."""
         made = torch.empty(rows.shape, dtype=dtype)
         step = max(PIECE // rows.shape[1], 1)
+        if heads is not None:
+            step = max(step // heads.shape[1], 1) * heads.shape[1]  # whole heads
+            turns = iter(torch.split(heads, step // heads.shape[1]))
         for given, place in zip(torch.split(rows, step), torch.split(made, step), strict=True):
             piece = given.to(self.device, torch.float64)
             if scale is not None:
                 piece = piece * scale
             if basis is not None:
                 piece = piece @ basis
+            if heads is not None:
+                turn = next(turns).transpose(1, 2)
+                piece = (turn @ torch.unflatten(piece, 0, turn.shape[:2])).flatten(0, 1)
             place.copy_(piece.to(dtype))
         return made
 
@@ -171,6 +195,24 @@ def _fold(checkpoint: Checkpoint, bases: Bases, weights: str, device: str) -> _F
                 writers |= {f"{block}.{projection}.weight": layer, f"{block}.{projection}.bias": layer}
     norms = {norm for _, norm in readers.values() if norm is not None}
     place = torch.device("cpu" if device == "mps" else device)  # Apple's GPUs have no float64
-    moved = Bases(bases.starts, tuple(matrix.to(place, torch.float64) for matrix in bases.matrices))
+    moved = bases.map(lambda matrix: matrix.to(place, torch.float64))
     changes = {family.basis(layer): layer for layer in bases.boundaries}
-    return _Fold(checkpoint, moved, weights, place, readers, writers, frozenset(norms), changes)
+    heads = _of_heads(checkpoint, moved)
+    return _Fold(checkpoint, moved, weights, place, readers, writers, frozenset(norms), changes, heads)
+
+
+def _of_heads(checkpoint: Checkpoint, bases: Bases) -> dict[str, Tensor]:
+    """Which tensors are turned by which bases of values, by name: [heads, D, D]."""
+    family, found = checkpoint.family, dict[str, Tensor]()
+    group = heads_of_config(checkpoint.config).heads // max((len(matrices) for matrices in bases.values), default=1)
+    for layer, matrices in enumerate(bases.values):
+        value, output = value_and_output(family, layer)
+        found |= {f"{value}.weight": matrices, f"{value}.bias": matrices}
+        found[f"{output}.weight"] = matrices.repeat_interleave(group, 0)
+    return found
+
+
+def value_and_output(family: Family, layer: int) -> tuple[str, str]:
+    """The names of a block's v and o."""
+    block = family.block(layer)
+    return f"{block}.{family.projections['attn_in'][-1]}", f"{block}.{family.projections[ATTN_OUT][0]}"
