@@ -3,8 +3,8 @@
 The basis is not stored. It is found from the embedding, which is in the artifact once more, in the basis; so what is
 compared with the artifact's matrices is the source's own weights, rotated by an orthogonal matrix. Where segments have
 bases of their own, that is the first one. Each later one is the one before it, changed as the artifact's matrix between
-them says, once that is orthogonal again. The bases of the values of its attention are found from v and o, once these
-are in the basis of the stream.
+them says, once that is orthogonal again. The bases of the values of its attention are found from v, once that is in the
+basis of the stream.
 """
 
 import math
@@ -23,7 +23,7 @@ from sparsepack.models.checkpoint.bases import FROM_START, Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.procrustes import FoundBasis, found_basis
 from sparsepack.models.checkpoint.rotated import rotated, value_and_output
-from sparsepack.models.heads import Heads, heads_of_config
+from sparsepack.models.heads import heads_of_config
 
 CHANGED_SINCE = (PRUNING,)
 """Under these keys the manifest says that weights were changed after the rotation, by more than types explain."""
@@ -63,10 +63,12 @@ class RotatedAgain:
     def in_words(self) -> str:
         """How surely it is found, as a clause."""
         changes = len(self.bases.boundaries)
-        if not changes:
-            return f"in the artifact's basis, found from its embedding to within {self.uncertainties[0]:.1g}"
-        found = f"its embedding and {changes} change{'s' if changes > 1 else ''} of basis"
-        return f"in the artifact's bases, found from {found} to within {max(self.uncertainties):.1g}"
+        basis = "bases" if changes else "basis"
+        also = f" and {changes} change{'s' if changes > 1 else ''} of basis" if changes else ""
+        return (
+            f"in the artifact's {basis}, found from its embedding{also} to within {max(self.uncertainties):.1g}, those "
+            f"of values to within {max(self.of_values):.1g}"
+        )
 
     def may_be_off(self, artifact: Artifact, name: str, source: Tensor) -> float:
         """By how much a tensor of the artifact may be off, relative, since its source is in a basis that was found:
@@ -117,11 +119,9 @@ def rotated_again(artifact: Artifact, checkpoint: Checkpoint) -> RotatedAgain:
         uncertainties.append(math.hypot(uncertainties[-1], found.uncertainty))
     stream = Bases((*FROM_START, *changes), tuple(matrices))
     of_blocks = list(_found_values(artifact, rotated(checkpoint, stream)))
-    for layer, heads in enumerate(of_blocks):
-        for head, found in enumerate(heads):
-            _check(found, f"{artifact.path}: head {head} of block {layer}", checkpoint)
     bases = replace(stream, values=tuple(torch.stack([found.basis for found in heads]) for heads in of_blocks))
-    of_values = tuple(max(found.uncertainty for found in heads) for heads in of_blocks)
+    # A v that says nothing of its basis may be another model's: it is compared, and fails by its name.
+    of_values = tuple(min(max(found.uncertainty for found in heads), LARGEST_UNCERTAINTY) for heads in of_blocks)
     turned, unturned = rotated(checkpoint, bases), rotated(checkpoint, Bases())
     return RotatedAgain(turned, unturned, bases, tuple(uncertainties), of_values)
 
@@ -130,19 +130,12 @@ def _found_values(artifact: Artifact, turned: Checkpoint) -> Iterator[list[Found
     """The bases of the values of each KV head, block by block. turned: the source in the bases of the stream."""
     heads, stored = heads_of_config(turned.config), artifact.stock()
     for layer in range(turned.layers):
-        value, output = (f"{name}.weight" for name in value_and_output(turned.family, layer))
+        name = f"{value_and_output(turned.family, layer)[0]}.weight"
         of_model, of_artifact = (
-            _by_head(tensor(value), tensor(output), heads) for tensor in (turned.tensor, stored.tensor)
+            torch.unflatten(tensor(name), 0, (heads.kv_heads, heads.head_dim)).mT  # [kv_heads, hidden, D]
+            for tensor in (turned.tensor, stored.tensor)
         )
         yield [found_basis([pair]) for pair in zip(of_model, of_artifact, strict=True)]
-
-
-def _by_head(value: Tensor, output: Tensor, heads: Heads) -> Tensor:
-    """For each KV head its rows of v, and the columns of o of all query heads that share the KV head, as rows of D
-    numbers: [kv_heads, N, D]."""
-    of_value = torch.unflatten(value, 0, (heads.kv_heads, heads.head_dim)).mT
-    of_output = torch.unflatten(output, 1, (heads.kv_heads, -1, heads.head_dim)).movedim(0, 2).flatten(1, 2)
-    return torch.cat([of_value, of_output], 1)
 
 
 def _check(found: FoundBasis, what: str, checkpoint: Checkpoint) -> None:

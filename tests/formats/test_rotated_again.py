@@ -57,9 +57,11 @@ def test_a_zigzag_file_is_the_source_model(kind: str, pair: tuple[Checkpoint, Ch
     )
     assert [t.name for t in own.tensors] == [t.name for t in again.tensors]
     for one, other in zip(own.tensors, again.tensors, strict=True):
-        assert other.error == pytest.approx(one.error, abs=0.06 if types else 0.012)
-        assert ERROR_BOUNDS[other.type] <= other.bound < ERROR_BOUNDS[other.type] + (0.18 if types else 0.04)
-        turned = not one.name.endswith(("norm.weight", "attn_in.bias", "mlp_in.bias"))
+        of_heads = "attn_in" in other.name or "attn_out" in other.name
+        assert other.error == pytest.approx(one.error, abs=0.06 if types else 0.02 if of_heads else 0.012)
+        most = (0.18 if types else 0.04) + 0.09 * of_heads
+        assert ERROR_BOUNDS[other.type] <= other.bound < ERROR_BOUNDS[other.type] + most
+        turned = not one.name.endswith(("norm.weight", "mlp_in.bias"))
         assert (ERROR_BOUNDS[other.type] < other.bound) == turned, one.name
     assert next(t for t in again.tensors if t.name == "blk.1.mlp_mid.bias").error > 0  # turned, and stored as it is
 
@@ -106,8 +108,10 @@ def test_each_segment_is_the_source_model(kind: str, segmented: tuple[Checkpoint
     bounds = {t.name: t.bound for t in again.tensors}
     for one, other in zip(own.tensors, again.tensors, strict=True):
         assert other.error == pytest.approx(one.error, abs=0.02)
-        assert other.bound < ERROR_BOUNDS[other.type] + 0.06
-    in_order = [bounds[name] for name in ("blk.0.attn_in.weight", "blk.1.attn_in.weight", "blk.3.attn_in.weight")]
+        of_heads = "attn_in" in other.name or "attn_out" in other.name
+        assert other.bound < ERROR_BOUNDS[other.type] + 0.06 + 0.09 * of_heads
+    matrix = "mlp_in.weight" if kind == "zigzag-q4_k" else "mlp_gate.weight"
+    in_order = [bounds[f"blk.{layer}.{matrix}"] for layer in (0, 1, 3)]
     assert in_order == sorted(set(in_order))  # less and less sure
     assert bounds["output.weight"] > ERROR_BOUNDS["Q6_K"]
 
