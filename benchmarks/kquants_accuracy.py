@@ -5,7 +5,7 @@
 llama-cpp-python quantises the model without an importance matrix, gguf-py decodes the weights to float32, and they are
 scored as the weights of a checkpoint. Embedding, output matrix and norms stay in float on every row, so that a row
 shows what the type does to the decoder blocks. "bits read" are of a weight of the blocks, for each decoded token:
-llama.cpp reads all of them.
+llama.cpp reads all of them. The windows are those of rotation_accuracy.py: of the text's second half.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ import click
 import gguf
 import llama_cpp
 import torch
-from accuracy_windows import Windows, windows_of
+from accuracy_windows import Windows, windows_of_half
 from books import SHARED
 from figures import json_option, write_figures
 
@@ -74,7 +74,12 @@ def kquant_rows(
 @click.command()
 @click.argument("model", default=str(SHARED / "models" / "books-26m-silu"))
 @click.option("--text", default=str(SHARED / "text" / "books.validation.jsonl.xz"), show_default=True)
-@click.option("--windows", default=160, show_default=True, help="Evaluation windows of 2048 tokens, evenly spread.")
+@click.option(
+    "--windows",
+    default=160,
+    show_default=True,
+    help="Evaluation windows of 2048 tokens, evenly spread over the second half of the text.",
+)
 @click.option("--type", "types", multiple=True, default=TYPES, show_default=True)
 @click.option("--device", default="cpu", show_default=True)
 @json_option
@@ -82,7 +87,7 @@ def main(model: str, text: str, windows: int, types: tuple[str, ...], device: st
     """Print the table for one model."""
     reference = open_subject(model, None, device, "float32")
     with torch.inference_mode():
-        rows = kquant_rows(model, types, reference, windows_of(reference, text, windows), device)
+        rows = kquant_rows(model, types, reference, windows_of_half(reference, text, windows, second=True), device)
     print("| type | bits read | perplexity | KL |\n|---|--:|--:|--:|")
     for row in rows:
         loss = 100 * (row["perplexity_ratio"]["value"] - 1)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
-from accuracy_windows import Windows
+from accuracy_windows import Windows, windows_of_half
 from books import SHARED
 from figures import json_option, write_figures
 from torch import Tensor
@@ -33,11 +32,9 @@ from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.files.resume import ResumeState
-from sparsepack.files.text import read_text
 from sparsepack.formats.encoded import EncodedSite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.sites import site_name
-from sparsepack.models.tokenizer.windows import rolling_windows
 from sparsepack.packing import PackRequest, pack
 from sparsepack.pruning.options import PruneOptions
 from sparsepack.pruning.run import prune
@@ -214,15 +211,6 @@ def _fitted(
 
     refit_model(checkpoint, calibration, keep, table, options, ResumeState(None, "", checkpoint.layers))
     return _Changed(checkpoint, changed)
-
-
-def windows_of_half(subject: StockSubject, text: str, count: int, second: bool) -> Windows:
-    """So many windows of 2048 tokens of the first or second half of a text, evenly spread."""
-    inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
-    middle = len(inputs) // 2
-    first, last = (middle, len(inputs) - 1) if second else (0, middle - 1)
-    chosen = torch.linspace(first, last, count).round().long()
-    return inputs[chosen], targets[chosen]
 
 
 def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> dict[str, Any]:
