@@ -9,9 +9,9 @@ llama.cpp reads all of them. The windows are those of rotation_accuracy.py: of t
 """
 
 import ctypes
-import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +21,62 @@ import llama_cpp
 import torch
 from accuracy_windows import Windows, windows_of_half
 from books import SHARED
+from changed_weights import ChangedWeights
 from figures import json_option, write_figures
+from torch import Tensor
 
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.subject import Subject, open_subject
+from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.models.checkpoint.gguf_names import gguf_names, unpermute_rotary
 from sparsepack.packing import PackRequest, pack
 
 TYPES = ("Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
 _FLOAT = gguf.GGMLQuantizationType.F32
 
 
-def quantised(exact: Path, type: str, output: Path) -> float:
-    """Put a GGUF in F32 through llama.cpp's `type` and back: the same file with other weights. Returns the bits that a
-    weight of the blocks takes in that type."""
+def quantised(exact: Path, type: str, heads: Mapping[str, int]) -> tuple[dict[str, Tensor], float]:
+    """Put a GGUF in F32 through llama.cpp's `type` and back: the weights that it changes, by their Hugging Face names,
+    and the bits that a weight of the blocks takes in that type.
+
+    heads -- of the projections whose rotary pairs lie side by side in llama.cpp's files
+    """
     asked = llama_cpp.llama_model_quantize_default_params()
     asked.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type}")
     asked.token_embedding_type = asked.output_tensor_type = _FLOAT
+    changed: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         packed = Path(folder) / f"{type}.gguf"
         failed = llama_cpp.llama_model_quantize(str(exact).encode(), str(packed).encode(), ctypes.byref(asked))
         if failed:
             raise RuntimeError(f"llama.cpp could not quantise {exact} to {type}")
-        shutil.copyfile(exact, output)
-        decoded = {tensor.name: tensor for tensor in gguf.GGUFReader(output, "r+").tensors}
         bits = weights = 0
-        for tensor in gguf.GGUFReader(packed).tensors:
+        tensors = gguf.GGUFReader(packed).tensors
+        names = gguf_names(len(tensors))
+        for tensor in tensors:
             if tensor.tensor_type == _FLOAT:
                 continue
             bits += 8 * tensor.n_bytes
             weights += tensor.n_elements
-            whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            decoded[tensor.name].data[...] = whole.reshape(decoded[tensor.name].data.shape)
-    return float(bits / weights)
+            value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            name = names[tensor.name]
+            count = heads.get(name.split(".")[-2])
+            changed[name] = unpermute_rotary(value, count) if count else value
+    return changed, float(bits / weights)
 
 
 def kquant_rows(
-    model: str, types: Iterable[str], reference: Subject, data: Windows, device: str
+    model: str, types: Iterable[str], reference: StockSubject, data: Windows, device: str
 ) -> list[dict[str, Any]]:
     """The figures of each type on the second half of every window."""
-    rows = []
+    rows, source = [], reference.source
+    config = source.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     with tempfile.TemporaryDirectory() as folder:
-        exact, other = Path(folder) / "f32.gguf", Path(folder) / "other.gguf"
+        exact = Path(folder) / "f32.gguf"
         pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
         for type in types:
-            bits = quantised(exact, type, other)
-            subject = open_subject(str(other), None, device, "float32")
+            changed, bits = quantised(exact, type, heads if source.family.gguf_permuted else {})
+            subject = replace(reference, source=ChangedWeights(source, changed))
             scores = score_windows(subject.scorer(), *data, "dense", reference.scorer(), batch=4, second_half=True)
             rows.append({"type": type, "bits_read": bits, **summarise(scores, 1)})
     return rows

@@ -12,7 +12,6 @@ for each decoded token. What was found (bases, calibrations, thresholds) is kept
 import itertools
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import click
 from accuracy_windows import Windows, windows_of_half
 from books import SHARED
+from changed_weights import ChangedWeights
 from figures import json_option, write_figures
 from torch import Tensor
 
@@ -179,25 +179,9 @@ class Bench:
         return replace(subject, source=_fitted(checkpoint, calibration, table, fit)) if row.refit else subject
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """A checkpoint with some of its tensors replaced."""
-
-    checkpoint: Checkpoint
-    changed: Mapping[str, Tensor]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.checkpoint, name)
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its Hugging Face name."""
-        found = self.changed.get(name)
-        return self.checkpoint.tensor(name) if found is None else found
-
-
 def _fitted(
     checkpoint: Checkpoint, calibration: Calibration, table: Thresholds | None, options: RefitOptions
-) -> _Changed:
+) -> ChangedWeights:
     """The checkpoint with refitted weights in float32: what refitting does without a codec."""
     changed: dict[str, Tensor] = {}
 
@@ -210,7 +194,7 @@ def _fitted(
         return EncodedSite({}, weight, {f"{site_name(layer, site)}.weight": slice(None)})
 
     refit_model(checkpoint, calibration, keep, table, options, ResumeState(None, "", checkpoint.layers))
-    return _Changed(checkpoint, changed)
+    return ChangedWeights(checkpoint, changed)
 
 
 def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> dict[str, Any]:
