@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ChangedWeights:
-    """See above. changed: by their Hugging Face names."""
+    """A source of weights, such as a checkpoint, with other tensors for those in `changed`, by Hugging Face name."""
 
     source: Any
     changed: Mapping[str, Tensor]

@@ -29,8 +29,8 @@ GATES: tuple[Shape, ...] = ((16384, 2048), (28672, 4096))
 ROTATION = 1 << 28
 """The copies that take turns have this many bytes together, so that no cache serves weights."""
 COPIES = 4096
-"""There are at most this many copies: matrices so small that this many fit into a cache are served by one when a model
-runs, too."""
+"""The largest number of copies of a matrix that take turns. A matrix of which so many fit into a cache is served by a
+cache when a model runs, too."""
 ACTIVE = 0.5
 BYTES_PER_WEIGHT = 9 / 16
 _BYTES_PER_ROW = 1024

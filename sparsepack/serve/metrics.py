@@ -70,7 +70,7 @@ class Metrics:
         self._ended.labels(outcome).inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus's text format."""
+        """Return everything that was counted, in Prometheus's text format."""
         return generate_latest(self._registry)
 
 

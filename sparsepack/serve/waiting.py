@@ -1,4 +1,4 @@
-"""Who of those that wait is next: in the order in which they came, and nobody before others for asking much."""
+"""The queue of requests that wait: clients take turns, so that a client that asks for much keeps no other waiting."""
 
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar

@@ -7,11 +7,8 @@ import torch
 
 from sparsepack.calibration import folder
 from sparsepack.calibration.folder import Calibration
-from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.calibration.run import calibrate
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
-from sparsepack.files.text import read_text
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import rotated
@@ -39,15 +36,8 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def kept(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("cal") / "c"
-    calibrate(tiny, read_text("shipped:train"), made, CalibrateOptions(context=128, samples=8))
-    return made
-
-
-@pytest.fixture(scope="module")
-def cal(kept: Path) -> Calibration:
-    return folder.load(kept)
+def cal(tiny_calibrated: Path) -> Calibration:
+    return folder.load(tiny_calibrated)
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +160,8 @@ def test_another_seed_is_another_basis(tiny, cal, start):
     assert not torch.equal(one, other)
 
 
-def test_rotate_learns_a_basis_and_goes_on_after_a_kill(tiny, kept, tmp_path, monkeypatch):
-    made = rotate(tiny, kept, tmp_path / "whole", FEW)
+def test_rotate_learns_a_basis_and_goes_on_after_a_kill(tiny, tiny_calibrated, tmp_path, monkeypatch):
+    made = rotate(tiny, tiny_calibrated, tmp_path / "whole", FEW)
     assert made.error < 1e-5
     assert made.options["basis"] == "learnt"
     monkeypatch.setattr(training, "_SAVE_EVERY", 0.0)
@@ -181,10 +171,10 @@ def test_rotate_learns_a_basis_and_goes_on_after_a_kill(tiny, kept, tmp_path, mo
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(learnt, "orthonormal", dies)  # after the last step
-        rotate(tiny, kept, tmp_path / "again", FEW)
+        rotate(tiny, tiny_calibrated, tmp_path / "again", FEW)
     with monkeypatch.context() as patch:
         patch.setattr(training, "slices", dies)  # no step is taken again
-        rotate(tiny, kept, tmp_path / "again", FEW)
+        rotate(tiny, tiny_calibrated, tmp_path / "again", FEW)
     whole, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "again"))
     assert whole == again
 

@@ -37,17 +37,10 @@ LEARNT = RotateOptions("learnt", segments=2, steps=2, batch=1, length=32)
 
 
 @pytest.fixture(scope="module")
-def cal(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("cal") / "c"
-    calibrate(tiny, read_text("shipped:train"), made, CalibrateOptions(context=128, samples=8))
-    return made
-
-
-@pytest.fixture(scope="module")
-def three(tiny: Checkpoint, cal: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three(tiny: Checkpoint, tiny_calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a basis for each of its blocks; not to be changed."""
     made = tmp_path_factory.mktemp("three") / "rotated"
-    rotate(tiny, cal, made, RotateOptions(segments=3))
+    rotate(tiny, tiny_calibrated, made, RotateOptions(segments=3))
     return made
 
 
@@ -58,8 +51,10 @@ def logits(checkpoint: Checkpoint) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [RotateOptions(segments=2), LEARNT], ids=lambda options: options.basis)
-def test_the_result_computes_the_same(options: RotateOptions, tiny: Checkpoint, cal: Path, tmp_path: Path) -> None:
-    made = rotate(tiny, cal, tmp_path / "r", options)
+def test_the_result_computes_the_same(
+    options: RotateOptions, tiny: Checkpoint, tiny_calibrated: Path, tmp_path: Path
+) -> None:
+    made = rotate(tiny, tiny_calibrated, tmp_path / "r", options)
     turned = open_checkpoint(tmp_path / "r")
     assert turned.bases == made.boundaries
     assert len(made.boundaries) == 1
@@ -68,9 +63,9 @@ def test_the_result_computes_the_same(options: RotateOptions, tiny: Checkpoint, 
     assert 0 < made.error < 1e-5
 
 
-def test_learning_turns_each_segment(tiny: Checkpoint, cal: Path, tmp_path: Path) -> None:
-    rotate(tiny, cal, tmp_path / "pca", RotateOptions(segments=2))
-    rotate(tiny, cal, tmp_path / "learnt", LEARNT)
+def test_learning_turns_each_segment(tiny: Checkpoint, tiny_calibrated: Path, tmp_path: Path) -> None:
+    rotate(tiny, tiny_calibrated, tmp_path / "pca", RotateOptions(segments=2))
+    rotate(tiny, tiny_calibrated, tmp_path / "learnt", LEARNT)
     start, learnt = (open_checkpoint(tmp_path / name) for name in ("pca", "learnt"))
     assert start.bases == learnt.bases
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -98,8 +93,8 @@ def _packed(model: Path, folder: Path) -> Path:
     return folder / "m.gguf"
 
 
-def test_the_cost_is_told(tiny: Checkpoint, cal: Path, tmp_path: Path) -> None:
-    made = rotate(tiny, cal, tmp_path / "r", RotateOptions(segments=3))
+def test_the_cost_is_told(tiny: Checkpoint, tiny_calibrated: Path, tmp_path: Path) -> None:
+    made = rotate(tiny, tiny_calibrated, tmp_path / "r", RotateOptions(segments=3))
     stored = 2 * 256**2 * 4
     packed = 2 * 256**2 // 32 * 34
     blocks = sum(rows * columns for rows, columns in map(tiny.stacked_shape, tiny.family.projections)) * tiny.layers
@@ -116,7 +111,7 @@ def test_the_cost_is_told(tiny: Checkpoint, cal: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, "the writing"])
 def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
-    at: int | str, tiny: Checkpoint, cal: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int | str, tiny: Checkpoint, tiny_calibrated: Path, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = run._block
 
@@ -132,9 +127,9 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
         patch.setattr(run, "_block", interrupted)
         if isinstance(at, str):
             patch.setattr(run, "write_checkpoint", never)
-        rotate(tiny, cal, tmp_path / "rotated", RotateOptions(segments=3))
+        rotate(tiny, tiny_calibrated, tmp_path / "rotated", RotateOptions(segments=3))
     monkeypatch.setattr("sparsepack.rotation.pca.bases", never)  # they were kept
-    rotate(tiny, cal, tmp_path / "rotated", RotateOptions(segments=3))
+    rotate(tiny, tiny_calibrated, tmp_path / "rotated", RotateOptions(segments=3))
     for file in three.iterdir():
         assert file.read_bytes() == (tmp_path / "rotated" / file.name).read_bytes(), file.name
 
@@ -148,17 +143,17 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_bytes(
     ],
 )
 def test_segments_that_cannot_be_are_one_line(
-    options: RotateOptions, said: str, tiny: Checkpoint, cal: Path, tmp_path: Path
+    options: RotateOptions, said: str, tiny: Checkpoint, tiny_calibrated: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RotationError, match=said) as caught:
-        rotate(tiny, cal, tmp_path / "r", options)
+        rotate(tiny, tiny_calibrated, tmp_path / "r", options)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_with_segments_is_not_rotated_again(cal: Path, three: Path, tmp_path: Path) -> None:
+def test_a_model_with_segments_is_not_rotated_again(tiny_calibrated: Path, three: Path, tmp_path: Path) -> None:
     with pytest.raises(RotationError, match="rotated already, into the basis pca of"):
-        rotate(three, cal, tmp_path / "r")
+        rotate(three, tiny_calibrated, tmp_path / "r")
 
 
 def test_formats_without_a_place_for_it_refuse_in_one_line(three: Path, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     not known of bases that are trained."""
     from sparsepack.calibration.residual import residual_of
     from sparsepack.models.checkpoint.rotated import PIECE
+    from sparsepack.models.heads import heads_of_config
     from sparsepack.recipe.estimates import block_parameters
     from sparsepack.rotation.bases import ROTATIONS
 
@@ -124,7 +125,11 @@ def _memory(job: Job, asked: Rotate) -> int | None:
     block = block_parameters(checkpoint) * (2 * 4 + checkpoint.dtype.itemsize) + (basis if asked.segments > 1 else 0)
     residual = residual_of(checkpoint)
     moments = residual["runs"] if residual and ROTATIONS[asked.basis].needs == "moments" else 0
-    return asked.segments * basis + max((moments + 4) * basis, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
+    heads = heads_of_config(checkpoint.config)
+    values = 8 * checkpoint.layers * heads.kv_heads * heads.head_dim**2
+    found = asked.segments * basis + values
+    search = (moments + 4) * basis + (values if moments else 0)
+    return found + max(search, matrices + 2 * 8 * PIECE, block + 2 * 8 * PIECE)
 
 
 def _plan(job: Job, asked: Rotate | None) -> dict[str, Any]:
