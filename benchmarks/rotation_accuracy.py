@@ -99,6 +99,9 @@ def _rows() -> list[Row]:
         Row("pca", 4, **half),
         Row("pca", 4, refit=True, quantiser="gptq", **half, **q4_k),
     ]
+    uniform = {"allocation": "uniform"}
+    rows += [Row(sparsity=0.5, **uniform), Row("pca", sparsity=0.433, **uniform)]
+    rows += [Row("pca", segments, 0.5, **uniform) for segments in (1, 2, 4, 8)]
     rows += [Row(keep=6, permute=permute) for permute in (False, True)]
     rows += [Row(basis, keep=6) for basis in ("pca", "hadamard")]
     slid = ("slide-int8", "slide-fp8")
@@ -115,10 +118,11 @@ class Bench:
     work: Path
     device: str
     steps: int
+    samples: int
 
     @cached_property
     def calibration_options(self) -> CalibrateOptions:
-        return CalibrateOptions(samples=256, device=self.device, dtype="float32")
+        return CalibrateOptions(samples=self.samples, device=self.device, dtype="float32")
 
     def folder(self, row: Row) -> Path:
         """The checkpoint on a row's basis, made where it is missing."""
@@ -218,6 +222,7 @@ def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> d
 @click.option("--choices", is_flag=True, help="Windows of the text's first half: for choices, not for figures.")
 @click.option("--windows", default=None, type=int, help="Evaluation windows (default: 160; 48 with --choices).")
 @click.option("--steps", default=300, show_default=True, help="Of `global`.")
+@click.option("--samples", default=256, show_default=True, help="Calibration windows.")
 @click.option("--seconds", default=math.inf, help="Begin no row after this time.")
 @click.option("--device", default="cpu", show_default=True)
 @json_option
@@ -231,6 +236,7 @@ def main(
     choices: bool,
     windows: int | None,
     steps: int,
+    samples: int,
     seconds: float,
     device: str,
     json_path: Path | None,
@@ -241,7 +247,7 @@ def main(
         print("\n".join(row.name for row in wanted))
         return
     work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(model, calibration_text, work, device, steps)
+    bench = Bench(model, calibration_text, work, device, steps, samples)
     reference = open_subject(model, None, device)
     data = windows_of_half(reference, text, windows or (48 if choices else 160), second=not choices)
     print("| row | perplexity | KL | prompt | skipped | bits read | seconds |\n|---|--:|--:|--:|--:|--:|--:|")
