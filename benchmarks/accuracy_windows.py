@@ -18,9 +18,9 @@ def windows_of(subject: Subject, text: str, count: int, first: bool = False, con
 
 
 def windows_of_half(subject: Subject, text: str, count: int, second: bool) -> Windows:
-    """So many windows of 2048 tokens of the first or second half of a text, evenly spread."""
+    """So many windows of 2048 tokens of the first or second half of a text, evenly spread; all of a shorter text."""
     inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
     middle = len(inputs) // 2
     first, last = (middle, len(inputs) - 1) if second else (0, middle - 1)
-    chosen = torch.linspace(first, last, count).round().long()
+    chosen = torch.linspace(first, last, min(count, last - first + 1)).round().long()
     return inputs[chosen], targets[chosen]

@@ -1,9 +1,9 @@
 """What skipping weights costs on a basis, with refitted weights and with error feedback: alone and all together.
 
-    python benchmarks/rotation_accuracy.py [MODEL] [--work FOLDER] [--rows NAME ...] [--windows 160] [--device cuda]
+    python benchmarks/rotation_accuracy.py [MODEL] [--work FOLDER] [--rows NAME ...] [--text T ...] [--device cuda]
 
 A row names what was done, step by step. Every row is beside the dense model in float on the same windows: by default
-160 of the text's second half, evenly spread, which no choice was ever made on (`--choices` takes 48 of its first half).
+160 of a text's second half, evenly spread, which no choice was ever made on (`--choices` takes 48 of its first half).
 Protocol `decode`: the first half of a window is dense context, the second half runs sparse and is scored. "prompt" is
 the perplexity of the first half, which runs dense with the row's weights. "bits read" are of a weight of the blocks,
 for each decoded token. What was found (bases, calibrations, thresholds) is kept in the work folder.
@@ -103,7 +103,7 @@ def _rows() -> list[Row]:
     rows += [Row(sparsity=0.5, **uniform), Row("pca", sparsity=0.433, **uniform)]
     rows += [Row("pca", segments, 0.5, **uniform) for segments in (1, 2, 4, 8)]
     rows += [Row(keep=6, permute=permute) for permute in (False, True)]
-    rows += [Row(basis, keep=6) for basis in ("pca", "hadamard")]
+    rows += [Row(basis, keep=6, permute=permute) for basis in ("pca", "hadamard") for permute in (False, True)]
     slid = ("slide-int8", "slide-fp8")
     rows += [Row(basis, keep=6, format=format) for basis in ("", "pca", "hadamard") for format in slid]
     return rows
@@ -128,15 +128,17 @@ class Bench:
         """The checkpoint on a row's basis, made where it is missing."""
         if not row.basis:
             return Path(self.model)
-        made = self.work / f"{row.basis}-{row.segments}"
+        made = self.work / _on_basis(row)
         if not made.exists():
-            more = {"segments": row.segments} if row.segments > 1 else {}
+            more: dict[str, Any] = {"segments": row.segments} if row.segments > 1 else {}
+            if row.basis == "learnt":
+                more |= {"sparsity": row.sparsity or RotateOptions.sparsity, "steps": self.steps}
             rotate(self.model, self.calibrated(Row()), made, RotateOptions(row.basis, device=self.device, **more))
         return made
 
     def calibrated(self, row: Row) -> Path:
         """The calibration of that checkpoint."""
-        made = self.work / f"calibration-{row.basis}-{row.segments}"
+        made = self.work / f"calibration-{_on_basis(row)}"
         if not made.exists():
             calibrate(str(self.folder(row)), self.text, made, self.calibration_options)
         return made
@@ -146,7 +148,7 @@ class Bench:
         if not row.sparsity:
             return None
         offsets = "-offsets" * row.offsets
-        path = self.work / f"thresholds-{row.basis}-{row.segments}-{row.allocation}-{row.sparsity}{offsets}.json"
+        path = self.work / f"thresholds-{_on_basis(row)}-{row.allocation}-{row.sparsity}{offsets}.json"
         if not path.exists():
             steps = {"steps": self.steps} if row.allocation == "global" else {}
             asked = AllocationOptions(
@@ -183,6 +185,12 @@ class Bench:
         return replace(subject, source=_fitted(checkpoint, calibration, table, fit)) if row.refit else subject
 
 
+def _on_basis(row: Row) -> str:
+    """What the folders of a row's basis are named after: a learnt basis is learnt for one target."""
+    target = f"-{row.sparsity or RotateOptions.sparsity}" if row.basis == "learnt" else ""
+    return f"{row.basis}-{row.segments}{target}"
+
+
 def _fitted(
     checkpoint: Checkpoint, calibration: Calibration, table: Thresholds | None, options: RefitOptions
 ) -> ChangedWeights:
@@ -215,13 +223,20 @@ def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> d
 @click.command()
 @click.argument("model", default=str(SHARED / "models" / "books-26m-silu"))
 @click.option("--calibration-text", default=str(SHARED / "text" / "books.calibration.jsonl.xz"), show_default=True)
-@click.option("--text", default=str(SHARED / "text" / "books.validation.jsonl.xz"), show_default=True)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    default=[str(SHARED / "text" / "books.validation.jsonl.xz")],
+    show_default=True,
+    help="Repeat for several: every row is scored on each.",
+)
 @click.option("--work", default="/tmp/sparsepack-rotation", type=click.Path(path_type=Path), show_default=True)
 @click.option("--rows", "names", multiple=True, help="Only rows whose name begins so; see --list.")
 @click.option("--list", "listed", is_flag=True, help="Print the names of the rows and stop.")
 @click.option("--choices", is_flag=True, help="Windows of the text's first half: for choices, not for figures.")
 @click.option("--windows", default=None, type=int, help="Evaluation windows (default: 160; 48 with --choices).")
-@click.option("--steps", default=300, show_default=True, help="Of `global`.")
+@click.option("--steps", default=300, show_default=True, help="Of `global` and of a learnt basis.")
 @click.option("--samples", default=256, show_default=True, help="Calibration windows.")
 @click.option("--seconds", default=math.inf, help="Begin no row after this time.")
 @click.option("--device", default="cpu", show_default=True)
@@ -229,7 +244,7 @@ def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> d
 def main(
     model: str,
     calibration_text: str,
-    text: str,
+    texts: tuple[str, ...],
     work: Path,
     names: tuple[str, ...],
     listed: bool,
@@ -241,7 +256,7 @@ def main(
     device: str,
     json_path: Path | None,
 ) -> None:
-    """Print the table for one model."""
+    """Print the table for one model. The seconds of a row count from its first step: making it, and scoring."""
     wanted = [row for row in _rows() if not names or any(row.name.startswith(name) for name in names)]
     if listed:
         print("\n".join(row.name for row in wanted))
@@ -249,25 +264,30 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     bench = Bench(model, calibration_text, work, device, steps, samples)
     reference = open_subject(model, None, device)
-    data = windows_of_half(reference, text, windows or (48 if choices else 160), second=not choices)
-    print("| row | perplexity | KL | prompt | skipped | bits read | seconds |\n|---|--:|--:|--:|--:|--:|--:|")
+    count = windows or (48 if choices else 160)
+    data = {text: windows_of_half(reference, text, count, second=not choices) for text in texts}
+    print(
+        "| row | text | perplexity | KL | prompt | skipped | bits read | seconds |\n|---|---|--:|--:|--:|--:|--:|--:|"
+    )
     figures = []
     began = time.monotonic()
     for row in wanted:
         if time.monotonic() - began > seconds:
             break
         start = time.monotonic()
-        found = measured(bench.subject(row), reference, data)
-        bits = BITS[row.weights] * (1 - found["skipped"])
-        loss, prompt = (100 * (found["perplexity_ratio"]["value"] - 1), 100 * (found["prompt"] - 1))
-        spent = time.monotonic() - start
-        print(
-            f"| {row.name} | {loss:+.2f} % | {found['kl_divergence']['value']:.4f} | {prompt:+.2f} % "
-            f"| {found['skipped']:.4f} | {bits:.2f} | {spent:.0f} |",
-            flush=True,
-        )
-        figures.append({"row": row.name, "text": Path(text).name, "bits_read": bits, "seconds": spent, **found})
-        write_figures(json_path, figures)
+        subject = bench.subject(row)
+        for text in texts:
+            found = measured(subject, reference, data[text])
+            bits = BITS[row.weights] * (1 - found["skipped"])
+            loss, prompt = (100 * (found["perplexity_ratio"]["value"] - 1), 100 * (found["prompt"] - 1))
+            spent = time.monotonic() - start
+            print(
+                f"| {row.name} | {Path(text).name} | {loss:+.2f} % | {found['kl_divergence']['value']:.4f} "
+                f"| {prompt:+.2f} % | {found['skipped']:.4f} | {bits:.2f} | {spent:.0f} |",
+                flush=True,
+            )
+            figures.append({"row": row.name, "text": Path(text).name, "bits_read": bits, "seconds": spent, **found})
+            write_figures(json_path, figures)
 
 
 if __name__ == "__main__":
