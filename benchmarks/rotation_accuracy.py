@@ -101,7 +101,7 @@ def _rows() -> list[Row]:
     ]
     uniform = {"allocation": "uniform"}
     rows += [Row(sparsity=0.5, **uniform), Row("pca", sparsity=0.433, **uniform)]
-    rows += [Row("pca", segments, 0.5, **uniform) for segments in (1, 2, 4, 8)]
+    rows += [Row("pca", segments, sparsity=0.5, **uniform) for segments in (1, 2, 4, 8)]
     rows += [Row(keep=6, permute=permute) for permute in (False, True)]
     rows += [Row(basis, keep=6, permute=permute) for basis in ("pca", "hadamard") for permute in (False, True)]
     slid = ("slide-int8", "slide-fp8")
