@@ -118,12 +118,15 @@ def restore_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there and the disk lets go of it."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    """Remove a file or a folder, if it is there and the disk lets go of it; a disk that fails is asked twice."""
+    for _ in range(2):
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if not os.path.lexists(path):
+            break
 
 
 def remove_leftovers(path: Path) -> None:

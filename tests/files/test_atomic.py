@@ -14,7 +14,7 @@ import torch
 
 from sparsepack.errors import OutputError
 from sparsepack.files import atomic
-from sparsepack.files.atomic import atomic_file, atomic_folder, check_output, write_json
+from sparsepack.files.atomic import atomic_file, atomic_folder, check_output, remove, write_json
 from sparsepack.files.tensors import save_tensors
 
 
@@ -255,3 +255,21 @@ def test_a_name_too_long_and_a_link_to_nothing_are_refused_before_any_work(tmp_p
         for folder in (True, False):
             with pytest.raises(OutputError, match=f"{name}: a link to what is not there"):
                 check_output(tmp_path / name, overwrite=True, folder=folder)
+
+
+def test_a_removal_that_the_disk_refuses_once_is_tried_again(tmp_path, monkeypatch):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "kept").write_text("x")
+    unlink, refused = os.unlink, []
+
+    def fails_once(path, **settings):
+        if not refused:
+            refused.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **settings)
+
+    monkeypatch.setattr(os, "unlink", fails_once)
+    remove(folder)
+    assert refused
+    assert not folder.exists()

@@ -91,6 +91,7 @@ def _status(command: list[str]) -> int:
 
 def _forked(job: dict[str, Any]) -> tuple[int | None, list[str]]:
     """Exit status and operations of a fork that does the job."""
+    import torch
     from operations import Operations
 
     from sparsepack.files import atomic
@@ -102,6 +103,8 @@ def _forked(job: dict[str, Any]) -> tuple[int | None, list[str]]:
         if not job.get("exchange", True):
             atomic.exchange = lambda one, other: False
         operations.install()
+        # A fork has none of torch's threads; two threads of a command that both come to make them anew fail.
+        torch.set_num_threads(1)
         status = _status(job["command"])
         sys.stderr.flush()
         with os.fdopen(writing, "w") as file:

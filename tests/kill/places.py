@@ -89,7 +89,7 @@ class Place:
         ended = self.forker.run(verb.command(self.inputs, folder, False), folder, **settings)
         assert ended.status == 0, f"{case}: {ended.said}"
         found, new = files_in(folder), self.undisturbed(verb)[1]
-        assert found.keys() == new.keys(), case
+        assert found.keys() == new.keys(), f"{case}: {sorted(found.keys() ^ new.keys())} in one alone"
         differ = [name for name in new if found[name] != new[name]]
         assert not differ, f"{case}: {differ} differ"
         return ended
