@@ -12,31 +12,43 @@ from typing import Any
 
 import click
 
+from sparsepack.sparsity.options import AllocationOptions
+
 _KINDS = {
     "llama.cpp's K-quants": ("#888888", "s"),
-    "skipping, as it was": ("#d08020", "o"),
+    "no basis": ("#d08020", "o"),
     "on a basis": ("#2060b0", "o"),
-    "on a basis, with error feedback": ("#208040", "D"),
+    "with error feedback": ("#208040", "D"),
 }
+
+GAP, WIDTH, RIGHT = 7.5, 170.0, 4.0
+"""Points of height between labels, the width in which they would overlap, and the bits from which one stands left."""
 
 
 def _kind(name: str) -> str:
     """Which of the kinds a row of rotation_accuracy.py is."""
-    on_basis = name.startswith(("pca", "learnt", "hadamard"))
-    if not on_basis:
-        return "skipping, as it was"
-    return "on a basis, with error feedback" if "gptq" in name else "on a basis"
+    if "gptq" in name:
+        return "with error feedback"
+    return "on a basis" if name.startswith(("pca", "learnt", "hadamard")) else "no basis"
 
 
-def points(rows: Iterable[Mapping[str, Any]], kquants: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[Any, ...]]]:
-    """Bits read, perplexity lost in per cent, and the name of each row of quantised weights, by kind."""
+def points(
+    rows: Iterable[Mapping[str, Any]], kquants: Iterable[Mapping[str, Any]], text: str
+) -> dict[str, list[tuple[Any, ...]]]:
+    """Bits read, perplexity lost in per cent, and the name of each row of quantised weights on one text, by kind."""
     found: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in _KINDS}
     for row in kquants:
         found["llama.cpp's K-quants"].append((*_place(row), row["type"]))
     for row in rows:
-        if "Q4_K" in row["row"]:
-            found[_kind(row["row"])].append((*_place(row), row["row"].removesuffix(", Q4_K")))
+        if "Q4_K" in row["row"] and row["text"] == text:
+            found[_kind(row["row"])].append((*_place(row), _label(row)))
     return found
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """What was done, and in how many steps where those are not the default."""
+    usual = row["steps"] == AllocationOptions.steps
+    return str(row["row"]).removesuffix(", Q4_K") + ("" if usual else f", {row['steps']} steps")
 
 
 def _place(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -46,8 +58,10 @@ def _place(row: Mapping[str, Any]) -> tuple[float, float]:
 @click.command()
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--kquants", required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--text", default="books.validation.jsonl.xz", show_default=True, help="The rows of this text.")
+@click.option("--without", multiple=True, help="Leave rows out whose name has this word.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-def main(results: tuple[Path, ...], kquants: Path, output: Path) -> None:
+def main(results: tuple[Path, ...], kquants: Path, text: str, without: tuple[str, ...], output: Path) -> None:
     """Plot RESULTS, JSON files that rotation_accuracy.py writes, beside K-quants."""
     import matplotlib
 
@@ -55,14 +69,27 @@ def main(results: tuple[Path, ...], kquants: Path, output: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for path in results for row in json.loads(path.read_text())]
+    rows = [row for row in rows if not any(word in row["row"] for word in without)]
     figure, panel = pyplot.subplots(figsize=(7.2, 4.4))
-    for kind, found in points(rows, json.loads(kquants.read_text())).items():
+    labels: list[tuple[float, float, str, str]] = []
+    for kind, found in points(rows, json.loads(kquants.read_text()), text).items():
         colour, marker = _KINDS[kind]
         line = sorted(found)
         panel.plot([x for x, _, _ in line], [y for _, y, _ in line], marker, ms=5, color=colour, label=kind)
-        for x, y, name in line:
-            panel.annotate(name, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=6, color=colour)
+        labels += [(x, y, name, colour) for x, y, name in line]
     panel.set_yscale("log")
+    panel.set_yticks([0.5, 1, 2, 5, 10, 20], labels=["0.5", "1", "2", "5", "10", "20"])
+    figure.canvas.draw()
+    points_of = 72 / figure.dpi
+    placed: list[tuple[float, float]] = []
+    for x, y, name, colour in sorted(labels, key=lambda label: label[1]):
+        at = points_of * panel.transData.transform((x, y))
+        below = [height + GAP for place, height in placed if abs(place - at[0]) < WIDTH]
+        height = max([at[1], *below])
+        placed.append((at[0], height))
+        shift = (-6, height - at[1] - 2) if x > RIGHT else (6, height - at[1] - 2)
+        side = "right" if x > RIGHT else "left"
+        panel.annotate(name, (x, y), xytext=shift, textcoords="offset points", fontsize=6, color=colour, ha=side)
     panel.set_xlabel("bits read per weight of the blocks and token")
     panel.set_ylabel("perplexity lost, %")
     panel.grid(alpha=0.3, which="both")

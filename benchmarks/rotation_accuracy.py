@@ -286,7 +286,8 @@ def main(
                 f"| {prompt:+.2f} % | {found['skipped']:.4f} | {bits:.2f} | {spent:.0f} |",
                 flush=True,
             )
-            figures.append({"row": row.name, "text": Path(text).name, "bits_read": bits, "seconds": spent, **found})
+            told = {"row": row.name, "steps": steps, "text": Path(text).name, "bits_read": bits, "seconds": spent}
+            figures.append({**told, **found})
             write_figures(json_path, figures)
 
 

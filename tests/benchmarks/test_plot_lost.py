@@ -7,28 +7,32 @@ import pytest
 from click.testing import CliRunner
 from plot_lost import main, points
 
+TEXT = "books.validation.jsonl.xz"
+
 
 def _row(bits: float, ratio: float, **named: str) -> dict[str, object]:
-    return {"bits_read": bits, "perplexity_ratio": {"value": ratio}, **named}
+    told = {"steps": 300, "text": TEXT, "bits_read": bits, "perplexity_ratio": {"value": ratio}}
+    return {**told, **named}
 
 
 ROWS = [
     _row(4.5, 1.011, row="Q4_K"),
     _row(2.25, 1.05, row="pca, global 0.5, offsets, Q4_K"),
     _row(2.25, 1.03, row="learnt, global 0.5, offsets, gptq, Q4_K"),
+    _row(2.25, 1.04, row="learnt, global 0.5, offsets, Q4_K", text="another"),
     _row(8.0, 1.02, row="pca, global 0.5, offsets, float"),
 ]
 KQUANTS = [_row(2.93, 1.153, type="Q2_K")]
 
 
 def test_each_row_is_at_its_place_by_its_kind() -> None:
-    found = points(ROWS, KQUANTS)
+    found = points(ROWS, KQUANTS, TEXT)
     places = {kind: [(bits, round(lost, 6), name) for bits, lost, name in each] for kind, each in found.items()}
     assert places == {
         "llama.cpp's K-quants": [(2.93, 15.3, "Q2_K")],
-        "skipping, as it was": [(4.5, 1.1, "Q4_K")],
+        "no basis": [(4.5, 1.1, "Q4_K")],
         "on a basis": [(2.25, 5.0, "pca, global 0.5, offsets")],
-        "on a basis, with error feedback": [(2.25, 3.0, "learnt, global 0.5, offsets, gptq")],
+        "with error feedback": [(2.25, 3.0, "learnt, global 0.5, offsets, gptq")],
     }
 
 
