@@ -22,7 +22,9 @@ EVERY = 30.0
 LONG = 300.0
 """Work that takes more seconds than this is announced."""
 _TIMED = 2.0
-"""The first part of it is timed for at least this many seconds."""
+"""A part of it is timed for at least this many seconds."""
+_WARM = 10.0
+"""Libraries and devices take at most this many seconds to be ready; a first part that takes longer counts as the others."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,17 @@ class _Work:
         self.label, self.total, self.done, self.before = label, total, done, done
         self.first, self.shorter, self.announced = first, shorter, False
         self.began = time.monotonic()
+        self.timed_from: tuple[float, int] | None = None
 
     def advance(self, steps: int = 1) -> None:
         self.done += steps
         spent, now = time.monotonic() - self.began, self.done - self.before
-        if not self.announced and self.total is not None and now >= self.first and spent >= _TIMED:
+        if self.timed_from is None:
+            self.timed_from = (spent, now) if spent < _WARM else (0.0, 0)
+        start, units = self.timed_from
+        if not self.announced and self.total is not None and now >= units + self.first and spent >= start + _TIMED:
             self.announced = True
-            whole = spent / now * (self.total - self.before)
+            whole = spent + (spent - start) / (now - units) * (self.total - self.done)
             if whole > LONG:
                 measured = f"by its first {duration(spent)}"
                 say(f"{self.label}: takes about {duration(whole)} in all, {measured}{self._advice(whole)}")
