@@ -24,7 +24,7 @@ LONG = 300.0
 _TIMED = 2.0
 """A part of it is timed for at least this many seconds."""
 _WARM = 10.0
-"""Libraries and devices take at most this many seconds to be ready; a first part that takes longer counts as the others."""
+"""Libraries and devices are ready within so many seconds; a first part that takes longer counts as the others do."""
 
 
 @dataclass(frozen=True)
