@@ -1,5 +1,14 @@
 """The directions by how much of the residual stream lies in them: eigenvectors of its second moments, pooled over the
-blocks of a segment, the largest first; and likewise of what the heads of attention give, for each KV head."""
+blocks of a segment, the largest first; and likewise of what the heads of attention give, for each KV head.
+
+What is quantised in this basis decides two details, which cost no sparsity. The first direction is nearly a constant,
+as large as all others together, and an error of the output matrix in it is an error of every logit. Its weights share
+a scale with 15 others, those of large directions if these come next: `placed` gives the largest directions the smallest
+ones as neighbours. Values of a head are quantised 32 rows at a time, and o has a column for each: `evened` spreads
+every 32 directions evenly among themselves, so that large ones are still apart from small ones.
+"""
+
+import math
 
 import torch
 from torch import Tensor
@@ -9,10 +18,16 @@ from sparsepack.calibration.heads import output_moments
 from sparsepack.calibration.residual import second_moments
 from sparsepack.errors import RotationError
 from sparsepack.files.resume import ResumeState
+from sparsepack.formats.codecs.q4_k_fit import SUB
+from sparsepack.formats.codecs.q6_k import SUB as OUTPUT_SUB
 from sparsepack.models.checkpoint.bases import Bases
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.rotation.hadamard import hadamard
 from sparsepack.rotation.options import RotateOptions
 from sparsepack.rotation.segments import check_count, chosen_segments, pooled
+
+ALONE = 4
+"""So many of the largest directions share a scale with none of similar size."""
 
 
 def check_model(checkpoint: Checkpoint) -> None:
@@ -30,8 +45,8 @@ def bases(checkpoint: Checkpoint, calibration: Calibration, options: RotateOptio
     check_count(checkpoint, options.segments, len(found))
     segments = chosen_segments(found, options.segments, options.device)
     starts = tuple(runs[0][0].start for runs in segments)
-    values = tuple(torch.stack([directions(of_head) for of_head in moments]) for moments in outputs)
-    return Bases(starts, tuple(directions(pooled(runs)) for runs in segments), values)
+    values = tuple(torch.stack([evened(directions(of_head)) for of_head in moments]) for moments in outputs)
+    return Bases(starts, tuple(placed(directions(pooled(runs))) for runs in segments), values)
 
 
 def directions(moments: Tensor) -> Tensor:
@@ -43,3 +58,24 @@ def directions(moments: Tensor) -> Tensor:
     vectors = torch.linalg.eigh((moments + moments.t()) / 2).eigenvectors.flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     return torch.where(largest < 0, -vectors, vectors)
+
+
+def placed(vectors: Tensor) -> Tensor:
+    """Directions by falling size, as columns [channels, channels], in the order in which they become channels: each of
+    the few largest is followed by the smallest that are left, which fill its sub-block of Q6_K. All others keep their
+    order, and so do those of a model that is too narrow."""
+    channels, beside = vectors.shape[1], OUTPUT_SUB - 1
+    alone = min(ALONE, channels // (8 * OUTPUT_SUB))
+    smallest = [range(channels - (one + 1) * beside, channels - one * beside) for one in range(alone)]
+    beginning = [channel for one in range(alone) for channel in (one, *smallest[one])]
+    return vectors[:, [*beginning, *range(alone, channels - alone * beside)]]
+
+
+def evened(vectors: Tensor) -> Tensor:
+    """Directions as columns [channels, channels] -> such that every run of 32 spans what it did and has directions of
+    even size; the same where 32 does not divide their number."""
+    mixed = hadamard(SUB)
+    if vectors.shape[1] % SUB or mixed is None:
+        return vectors
+    mixed = mixed.to(vectors) / math.sqrt(SUB)
+    return (torch.unflatten(vectors, 1, (-1, SUB)) @ mixed).flatten(1)

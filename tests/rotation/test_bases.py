@@ -15,7 +15,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.rotation import hadamard
 from sparsepack.rotation.bases import ROTATIONS
 from sparsepack.rotation.options import BASES, RotateOptions
-from sparsepack.rotation.pca import directions
+from sparsepack.rotation.pca import directions, evened, placed
 
 NOWHERE = ResumeState(None, "")
 
@@ -48,8 +48,20 @@ def test_pca_brings_the_second_moments_into_falling_order(small: Checkpoint, sma
     turned = basis.t() @ pooled @ basis
     sizes = turned.diagonal()
     assert float((turned - sizes.diag()).abs().max()) < 1e-12 * float(sizes[0])
-    assert bool((sizes.diff() <= 1e-12).all())
+    order = placed(torch.arange(256)[None])[0]  # which size became which channel
+    falling = torch.empty_like(sizes)
+    falling[order] = sizes
+    assert bool((falling.diff() <= 1e-12).all())
     assert float(sizes.sum()) == pytest.approx(256, rel=1e-3)  # x is of length sqrt(hidden)
+
+
+def test_the_largest_directions_stand_among_the_smallest() -> None:
+    order = placed(torch.arange(512)[None])[0]
+    assert order[:64:16].tolist() == [0, 1, 2, 3]
+    assert order[1:16].tolist() == [*range(497, 512)]
+    assert order[49:64].tolist() == [*range(452, 467)]
+    assert order[64:].tolist() == [*range(4, 452)]
+    assert placed(torch.arange(64)[None])[0].tolist() == [*range(64)]  # too narrow
 
 
 def test_pca_weighs_runs_by_their_blocks(small: Checkpoint, small_calibration: Calibration) -> None:
@@ -64,16 +76,23 @@ def test_pca_weighs_runs_by_their_blocks(small: Checkpoint, small_calibration: C
     assert float(difference.abs().max()) < 1e-8
 
 
-def test_pca_brings_what_heads_give_into_falling_order(small: Checkpoint, small_calibration: Calibration) -> None:
+def test_pca_brings_what_heads_give_into_two_halves_each_of_even_size(
+    small: Checkpoint, small_calibration: Calibration
+) -> None:
     values = ROTATIONS["pca"].find(small, small_calibration, RotateOptions("pca"), NOWHERE).values
     moments = output_moments(small_calibration)
     assert moments is not None
     assert len(values) == len(moments) == small.layers
     for bases, of_block in zip(values, moments, strict=True):
-        turned = bases.mT @ of_block @ bases
-        sizes = turned.diagonal(dim1=-2, dim2=-1)
-        assert float((turned - sizes.diag_embed()).abs().max()) < 1e-12 * float(sizes.max())
-        assert bool((sizes.diff(dim=-1) <= 1e-12).all())
+        sizes = (bases.mT @ of_block @ bases).diagonal(dim1=-2, dim2=-1)
+        falling = torch.linalg.eigvalsh(of_block).flip(-1)
+        expected = falling.unflatten(-1, (2, 32)).mean(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
+        torch.testing.assert_close(sizes, expected, rtol=1e-9, atol=1e-12 * float(sizes.max()))
+
+
+def test_directions_that_no_run_of_32_divides_stay_as_they_are() -> None:
+    vectors = torch.eye(48).double()
+    assert torch.equal(evened(vectors), vectors)
 
 
 def test_values_have_hadamard_matrices_where_their_heads_have_such_a_size(
