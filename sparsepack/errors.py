@@ -29,6 +29,10 @@ class RotationError(UserError):
     """A model that cannot be rotated as asked."""
 
 
+class DistillationError(UserError):
+    """A model that cannot be distilled as asked."""
+
+
 class SingularError(UserError):
     """Inputs of a matrix that do not say enough of it: their products have no inverse."""
 

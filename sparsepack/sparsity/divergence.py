@@ -1,5 +1,8 @@
 """How far a sparse model's predictions are from the dense model's, with gradients, in little memory."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,22 +10,44 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from sparsepack.models.families import Family
-from sparsepack.models.stock.halves import Change, changed_pass, dense_pass
+from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, first_pass
 
 _LOGITS = 1 << 26
 """No more logits than this, 256 MiB in float32, are computed at a time; about eight tensors of this size exist
 then."""
 
 
-def divergence(model: Any, family: Family, ids: torch.Tensor, sparse: Change) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Teacher:
+    """The dense model that a model with trained weights is to follow.
+
+    weights -- within this context the model has the weights that it had before
+    prompt  -- how much the divergence of the dense first halves counts beside that of the sparse second halves
+    """
+
+    weights: Callable[[], AbstractContextManager[None]]
+    prompt: float
+
+
+def divergence(
+    model: Any, family: Family, ids: torch.Tensor, sparse: Change, teacher: Teacher | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean KL(dense || sparse) over the second halves of windows `ids` [B, S], and the sparsity there; both
     differentiable.
 
-    sparse -- gives each site's sparse vector, and the site's share of the sparsity
+    sparse  -- gives each site's sparse vector, and the site's share of the sparsity
+    teacher -- the dense model, where the model's weights are trained, too: keys and values of the first halves are then
+               the trained model's own, and the divergence there is added
     """
-    dense_states, context = dense_pass(model, ids)
-    sparse_states, shares = changed_pass(model, family, ids, context, sparse)
-    return mean_divergence(model.get_output_embeddings(), dense_states, sparse_states), torch.stack(shares).sum()
+    half, head = ids.shape[1] // 2, model.get_output_embeddings()
+    with nullcontext() if teacher is None else teacher.weights():
+        dense, context = dense_pass(model, ids)
+    prompt: torch.Tensor | float = 0.0
+    if teacher is not None:
+        first, context = first_pass(model, family, ids)
+        prompt = teacher.prompt * mean_divergence(head, dense[:, :half], first)
+    second, shares = changed_pass(model, family, ids, context, sparse)
+    return mean_divergence(head, dense[:, half:], second) + prompt, torch.stack(shares).sum()
 
 
 def mean_divergence(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:

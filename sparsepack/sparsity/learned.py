@@ -60,7 +60,7 @@ def learn_rules(
         return rules_of_json(resume.parts["learnt"]["rules"], str(resume.path))
     dtype = arithmetic(options.dtype, checkpoint.dtype, options.device)
     model = load_model(checkpoint, options.device, dtype)
-    channels = _start(checkpoint, calibration, options, model, weights)
+    channels = first_channels(checkpoint, calibration, options, model, weights)
     sparse = sparse_at(channels, weights)
     training = Training(channels.groups(), options, resume)
     training.run(
@@ -86,7 +86,7 @@ def sparse_at(channels: SoftChannels, weights: Mapping[SiteKey, float]) -> Chang
     return sparse
 
 
-def _start(
+def first_channels(
     checkpoint: Checkpoint,
     calibration: Calibration,
     options: AllocationOptions,

@@ -13,7 +13,8 @@ Loss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A loss takes windows of token ids [B, S] on the device and returns divergence and sparsity, differentiable."""
 
 _STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
-_SAVE_EVERY = 20.0  # seconds
+_SAVE_EVERY = 20.0
+"""The state is saved after so many seconds, or so many times as long as saving it takes, if that is more than one."""
 
 
 class TrainingOptions(Protocol):
@@ -53,7 +54,7 @@ class Training:
         )
         if "learning" in resume.parts:
             self._resume()
-        self.saved = time.monotonic()
+        self.saved, self.pause = time.monotonic(), _SAVE_EVERY
 
     def run(self, label: str, windows: torch.Tensor, loss: Loss) -> None:
         """Take the steps that are left, on stretches of `windows` [N, S]."""
@@ -76,7 +77,7 @@ class Training:
         self.schedule.step()
         self.price = price + _DUAL_RATE * float(gap.detach())
         self.step += 1
-        if self.step == self.options.steps or time.monotonic() - self.saved >= _SAVE_EVERY:
+        if self.step == self.options.steps or time.monotonic() - self.saved >= self.pause:
             self._save()
 
     def drop(self) -> None:
@@ -87,6 +88,7 @@ class Training:
         return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
 
     def _save(self) -> None:
+        began = time.monotonic()
         adam = self.optimiser.state_dict()
         tensors = {f"parameter.{n}": parameter.detach() for n, parameter in enumerate(self._trained())}
         tensors |= {f"adam.{n}.{name}": x for n, moments in adam["state"].items() for name, x in moments.items()}
@@ -96,6 +98,7 @@ class Training:
         values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
         self.resume.commit("learning", **values, schedule=self.schedule.state_dict())
         self.saved = time.monotonic()
+        self.pause = _SAVE_EVERY * max(1.0, self.saved - began)
 
     @torch.no_grad()
     def _resume(self) -> None:

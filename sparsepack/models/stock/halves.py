@@ -1,8 +1,8 @@
 """The two halves of windows, apart: what decoding after a dense prefill sees, with gradients.
 
-The first half of a window is dense and needs no gradient, so a change of the second half needs only its keys and
-values. Each decoder block of the second half is computed once more in the backward pass: until then only what enters it
-is kept.
+The first half of a window is dense, so a change of the second half needs only its keys and values. They need no
+gradient unless weights are trained: then the first half is a pass of its own. Each decoder block of a pass with
+gradients is computed once more in the backward pass: until then only what enters it is kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +24,22 @@ tells of it, or None to leave x as it is. It may be called twice for one x, and 
 
 
 def dense_pass(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
-    """Run windows `ids` [B, S]. Returns what enters the output matrix at their second halves, [B, S - S // 2, H], and
-    the keys and values of their first halves."""
+    """Run windows `ids` [B, S] without gradients. Returns what enters the output matrix, [B, S, H], and the keys and
+    values of their first halves."""
     half = ids.shape[1] // 2
     context = Cache(layers=[_FirstHalf(half) for _ in backbone_of(model).layers])
     with torch.no_grad():
-        states = model.base_model(ids, past_key_values=context, use_cache=False).last_hidden_state
-        return states[:, half:].clone(), context
+        return model.base_model(ids, past_key_values=context, use_cache=False).last_hidden_state, context
+
+
+def first_pass(model: Any, family: Family, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
+    """Run the first halves of windows `ids` [B, S] alone, with gradients. Returns what enters the output matrix,
+    [B, S // 2, H], and their keys and values as `changed_pass` takes them; both differentiable."""
+    first = ids[:, : ids.shape[1] // 2]
+    kept = [_Kept() for _ in backbone_of(model).layers]
+    with _recomputed_blocks(model, family, lambda *_: None, []):
+        states = model.base_model(first, past_key_values=Cache(layers=kept), use_cache=False).last_hidden_state
+    return states, Cache(layers=[layer.finished() for layer in kept])
 
 
 def changed_pass(
@@ -38,7 +47,7 @@ def changed_pass(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Run the second halves of windows `ids` [B, S] with `change` at their sites, behind the dense first halves.
 
-    context -- as `dense_pass` returns it
+    context -- as `dense_pass` and `first_pass` return it
 
     Returns what enters the output matrix, [B, S - S // 2, H], and what the change told, in order of execution; both
     differentiable.
@@ -68,6 +77,29 @@ class _FirstHalf(DynamicLayer):
         self.keys, self.values = key_states[:, :, : self.half].clone(), value_states[:, :, : self.half].clone()
         self.is_initialized = True
         return key_states, value_states
+
+
+class _Kept(DynamicLayer):
+    """The keys and values [B, heads, S, size] of one block at its first run. The run that the backward pass makes once
+    more leaves them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = False
+        self.keys = self.values = torch.empty(0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+    def finished(self) -> _FirstHalf:
+        """The same as what a later pass has before its own."""
+        layer = _FirstHalf(self.keys.shape[2])
+        layer.keys, layer.values, layer.is_initialized = self.keys, self.values, True
+        return layer
 
 
 @contextmanager

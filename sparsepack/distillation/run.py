@@ -1,0 +1,124 @@
+"""`distil`: a model whose weights were trained so that skipping changes its output least, as an ordinary checkpoint.
+
+The state of the training is kept beside the output, in `.NAME.unfinished`, from which a run that was killed goes on.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from sparsepack.calibration.folder import Calibration
+from sparsepack.calibration.folder import load as load_calibration
+from sparsepack.distillation.options import DistilOptions
+from sparsepack.distillation.train import measured_after, measured_windows, train
+from sparsepack.distillation.updates import matrices
+from sparsepack.errors import DistillationError
+from sparsepack.files.atomic import check_output
+from sparsepack.files.hashing import fingerprint
+from sparsepack.files.resume import ResumeState, state_beside
+from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.distilled import distilled, texts_of_distilled
+from sparsepack.models.checkpoint.writer import write_checkpoint
+from sparsepack.models.precision import type_name
+from sparsepack.models.records.distilled import RECORD, Distilled, distillation_record
+from sparsepack.models.records.made import records_beside
+from sparsepack.models.records.pruned import pruning_record
+from sparsepack.option import check_type
+from sparsepack.version import __version__
+
+
+def distil(
+    model: Checkpoint | str | Path,
+    calibration: Path,
+    output: Path,
+    options: DistilOptions | None = None,
+    overwrite: bool = False,
+) -> Distilled:
+    """Write a model whose weights were trained so that skipping changes its output least: an ordinary checkpoint, a
+    Hugging Face folder. What it learns from is the model itself, dense, on the calibration's text.
+
+    calibration -- a folder made by `calibrate` of this model
+
+    Raises `DistillationError` for options that make no sense, a model that was distilled or pruned before, a
+    calibration with too few windows, and weights that training took too far; `CalibrationError` for a calibration of
+    another model; `OutputError`.
+    """
+    options = options or DistilOptions()
+    check_type("model", model, Checkpoint | Path, DistillationError)
+    check_type("calibration", calibration, Path, DistillationError)
+    check_type("output", output, Path, DistillationError)
+    check_type("options", options, DistilOptions, DistillationError)
+    options.check()
+    output = Path(output)
+    check_output(output, overwrite, folder=True, marker=RECORD)
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    check_model(checkpoint)
+    read = load_calibration(calibration)
+    read.check_model(checkpoint)
+    _check_windows(read, options, calibration)
+    asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
+    with state_beside(output) as state:
+        trained = train(
+            checkpoint, read, options, ResumeState(state, fingerprint({"sparsepack": __version__, **asked}))
+        )
+        merged = {name: update.merged for name, update in trained.updates.items()}
+        made = distilled(checkpoint, merged, options.weights)
+        changes = {name: _change(checkpoint.tensor(name), made.tensor(name)) for name in matrices(checkpoint)}
+        _check_changes(changes)
+        record = Distilled(
+            model=checkpoint.name,
+            model_sha256=checkpoint.sha256,
+            calibration_sha256=read.sha256,
+            options={**asdict(options), "rate": options.learning_rate},
+            weights=type_name(made.dtype),
+            tokens=measured_windows(read, options).numel(),
+            before=trained.before.figures,
+            after=measured_after(made, read, options, trained).figures,
+            changes=changes,
+        )
+        records = {**records_beside(checkpoint.path), RECORD: record.to_json()}
+        write_checkpoint(made, texts_of_distilled(checkpoint, made), records, output, overwrite)
+    return record
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Raise `DistillationError` for a model that should not be distilled: it was before, or it was pruned."""
+    if (before := distillation_record(checkpoint.path)) is not None:
+        raise DistillationError(
+            f"{checkpoint.name}: distilled already, from {before.summary['model']}; distil that model, with more "
+            "--steps if need be"
+        )
+    if (pruned := pruning_record(checkpoint.path)) is not None:
+        raise DistillationError(
+            f"{checkpoint.name}: pruned from {pruned.summary['model']}; training would make numbers of its zeros: "
+            "distil that model, then prune it"
+        )
+
+
+def _check_windows(calibration: Calibration, options: DistilOptions, path: Path) -> None:
+    count, length = calibration.windows.shape
+    if count < options.batch:
+        raise DistillationError(
+            f"{path}: {count} windows, of which a step takes {options.batch}; calibrate with more --samples or a "
+            "longer text, or give a smaller --batch"
+        )
+    if length < 2:
+        raise DistillationError(f"{path}: windows of {length} token; expected 2 or more: calibrate with more --context")
+
+
+def _change(own: Tensor, made: Tensor) -> float:
+    """How far a tensor is from what it was, relative, to five digits."""
+    own = own.double()
+    norm = float(own.norm())
+    moved = float((made.double() - own).norm())
+    return float(f"{moved / norm if norm else moved:.5g}")
+
+
+def _check_changes(changes: dict[str, float]) -> None:
+    name, largest = max(changes.items(), key=lambda change: change[1])
+    if not largest < 1:
+        raise DistillationError(
+            f"{name}: training changed it by {largest:.3g} of its size, and it is no longer the model; give a smaller "
+            "--rate"
+        )
