@@ -14,6 +14,7 @@ __all__ = [
     "AllocationOptions",
     "AttentionOptions",
     "CalibrateOptions",
+    "DistilOptions",
     "EvalRequest",
     "GenerateOptions",
     "Generated",
@@ -29,6 +30,7 @@ __all__ = [
     "UserError",
     "calibrate",
     "card",
+    "distil",
     "evaluate",
     "load",
     "pack",
@@ -46,6 +48,8 @@ __all__ = [
 if TYPE_CHECKING:
     from sparsepack.calibration.options import CalibrateOptions
     from sparsepack.calibration.run import calibrate
+    from sparsepack.distillation.options import DistilOptions
+    from sparsepack.distillation.run import distil
     from sparsepack.errors import UserError
     from sparsepack.eval.options import EvalRequest
     from sparsepack.eval.run import evaluate
@@ -76,6 +80,7 @@ _HOMES = {
     "AllocationOptions": "sparsepack.sparsity.options",
     "AttentionOptions": "sparsepack.sparsity.attention_options",
     "CalibrateOptions": "sparsepack.calibration.options",
+    "DistilOptions": "sparsepack.distillation.options",
     "EvalRequest": "sparsepack.eval.options",
     "GenerateOptions": "sparsepack.runtime.options",
     "Generated": "sparsepack.runtime.generate",
@@ -91,6 +96,7 @@ _HOMES = {
     "UserError": "sparsepack.errors",
     "calibrate": "sparsepack.calibration.run",
     "card": "sparsepack.publish.card:model_card",
+    "distil": "sparsepack.distillation.run",
     "evaluate": "sparsepack.eval.run",
     "load": "sparsepack.loading",
     "pack": "sparsepack.packing",

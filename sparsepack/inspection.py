@@ -13,8 +13,8 @@ def inspect(path: Path) -> dict[str, Any]:
 
     `kind` says which it is: "calibration" (its manifest, `attention_channels`: `calibration.channel_report`,
     `attention_tokens`: `calibration.tokens.token_report`, and `neurons`: `tracing.activity_report`), "trace" (its
-    manifest and `neurons`), "thresholds" (the table without its vectors), "checkpoint" (the model's sizes, what `prune`
-    and `rotate` recorded, and which formats can hold it), or the format of an artifact (`formats.inspect.describe`).
+    manifest and `neurons`), "thresholds" (the table without its vectors), "checkpoint" (the model's sizes, what other
+    verbs recorded of it, and which formats can hold it), or the format of an artifact (`formats.inspect.describe`).
 
     Raises `UserError` subclasses for what is damaged or not ours.
     """
@@ -56,6 +56,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     from sparsepack.models.checkpoint.segmented_config import segments_summary
     from sparsepack.models.families import SITES
     from sparsepack.models.precision import type_name
+    from sparsepack.models.records.distilled import distillation_record, in_words
     from sparsepack.models.records.pruned import pruning_record
     from sparsepack.models.records.rotated import rotation_record
 
@@ -66,7 +67,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
     if record is not None:
         kept = Counter(f"{pattern.keep} of {pattern.of}" for pattern in record.patterns.values())
         pruned = {**record.summary, "matrices": dict(kept)}
-    rotation = rotation_record(checkpoint.path)
+    rotation, distilled = rotation_record(checkpoint.path), distillation_record(checkpoint.path)
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -83,6 +84,7 @@ def _inspect_checkpoint(path: Path) -> dict[str, Any]:
         "dtype": type_name(checkpoint.dtype),
         "pruned": pruned,
         "rotated": dict(rotation.summary) if rotation else None,
+        "distilled": {**distilled.summary, "in_words": in_words(distilled.summary)} if distilled else None,
         "formats": holders(checkpoint),
     }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sparsepack.calibration.folder import Calibration
     from sparsepack.formats.plan import Plan, PlanRequest
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.records.distilled import DistillationRecord
     from sparsepack.models.records.neurons import NeuronCounts
     from sparsepack.models.records.pruned import PruningRecord
     from sparsepack.models.records.rotated import RotationRecord
@@ -147,6 +148,7 @@ class Found:
     refit      -- its matrices, fitted to their inputs
     pruning    -- what a model that is still to be pruned will say of itself; None: what it says
     rotation   -- likewise of one that is still to be rotated
+    distillation -- likewise of one that is still to be distilled
     """
 
     thresholds: Thresholds | None = None
@@ -155,6 +157,7 @@ class Found:
     refit: Refit | None = None
     pruning: PruningRecord | None = None
     rotation: RotationRecord | None = None
+    distillation: DistillationRecord | None = None
 
 
 def pack(request: PackRequest, checkpoint: Checkpoint | None = None) -> Packed:
@@ -254,11 +257,12 @@ def found_to_come(
     thresholds: Thresholds | None,
     pruning: PruningRecord | None = None,
     rotation: RotationRecord | None = None,
+    distillation: DistillationRecord | None = None,
 ) -> Found:
     """What is known of `find`'s answer before anything is run: as much, but with values that are not the final ones.
 
     thresholds -- that are to come, too
-    pruning, rotation -- of a model that is still to be pruned, and rotated
+    pruning, rotation, distillation -- of a model that is still to be pruned, rotated and distilled
 
     Raises `PackingError` for sparse attention that the model cannot have.
     """
@@ -274,6 +278,7 @@ def found_to_come(
         refit=refit_to_come(checkpoint, refit) if refit is not None and refit.fits else None,
         pruning=pruning,
         rotation=rotation,
+        distillation=distillation,
     )
 
 
@@ -288,15 +293,17 @@ def plan_of(checkpoint: Checkpoint, request: PackRequest, found: Found | None = 
 def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanRequest:
     """What goes into the artifact beside the model's weights."""
     from sparsepack.formats.attention import attention_section
-    from sparsepack.formats.manifest import PRUNING, REFIT, ROTATION
+    from sparsepack.formats.manifest import DISTILLATION, PRUNING, REFIT, ROTATION
     from sparsepack.formats.plan import PlanRequest
     from sparsepack.models.heads import heads_of_config
+    from sparsepack.models.records.distilled import distillation_record
     from sparsepack.models.records.pruned import pruning_record
     from sparsepack.models.records.rotated import rotation_record
 
     thresholds, attention = found.thresholds, found.attention
     pruning = found.pruning or pruning_record(checkpoint.path)
     rotation = found.rotation or rotation_record(checkpoint.path)
+    distillation = found.distillation or distillation_record(checkpoint.path)
     section = None
     if attention is not None:
         heads = heads_of_config(checkpoint.config)
@@ -307,6 +314,7 @@ def _inside(checkpoint: Checkpoint, request: PackRequest, found: Found) -> PlanR
         "thresholds": thresholds.summary() if thresholds else None,
         **({PRUNING: dict(pruning.summary)} if pruning else {}),
         **({ROTATION: dict(rotation.summary)} if rotation else {}),
+        **({DISTILLATION: dict(distillation.summary)} if distillation else {}),
         **({REFIT: dict(found.refit.section)} if found.refit else {}),
     }
     return PlanRequest(

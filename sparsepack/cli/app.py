@@ -12,6 +12,7 @@ from sparsepack.cli.messages.quiet import add_quiet, add_signs_of_life, quiet_op
 from sparsepack.cli.verbs.bench import bench
 from sparsepack.cli.verbs.calibrate import calibrate
 from sparsepack.cli.verbs.card import card
+from sparsepack.cli.verbs.distil import distil
 from sparsepack.cli.verbs.evaluate import evaluate
 from sparsepack.cli.verbs.generate import generate
 from sparsepack.cli.verbs.inspect import inspect
@@ -74,12 +75,12 @@ def main() -> None:
     """
 
 
-main.add_verbs("Make", calibrate, thresholds, rotate, prune, pack, run)
+main.add_verbs("Make", calibrate, thresholds, rotate, distil, prune, pack, run)
 main.add_verbs("Check", inspect, verify, evaluate, bench)
 main.add_verbs("Run", generate, serve, tune)
 main.add_verbs("Study", trace, simulate)
 main.add_verbs("Publish", report, card, push)
 for verb in main.commands.values():
     add_quiet(verb)
-for verb in (calibrate, thresholds, rotate, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
+for verb in (calibrate, thresholds, rotate, distil, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)

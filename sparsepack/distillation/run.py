@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.distillation.options import DistilOptions
 from sparsepack.distillation.train import measured_after, measured_windows, train
@@ -56,7 +55,7 @@ def distil(
     check_model(checkpoint)
     read = load_calibration(calibration)
     read.check_model(checkpoint)
-    _check_windows(read, options, calibration)
+    check_windows(len(read.windows), read.windows.shape[1], options, str(calibration))
     asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
     with state_beside(output) as state:
         trained = train(
@@ -96,15 +95,20 @@ def check_model(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_windows(calibration: Calibration, options: DistilOptions, path: Path) -> None:
-    count, length = calibration.windows.shape
+def check_windows(count: int, length: int, options: DistilOptions, where: str) -> None:
+    """Raise `DistillationError` for fewer calibration windows than a step takes, or too short ones.
+
+    where -- whose windows they are, for the message
+    """
     if count < options.batch:
         raise DistillationError(
-            f"{path}: {count} windows, of which a step takes {options.batch}; calibrate with more --samples or a "
+            f"{where}: {count} windows, of which a step takes {options.batch}; calibrate with more --samples or a "
             "longer text, or give a smaller --batch"
         )
     if length < 2:
-        raise DistillationError(f"{path}: windows of {length} token; expected 2 or more: calibrate with more --context")
+        raise DistillationError(
+            f"{where}: windows of {length} token; expected 2 or more: calibrate with more --context"
+        )
 
 
 def _change(own: Tensor, made: Tensor) -> float:

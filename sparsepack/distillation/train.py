@@ -90,9 +90,7 @@ def _say_size(trained: list[Tensor], resume: ResumeState) -> None:
 
 
 @torch.no_grad()
-def measured_after(
-    made: Checkpoint, calibration: Calibration, options: DistilOptions, trained: Trained
-) -> Measured:
+def measured_after(made: Checkpoint, calibration: Calibration, options: DistilOptions, trained: Trained) -> Measured:
     """Measure the distilled model, as it will be stored, beside the model as it was."""
     model = load_model(made, options.device, arithmetic(options.dtype, made.dtype, options.device))
     windows = measured_windows(calibration, options)

@@ -1,6 +1,6 @@
 """What is trained of the matrices of a model's blocks, and how a model computes with it.
 
-All weights of a matrix W [rows, columns] are trained, as a copy in float32, or a low-rank update of it (LoRA, 2106.09685)
+All weights of a matrix W [rows, columns] are trained, as a copy in float32, or a low-rank update (LoRA, 2106.09685)
 
     W' x = W x + B A x,   A [rank, columns], B [rows, rank]
 
@@ -98,9 +98,7 @@ def first_updates(checkpoint: Checkpoint, rank: int | None, seed: int, device: s
 
 
 @contextmanager
-def trained_with(
-    model: Any, updates: Mapping[str, Update]
-) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def trained_with(model: Any, updates: Mapping[str, Update]) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Within the context a stock model computes with updates, by the names of their tensors. Yields what gives it its
     own weights for a while."""
     own = False

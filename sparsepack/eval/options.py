@@ -19,7 +19,7 @@ class EvalRequest:
     """What to measure.
 
     thresholds  -- a table to run a checkpoint with
-    against     -- source checkpoint for KL divergence and top-token agreement, or what that was pruned or rotated from
+    against     -- source checkpoint for KL divergence and top-token agreement, or what that was made from
     second_half -- score only the second half of each window under every protocol, as under decode, so that the
                    figures of several are of the same tokens
     engine      -- how a backend runs an artifact; `device` and `runtime` say where, and which

@@ -119,7 +119,7 @@ class Subject(ABC):
     kind          -- "checkpoint", or the name of a format
     context       -- positions the model was made for
     source_sha256 -- hash of the checkpoint it is, or was made from
-    made_from     -- hashes of the checkpoints that this one was pruned or rotated from
+    made_from     -- hashes of the checkpoints that this one was made from by other verbs
     sparse_sites  -- (layer, site) of those that may be sparse
     attention     -- which tokens decoded positions read; None: all
     """

@@ -8,12 +8,12 @@ from typing import Any
 
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.attention_summary import attention_summary
-from sparsepack.formats.manifest import PRUNING, REFIT, ROTATION, refit_in_words
+from sparsepack.formats.manifest import DISTILLATION, PRUNING, REFIT, ROTATION, distillation_in_words, refit_in_words
 from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint.segmented_config import segments_summary
 
 _BLOCKS = ("blk.", "model.layers.")
-_SHOWN = ("schema", "sparsepack", "model", PRUNING, ROTATION, "calibration", "recipe", "versions")
+_SHOWN = ("schema", "sparsepack", "model", PRUNING, ROTATION, DISTILLATION, "calibration", "recipe", "versions")
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def describe(path: Path) -> dict[str, Any]:
     it is not ours; the tensors' hashes are `verify`'s business.
     """
     artifact = open_artifact(Path(path))
-    refit = artifact.manifest.get(REFIT)
+    refit, distilled = artifact.manifest.get(REFIT), artifact.manifest.get(DISTILLATION)
     tensors = artifact.tensors
     weights = {name: _weights(artifact, name) for name in tensors}
     matrices = [name for name in artifact.manifest["tensors"] if name in tensors]
@@ -50,6 +50,7 @@ def describe(path: Path) -> dict[str, Any]:
         "pruning": artifact.pruning(),
         "segments": segments_summary([*artifact.bases()]),
         "refit": refit and {**refit, "in_words": refit_in_words(artifact.manifest)},
+        "distilled": distilled and {**distilled, "in_words": distillation_in_words(artifact.manifest)},
         "attention": attention_summary(artifact.manifest),
         "neurons": artifact.neurons(),
         "runs": artifact.format.runs,

@@ -12,6 +12,8 @@ from sparsepack.files.stored import Count, Name, Size, Stored, checked, shown
 from sparsepack.formats.attention import ATTENTION, AttentionSection
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
+from sparsepack.models.records.distilled import StoredDistillation
+from sparsepack.models.records.distilled import in_words as distilled_in_words
 from sparsepack.version import __version__
 
 SCHEMA = 4
@@ -33,6 +35,10 @@ PRUNING = "pruning"
 ROTATION = "rotation"
 """The manifest says under this key into which basis the model was rotated before:
 `models.records.rotated.RotationRecord.summary`."""
+
+DISTILLATION = "distillation"
+"""The manifest says under this key how the model's weights were trained before:
+`models.records.distilled.DistillationRecord.summary`."""
 
 REFIT = "refit"
 """The manifest says under this key how matrices were fitted to their inputs: `refit.run.Refit.section`."""
@@ -88,6 +94,11 @@ class _Rotation(Stored):
     model_sha256: Name
 
 
+class _Distillation(StoredDistillation):
+    sparsity: float
+    rank: Size | None
+
+
 class _RefitSite(Stored):
     site: Name
     changes: dict[Name, Annotated[float, Field(ge=0, lt=1)]]
@@ -129,6 +140,7 @@ class _ArtifactManifest(Stored):
     thresholds: _Thresholds | None = None
     pruning: _Pruning | None = None
     rotation: _Rotation | None = None
+    distillation: _Distillation | None = None
     refit: _Refit | None = None
     attention: AttentionSection | None = None
 
@@ -176,8 +188,9 @@ def make_manifest(
 
 
 def source_made_from(manifest: Mapping[str, Any]) -> tuple[str, ...]:
-    """The hashes of the checkpoints that an artifact's source was pruned or rotated from, as far as that is known."""
-    records = [manifest.get(name) or {} for name in (PRUNING, ROTATION)]
+    """The hashes of the checkpoints that an artifact's source was made from by other verbs, as far as that is
+    known."""
+    records = [manifest.get(name) or {} for name in (PRUNING, DISTILLATION, ROTATION)]
     return tuple(record["model_sha256"] for record in records if "model_sha256" in record)
 
 
@@ -195,6 +208,12 @@ def refit_in_words(manifest: Mapping[str, Any]) -> str | None:
         f"{100 * max(weight_changes(manifest).values(), default=0):.1f} % at most, mean relative error of outputs "
         f"{after:.4f} (else {before:.4f})"
     )
+
+
+def distillation_in_words(manifest: Mapping[str, Any]) -> str | None:
+    """How the model's weights were trained, as a clause; None where they were not."""
+    made = manifest.get(DISTILLATION)
+    return None if made is None else distilled_in_words(made)
 
 
 def weight_changes(manifest: Mapping[str, Any]) -> dict[str, float]:

@@ -90,7 +90,8 @@ class RotatedAgain:
 
 
 def made_from_unrotated(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
-    """Whether an artifact was packed from what `rotate` made of a checkpoint, and nothing else was done to it."""
+    """Whether an artifact was packed from what `rotate` made of a checkpoint, and nothing was done to it since whose
+    changes the manifest does not tell."""
     rotation = manifest.get(ROTATION) or {}
     changed = any(manifest.get(key) for key in CHANGED_SINCE)
     return rotation.get("model_sha256") == checkpoint.sha256 and not changed

@@ -1,7 +1,7 @@
 """`verify` says whether an artifact is intact, and whether it holds the weights of a given model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.artifact import Artifact
 from sparsepack.formats.codecs.value_types import VALUE_TYPES
-from sparsepack.formats.manifest import refit_in_words, weight_changes
+from sparsepack.formats.distilled_from import Undistilled, made_from_undistilled, trained_in_words
+from sparsepack.formats.manifest import DISTILLATION, refit_in_words, weight_changes
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.rotated_again import RotatedAgain, made_from_unrotated, rotated_again
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -77,7 +78,8 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
     """Check an artifact by itself: every byte's hash, shapes, zeros in padding, sparse attention that fits the model.
 
     against -- also compare every tensor with this checkpoint, some rows of a matrix at a time; one that `rotate` made
-               the packed model from is rotated again
+               the packed model from is rotated again; of one that `distil` made it from, matrices may be off by as much
+               as they were trained
 
     Raises `ArtifactError` where there is nothing to check.
     """
@@ -112,22 +114,27 @@ def verify(path: Path | str, against: Checkpoint | str | Path | None = None) -> 
         except ArtifactError as error:
             return Report(str(path), kind, (str(error),), tuple(checked))
         what += f" {again.in_words()}"
+    trained = again is not None or made_from_undistilled(artifact.manifest, checkpoint)
+    changes = (artifact.manifest.get(DISTILLATION) or {}).get("changes", {}) if trained else {}
+    if changes:
+        what += f", {trained_in_words(changes)}"
     if (words := refit_in_words(artifact.manifest)) is not None:
         what += f", those of its blocks {words}"
-    problems, tensors = _against(artifact, checkpoint, again)
+    problems, tensors = _against(artifact, checkpoint, again, changes)
     return Report(str(path), kind, problems, (*checked, what), tensors)
 
 
 def _against(
-    artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None
+    artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None, trained: Mapping[str, float]
 ) -> tuple[tuple[str, ...], tuple[TensorError, ...]]:
     """The problems and the errors of every tensor of an intact artifact beside the model that it should be of.
 
-    again -- this model in the artifact's basis, which is compared in its place
+    again   -- this model in the artifact's basis, which is compared in its place
+    trained -- how far matrices of the checkpoint were trained away since, where they were
     """
     path, packed_from = artifact.path, artifact.manifest["model"]
     problems, tensors = [], []
-    if again is None and packed_from["sha256"] != checkpoint.sha256:
+    if again is None and not trained and packed_from["sha256"] != checkpoint.sha256:
         problems.append(
             f"{path}: packed from {packed_from['name']} (SHA-256 {packed_from['sha256'][:12]}), "
             f"{checkpoint.name} is {checkpoint.sha256[:12]}: another model, or another version of it"
@@ -137,7 +144,7 @@ def _against(
             f"{path}: a {packed_from['model_type']} model, {checkpoint.name} is {checkpoint.family.model_type}"
         )
     else:
-        for found in _compared(artifact, checkpoint, again):
+        for found in _compared(artifact, checkpoint, again, trained):
             if isinstance(found, str):
                 problems.append(found)
             else:
@@ -150,20 +157,22 @@ def _against(
     return tuple(problems), tuple(tensors)
 
 
-def _compared(artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None) -> Iterator[TensorError | str]:
-    checkpoint = checkpoint if again is None else again.checkpoint
+def _compared(
+    artifact: Artifact, checkpoint: Checkpoint, again: RotatedAgain | None, trained: Mapping[str, float]
+) -> Iterator[TensorError | str]:
+    before = Undistilled(checkpoint if again is None else again.checkpoint, trained)
     changes = weight_changes(artifact.manifest)
     for name in artifact.tensors:
         if not artifact.holds_weights(name):
             continue
-        source = artifact.source(name, checkpoint)
+        source, off = before.source(artifact, name)
         if source is None or tuple(source.shape) != artifact.logical_shape(name):
             shape = None if source is None else list(source.shape)
             yield f"{name}: {list(artifact.logical_shape(name))} in the file, {shape} in {checkpoint.name}"
             continue
         type = artifact.type_of_weights(name)
         bound = math.hypot(ERROR_BOUNDS[type], again.may_be_off(artifact, name, source) if again else 0.0)
-        bound += changes.get(name, 0.0)
+        bound += changes.get(name, 0.0) + off
         yield TensorError(name, type, _relative_error(artifact, name, source), bound)
 
 

@@ -13,7 +13,7 @@ from sparsepack.bench.table import speed_table
 from sparsepack.errors import UserError
 from sparsepack.eval.tables import accuracy_tables
 from sparsepack.formats.inspect import describe
-from sparsepack.formats.manifest import PRUNING, ROTATION
+from sparsepack.formats.manifest import DISTILLATION, PRUNING, ROTATION
 from sparsepack.inspection import programs_table
 from sparsepack.models.records.rotated import basis_in_words
 from sparsepack.publish.results import read_results
@@ -69,8 +69,8 @@ def _calibrated_on(recipe: Mapping[str, Any] | None) -> list[str]:
 
 
 def _made_from(provenance: Mapping[str, Any]) -> str | None:
-    """The name of the model that all was made from, where it was rotated or pruned: rotating comes first."""
-    for step in (ROTATION, PRUNING):
+    """The name of the model that all was made from, where other verbs made another of it, in their order."""
+    for step in (ROTATION, DISTILLATION, PRUNING):
         if provenance[step] is not None:
             return str(provenance[step]["model"])
     return None

@@ -56,6 +56,7 @@ def _page(report: Mapping[str, Any]) -> str:
         ],
         rotated=rotated,
         rotated_into=basis_in_words(rotated["options"]["basis"], rotated.get("boundaries", ())) if rotated else None,
+        distilled=report["distil"],
         pruned=pruned,
         patterns=Counter(f"keep {row['keep']} of {row['of']}" for row in pruned["matrices"]) if pruned else {},
         errors=_errors(pruned["matrices"]) if pruned else [],

@@ -28,6 +28,7 @@ from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
 from sparsepack.models.checkpoint.writer import made_of_blocks, write_checkpoint
 from sparsepack.models.families import SITES, stream_of
 from sparsepack.models.precision import type_name
+from sparsepack.models.records.distilled import distillation_record
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.records.rotated import RECORD, Rotated, rotation_record
 from sparsepack.models.stock.blocks import BlockStream
@@ -110,12 +111,17 @@ def rotate(
 
 def check_model(checkpoint: Checkpoint, options: RotateOptions) -> None:
     """Raise `CheckpointError` for a model of a family that cannot be rotated, and `RotationError` for one that has no
-    such bases, or should not be rotated: it was before, or it was pruned."""
+    such bases, or should not be rotated: it was before, or it was distilled or pruned."""
     stream_of(checkpoint.family, checkpoint.name)
     if (before := rotation_record(checkpoint.path)) is not None:
         raise RotationError(
             f"{checkpoint.name}: rotated already, into the basis {before.summary['basis']} of "
             f"{before.summary['model']}; rotate that model"
+        )
+    if (distilled := distillation_record(checkpoint.path)) is not None:
+        raise RotationError(
+            f"{checkpoint.name}: distilled from {distilled.summary['model']}, for skipping in the basis that it has: "
+            "rotate that model, then distil it"
         )
     if (pruned := pruning_record(checkpoint.path)) is not None:
         raise RotationError(

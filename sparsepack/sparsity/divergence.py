@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from sparsepack.models.families import Family
 from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, first_pass
 
-_LOGITS = 1 << 26
+LOGITS = 1 << 26
 """No more logits than this, 256 MiB in float32, are computed at a time; about eight tensors of this size exist
 then."""
 
@@ -55,7 +55,7 @@ def mean_divergence(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Te
 
     Logits are computed for a part of the positions at a time, and again in the backward pass.
     """
-    positions = max(1, _LOGITS // head.out_features)
+    positions = max(1, LOGITS // head.out_features)
     parts = zip(*(torch.split(states.flatten(0, 1), positions) for states in (dense, sparse)), strict=True)
     each = [recomputed(_divergences, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(each).mean()

@@ -100,7 +100,7 @@ def test_logits_in_parts_are_the_logits(tmp_path, monkeypatch):
     whole, seen = case.found(case.in_parts), []
     head = case.model.get_output_embeddings()
     head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[0]))
-    monkeypatch.setattr(in_parts, "_LOGITS", 5 * head.out_features + 1)
+    monkeypatch.setattr(in_parts, "LOGITS", 5 * head.out_features + 1)
     _same(case.found(case.in_parts), whole, 1e-5)
     assert max(seen) == 5
     assert sum(seen) == 4 * 33  # dense and sparse, forwards and backwards
@@ -117,7 +117,7 @@ def test_an_error_in_a_pass_leaves_the_model_as_it_was(tmp_path):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
 def test_the_backward_pass_needs_a_fraction_of_the_memory(tmp_path, monkeypatch, device):
     """Eight blocks, 4 windows of 512 tokens and 32,000 tokens in the vocabulary."""
-    monkeypatch.setattr(in_parts, "_LOGITS", 1 << 23)
+    monkeypatch.setattr(in_parts, "LOGITS", 1 << 23)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "max_position_embeddings": 1024}
     folder = make_model(tmp_path / "m", **sizes, num_attention_heads=16, vocab_size=32000)
     case = Case(folder, device, torch.bfloat16, (4, 512))

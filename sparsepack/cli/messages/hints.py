@@ -16,6 +16,7 @@ _HERE = {
     "calibrate MODEL --text TEXT -o FOLDER": ("calibration", "collect", "imatrix", "stats"),
     "prune MODEL --keep 2 --of 4 -o FOLDER": ("pruning", "prune-weights", "sparsegpt", "wanda"),
     "rotate MODEL --calibration CAL -o FOLDER": ("rotation", "quarot", "slicegpt", "hadamard", "larosa"),
+    "distil MODEL --calibration CAL -o FOLDER": ("distill", "distillation", "finetune", "fine-tune", "train", "lora"),
     "inspect FILE": ("info", "show", "describe", "dump", "print", "cat"),
     "verify FILE": ("check", "validate", "hash", "sha256"),
     "push FILE OWNER/NAME": ("upload", "publish"),

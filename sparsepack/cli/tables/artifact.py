@@ -32,6 +32,8 @@ def artifact_table(description: Mapping[str, Any]) -> str:
     ]
     if description["thresholds"]:
         parts.append(thresholds_table(description["thresholds"]))
+    if description["distilled"]:
+        parts.append(f"distilled: {description['distilled']['in_words']}")
     if description["refit"]:
         parts.append(f"weights of the blocks: {description['refit']['in_words']}")
     if description["attention"]:

@@ -19,6 +19,7 @@ def checkpoint_table(found: Mapping[str, Any]) -> str:
         *([f"segments: {found['segments']['in_words']}"] if found["segments"] else []),
         _pruned(found["pruned"]),
         _rotated(found["rotated"]),
+        f"distilled: {found['distilled']['in_words']}" if found["distilled"] else "not distilled by sparsepack",
         found["formats"],
     )
 

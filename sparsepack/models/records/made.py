@@ -10,7 +10,6 @@ from sparsepack.models.records.distilled import distillation_record
 from sparsepack.models.records.pruned import pruning_record
 from sparsepack.models.records.rotated import rotation_record
 
-
 _RECORDS = (
     (rotated.RECORD, rotation_record),
     (distilled.RECORD, distillation_record),

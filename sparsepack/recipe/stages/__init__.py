@@ -6,7 +6,8 @@ Nothing heavy is imported at the top of these files: a mistake in a recipe is to
 
 from sparsepack.recipe.stages.bench import BENCH
 from sparsepack.recipe.stages.calibrate import CALIBRATE
-from sparsepack.recipe.stages.calibrate_again import CALIBRATE_PRUNED, CALIBRATE_ROTATED
+from sparsepack.recipe.stages.calibrate_again import CALIBRATE_DISTILLED, CALIBRATE_PRUNED, CALIBRATE_ROTATED
+from sparsepack.recipe.stages.distil import DISTIL
 from sparsepack.recipe.stages.eval import EVAL
 from sparsepack.recipe.stages.eval_pruned import EVAL_PRUNED
 from sparsepack.recipe.stages.generate import GENERATE
@@ -16,5 +17,5 @@ from sparsepack.recipe.stages.rotate import ROTATE
 from sparsepack.recipe.stages.thresholds import THRESHOLDS
 from sparsepack.recipe.stages.verify import VERIFY
 
-_MODEL = (CALIBRATE, ROTATE, CALIBRATE_ROTATED, PRUNE, CALIBRATE_PRUNED)
+_MODEL = (CALIBRATE, ROTATE, CALIBRATE_ROTATED, DISTIL, CALIBRATE_DISTILLED, PRUNE, CALIBRATE_PRUNED)
 STAGES = (*_MODEL, THRESHOLDS, PACK, VERIFY, EVAL, EVAL_PRUNED, BENCH, GENERATE)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Stage, leaves
 from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, files_of, name_again
+from sparsepack.recipe.stages.distil import DISTIL, distilled
 from sparsepack.recipe.stages.pack import calibrated
 from sparsepack.recipe.stages.prune import PRUNE, pruned, prunes_by_text
 from sparsepack.recipe.stages.rotate import ROTATE, rotated
@@ -24,13 +25,26 @@ def _again(stage: Stage, wanted: Callable[[Recipe], bool]) -> Stage:
 
 
 def _of_rotated(recipe: Recipe) -> bool:
-    packed = not pruned(recipe) and (sparse(recipe) or calibrated(recipe))
-    return rotated(recipe) and (prunes_by_text(recipe) or packed)
+    return rotated(recipe) and (distilled(recipe) or _wanted_by_others(recipe))
+
+
+def _of_distilled(recipe: Recipe) -> bool:
+    return distilled(recipe) and _wanted_by_others(recipe)
 
 
 def _of_pruned(recipe: Recipe) -> bool:
-    return pruned(recipe) and (sparse(recipe) or calibrated(recipe))
+    return pruned(recipe) and _wanted_by_pack(recipe)
+
+
+def _wanted_by_others(recipe: Recipe) -> bool:
+    """Whether pruning, or packing where nothing is pruned, takes statistics of the model that it gets."""
+    return prunes_by_text(recipe) or (not pruned(recipe) and _wanted_by_pack(recipe))
+
+
+def _wanted_by_pack(recipe: Recipe) -> bool:
+    return sparse(recipe) or calibrated(recipe)
 
 
 CALIBRATE_ROTATED = _again(ROTATE, _of_rotated)
+CALIBRATE_DISTILLED = _again(DISTIL, _of_distilled)
 CALIBRATE_PRUNED = _again(PRUNE, _of_pruned)

@@ -14,7 +14,7 @@ from sparsepack.progress import say
 from sparsepack.recipe.gates import Value, Verdict, judged
 from sparsepack.recipe.section import Recipe, Section, Text, limit
 from sparsepack.recipe.stage import Job, Stage, read_json
-from sparsepack.recipe.stages import prune, rotate
+from sparsepack.recipe.stages import distil, prune, rotate
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, FOLDER, Calibrate, folder_of, windows
 from sparsepack.recipe.stages.prune import pruned
 from sparsepack.recipe.stages.thresholds import TABLE, THRESHOLDS, sparse, thresholds_to_come
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan
 
 DESCRIPTION = "pack.json"
-_MADE_FROM = ("name", "model", "dtype", "calibrate", "rotate", "prune", "activation_sparsity", "pack")
+_MADE_FROM = ("name", "model", "dtype", "calibrate", "rotate", "distil", "prune", "activation_sparsity", "pack")
 
 
 class Pack(Section):
     """The artifact. Sparse attention takes its channels from the calibration, and weights are fitted to inputs on its
-    text; of a rotated or pruned model it is made again."""
+    text; of a rotated, distilled or pruned model it is made again."""
 
     key: ClassVar[str] = "pack"
     options: ClassVar[type] = PackRequest
@@ -192,7 +192,7 @@ def _planned(job: Job, asked: Pack) -> "Plan":
     from sparsepack.packing import found_to_come, plan_of
 
     request = request_of(job, asked)
-    records = prune.record_to_come(job), rotate.record_to_come(job)
+    records = [stage.record_to_come(job) for stage in (prune, rotate, distil)]
     found = found_to_come(job.checkpoint, request, thresholds_to_come(job), *records)
     return plan_of(job.checkpoint, request, found)
 

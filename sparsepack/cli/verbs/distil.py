@@ -1,0 +1,43 @@
+"""`sparsepack distil`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sparsepack.cli.options.shared import CALIBRATION, OUTPUT, PATH, compute, options_from, overwrite_flag
+from sparsepack.cli.options.verb import group, verb
+from sparsepack.distillation.options import DistilOptions
+from sparsepack.terminal import tell
+
+
+@verb(short_help="Train a model's weights so that skipping loses less.")
+@click.argument("model")
+@click.option(
+    "--calibration",
+    type=CALIBRATION,
+    required=True,
+    help="A folder made by `sparsepack calibrate` of MODEL, on whose text it is trained.",
+)
+@options_from(DistilOptions, "--sparsity", "--offsets", "--weights")
+@group(
+    "Training",
+    options_from(DistilOptions, "--rank", "--rate", "--prompt", "--steps", "--batch", "--length", "--seed"),
+)
+@group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
+@compute
+@overwrite_flag
+def distil(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
+    """Train the weights of MODEL to say, with channels skipped, what MODEL says with all of them.
+
+    The result is an ordinary checkpoint; calibrate that one for what follows. Thresholds are trained along and let go:
+    `pack --allocation global` learns them on the result. The whole model is on one device, and a GPU is wanted. At the
+    end the result is measured beside MODEL on the calibration's text. A run that was killed goes on from the step that
+    was kept last when the same command is given again.
+    """
+    options = DistilOptions(**asked)
+    options.check()
+    from sparsepack.cli.tables.distilled import distilled_text
+    from sparsepack.distillation.run import distil as run
+
+    tell(distilled_text(run(model, calibration, output, options, overwrite), output))

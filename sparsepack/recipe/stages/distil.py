@@ -1,0 +1,168 @@
+"""`distil`: the model with weights trained for skipping, which every later stage takes in its place."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sparsepack.distillation.options import DistilOptions
+from sparsepack.errors import UserError
+from sparsepack.recipe.section import Recipe, Section
+from sparsepack.recipe.stage import Job, Stage, leaves, read_json
+from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
+
+if TYPE_CHECKING:
+    from sparsepack.models.checkpoint.checkpoint import Checkpoint
+    from sparsepack.models.records.distilled import DistillationRecord
+
+FOLDER = "distilled"
+
+
+class Distil(Section):
+    """The model with weights trained so that skipping changes its output least, after it is rotated and before it is
+    pruned ([how](distil.md)). Later steps take the distilled model, which lies as `distilled` in the work folder."""
+
+    key: ClassVar[str] = "distil"
+    options: ClassVar[type] = DistilOptions
+
+    sparsity: float
+    offsets: bool
+    rank: int | None
+    rate: float | None
+    prompt: float
+    steps: int
+    batch: int
+    length: int
+    seed: int
+    weights: str
+
+
+def distilled(recipe: Recipe) -> bool:
+    """Whether the model is distilled before it is packed."""
+    return Distil.asked_in(recipe) is not None
+
+
+def _options(recipe: Recipe, asked: Distil) -> DistilOptions:
+    return DistilOptions(**asked.model_dump(), device=recipe.device, dtype=recipe.dtype)
+
+
+def _problems(recipe: Recipe, asked: Distil) -> Iterator[str]:
+    if Calibrate.asked_in(recipe) is None:
+        yield "distil: it trains on the text of a calibration; add a calibrate section"
+
+
+def _misfits(job: Job, asked: Distil) -> Iterator[str]:
+    from sparsepack.distillation.run import check_model, check_windows
+
+    calibrate = Calibrate.asked_in(job.recipe)
+    assert calibrate is not None  # or the recipe would have been refused
+    try:
+        check_model(job.checkpoint)
+        check_windows(*windows(job, calibrate), _options(job.recipe, asked), "calibrate")
+    except UserError as error:
+        yield f"distil: {error}"
+
+
+def _run(job: Job, asked: Distil) -> None:
+    """A run that was killed within goes on where it stopped."""
+    from sparsepack.distillation.run import distil
+
+    distil(job.checkpoint, folder_of(job), job.folder / FOLDER, _options(job.recipe, asked), overwrite=True)
+
+
+def _expected(job: Job, asked: Distil) -> "Checkpoint":
+    """The distilled model as far as it is known before its weights are."""
+    from sparsepack.models.checkpoint.distilled import distilled
+
+    return distilled(job.checkpoint, {}, asked.weights)
+
+
+def record_to_come(job: Job) -> "DistillationRecord | None":
+    """What the distilled checkpoint will say of itself; None where the recipe distils nothing."""
+    from sparsepack.distillation.updates import matrices
+    from sparsepack.files.hashing import NO_HASH
+    from sparsepack.models.precision import type_name
+    from sparsepack.models.records.distilled import DistillationRecord
+
+    asked, checkpoint = Distil.asked_in(job.recipe), job.checkpoint
+    if asked is None:
+        return None
+    source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
+    how = {"sparsity": asked.sparsity, "rank": asked.rank, "offsets": asked.offsets}
+    figures = {name: {"sparse": 0.12345678901234567, "prompt": 0.00123456789012345} for name in ("before", "after")}
+    changes = dict.fromkeys(matrices(checkpoint), 0.0012345)
+    made = {"weights": type_name(checkpoint.dtype), **figures, "changes": changes}
+    return DistillationRecord({**how, **made, **source})
+
+
+def _length(job: Job, asked: Distil) -> int:
+    """Tokens of a window that is trained on."""
+    calibrate = Calibrate.asked_in(job.recipe)
+    return min(asked.length, windows(job, calibrate)[1]) if calibrate is not None else asked.length
+
+
+def _tokens(job: Job, asked: Distil) -> int:
+    """Those of the training, whose first halves are trained on, too, and those that the model is measured on, before
+    and after."""
+    from sparsepack.distillation.train import MEASURED
+    from sparsepack.recipe.estimates import trained_tokens
+
+    length = _length(job, asked)
+    first_halves = 3 * asked.steps * asked.batch * (length // 2)
+    measured = 2 * MEASURED * (length + length - length // 2)
+    return trained_tokens(asked.steps, asked.batch, length) + first_halves + measured
+
+
+def _memory(job: Job, asked: Distil) -> int:
+    """The bytes of the model, of what is trained with its gradients and Adam's moments, of what enters each block, and
+    of the larger of a block's activations and a part of the logits."""
+    from math import prod
+
+    from sparsepack.distillation.updates import matrices
+    from sparsepack.models.families import SITES
+    from sparsepack.recipe.estimates import LIVE, dtype_bytes, parameters
+    from sparsepack.sparsity.divergence import LOGITS
+
+    checkpoint, size = job.checkpoint, dtype_bytes(job)
+    shapes = [checkpoint.source.shapes[name] for name in matrices(checkpoint)]
+    trained = sum(prod(shape) if asked.rank is None else asked.rank * sum(shape) for shape in shapes)
+    tokens = asked.batch * _length(job, asked)
+    hidden, vocabulary = int(checkpoint.config.hidden_size), int(checkpoint.config.vocab_size)
+    kept = tokens * hidden * size * (checkpoint.layers + 4)
+    block = tokens // 2 * sum(sum(checkpoint.stacked_shape(site)) for site in SITES) * 4 * LIVE
+    logits = 8 * 4 * min(LOGITS, tokens // 2 * vocabulary)
+    return parameters(checkpoint) * size + 16 * trained + kept + max(block, logits)
+
+
+def _read(folder: Path) -> Any:
+    """What the distilled checkpoint says of itself."""
+    from sparsepack.models.records.distilled import RECORD
+
+    return read_json(f"{FOLDER}/{RECORD}")(folder)
+
+
+def _show(report: Mapping[str, Any]) -> Iterator[str]:
+    made = report["distil"]
+    if made is not None:
+        before, after = made["before"], made["after"]
+        yield (
+            f"distilled: over {made['tokens']:,} tokens of the calibration the KL divergence went from "
+            f"{before['sparse']:.4f} to {after['sparse']:.4f}, of dense prompts to {after['prompt']:.4f}"
+        )
+
+
+DISTIL = Stage(
+    name="distil",
+    key=Distil.key,
+    type=Distil | None,
+    needs=(CALIBRATE.name, *AGAIN),
+    makes=FOLDER,
+    expected=_expected,
+    outputs=leaves(FOLDER),
+    run=_run,
+    problems=_problems,
+    misfits=_misfits,
+    tokens=_tokens,
+    memory=_memory,
+    result=("distil", _read, None),
+    show=_show,
+)
