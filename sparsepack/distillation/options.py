@@ -7,7 +7,7 @@ from sparsepack.errors import DistillationError
 from sparsepack.option import LARGEST_SEED, check_options, option
 from sparsepack.sparsity.options import AllocationOptions
 
-RATE_OF_WEIGHTS, RATE_OF_UPDATES = 3e-5, 5e-4
+RATE_OF_WEIGHTS, RATE_OF_UPDATES = 3e-5, 3e-4
 """The rates of all weights and of updates of a rank, where none is asked for."""
 
 
