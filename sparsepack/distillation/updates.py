@@ -82,7 +82,7 @@ def matrices(checkpoint: Checkpoint) -> list[str]:
 
 
 def first_updates(checkpoint: Checkpoint, rank: int | None, seed: int, device: str) -> dict[str, Update]:
-    """Of each matrix what is trained, as it begins; it changes nothing yet. rank: None trains all weights."""
+    """What is trained of each matrix, as it begins; it changes nothing yet. rank: None trains all weights."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Update] = {}
     for name in matrices(checkpoint):

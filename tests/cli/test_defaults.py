@@ -104,6 +104,7 @@ def test_a_stage_that_does_a_verb_again_has_the_section_of_the_first() -> None:
     again = [stage for stage in STAGES if stage not in FIRST]
     assert {stage.name: stage.key for stage in again} == {
         "calibrate_rotated": "calibrate",
+        "calibrate_distilled": "calibrate",
         "calibrate_pruned": "calibrate",
         "eval_pruned": "eval",
     }

@@ -57,6 +57,7 @@ MODES = {
         f"shipped:tiny --calibration {{tinycal}} --basis {basis} -o {{new}}"
         for basis in ("pca", "pca --segments 2", "hadamard")
     ),
+    "distil": ("shipped:tiny --calibration {tinycal} --steps 1 --batch 1 --length 16 -o {new}",),
     "thresholds": tuple(
         f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
         for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")

@@ -22,6 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         VERBS["thresholds global"].command(inputs, inputs, False),
         VERBS["prune"].command(inputs, inputs, False),
         VERBS["rotate"].command(inputs, inputs, False),
+        VERBS["distil"].command(inputs, inputs, False),
         VERBS["pack slid"].command(inputs, inputs, False),
         VERBS["run"].command(inputs, inputs, False),
     ):

@@ -68,6 +68,14 @@ def _rotate(*options: str) -> Callable[[Path, Path, bool], list[str]]:
     return command
 
 
+def _distil(*options: str) -> Callable[[Path, Path, bool], list[str]]:
+    def command(inputs: Path, work: Path, old: bool) -> list[str]:
+        given = ["--calibration", str(inputs / "c"), "--sparsity", "0.3" if old else "0.5", *_FEW_STEPS]
+        return ["distil", _TINY, *given, *options, "-o", str(work / "d"), "--overwrite"]
+
+    return command
+
+
 def _trace(inputs: Path, work: Path, old: bool) -> list[str]:
     given = ["--text", str(inputs / "text.txt"), "--sessions", "2", "--tokens", "16", "--prompt", "4"]
     share = ["--share", "0.4" if old else "0.5", "--calibration", str(inputs / "c")]
@@ -89,7 +97,8 @@ def _run_pruned(inputs: Path, work: Path, old: bool) -> list[str]:
     return ["run", str(inputs / "pruned.yaml"), "-w", str(work / "work"), *given]
 
 
-_LEARNT = ("--allocation", "global", "--steps", "3", "--batch", "1", "--length", "16")
+_FEW_STEPS = ("--steps", "3", "--batch", "1", "--length", "16")
+_LEARNT = ("--allocation", "global", *_FEW_STEPS)
 _OF_RUN = ("calibration", "thresholds.json", "model.gguf", "pack.json", "verify.json", "eval.json", "generate.json")
 _OF_PRUNED = ("pruned", "model", "pack.json", "verify.json", "eval.json", "eval_pruned.json")
 VERBS = {
@@ -102,6 +111,8 @@ VERBS = {
         Verb("prune", _prune, ("p",)),
         Verb("rotate", _rotate(), ("r",)),
         Verb("rotate segments", _rotate("--segments", "2"), ("r",)),
+        Verb("distil", _distil(), ("d",)),
+        Verb("distil updates", _distil("--rank", "2"), ("d",)),
         Verb("trace", _trace, ("n",)),
         Verb("pack", _pack, ("m.gguf",)),
         Verb("pack refit", _pack_refit, ("m.gguf",)),

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
-from sparsepack.cli.options.shared import CALIBRATION, OUTPUT, PATH, compute, options_from, overwrite_flag
+from sparsepack.cli.options.declared import PATH, options_from
+from sparsepack.cli.options.output import OUTPUT, overwrite_flag
+from sparsepack.cli.options.shared import CALIBRATION, compute
 from sparsepack.cli.options.verb import group, verb
 from sparsepack.distillation.options import DistilOptions
 from sparsepack.terminal import tell
