@@ -1,4 +1,4 @@
-"""What skipping weights costs on a basis, with refitted weights and with error feedback: alone and all together.
+"""What skipping weights costs on a basis, with distilled weights, refitted ones and error feedback: alone and together.
 
     python benchmarks/rotation_accuracy.py [MODEL] [--work FOLDER] [--rows NAME ...] [--text T ...] [--device cuda]
 
@@ -28,6 +28,8 @@ from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
+from sparsepack.distillation.options import DistilOptions
+from sparsepack.distillation.run import distil
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import StockSubject, open_subject
@@ -54,6 +56,8 @@ class Row:
     """One way to make a model.
 
     basis    -- "" or one of `rotate --basis`; segments -- of it
+    distil   -- whether its weights are trained then, for the same sparsity and with offsets where those are learnt
+    rank     -- of the updates that are trained; None: all weights
     sparsity -- target; 0: nothing is skipped
     weights  -- "float" or "Q4_K"
     keep     -- of 8 weights, by SparseGPT; 8: not pruned
@@ -62,6 +66,8 @@ class Row:
 
     basis: str = ""
     segments: int = 1
+    distil: bool = False
+    rank: int | None = None
     sparsity: float = 0.0
     allocation: str = "global"
     offsets: bool = False
@@ -76,6 +82,8 @@ class Row:
     def name(self) -> str:
         """What was done, in words."""
         parts = [self.basis, f"{self.segments} segments" if self.segments > 1 else ""]
+        how = "" if self.rank is None else f" rank {self.rank}"
+        parts += [f"distilled{how}" if self.distil else ""]
         parts += [f"keep {self.keep} of 8" if self.keep < 8 else "", "permuted" if self.permute else ""]
         if self.sparsity:
             parts += [f"{self.allocation} {self.sparsity:g}", "offsets" if self.offsets else ""]
@@ -92,6 +100,14 @@ def _rows() -> list[Row]:
         rows += [Row(basis, **asked), Row(basis, refit=True, **asked)]
         rows += [Row(basis, refit=True, quantiser="gptq", **asked, **q4_k), Row(basis, **asked, **q4_k)]
         rows += [Row(basis, quantiser="gptq", **asked, **q4_k), Row(basis, refit=True, **asked, **q4_k)]
+    distilled: dict[str, Any] = {"distil": True, "refit": True, "quantiser": "gptq", **q4_k}
+    for basis, asked in itertools.product(("pca", "learnt"), (half, more)):
+        rows += [Row(basis, distil=True, **asked), Row(basis, **distilled, **asked)]
+    rows += [
+        Row(distil=True, **half),
+        Row("pca", distil=True, rank=16, **half),
+        Row("pca", distil=True, rank=64, **half),
+    ]
     rows += [Row(basis, quantiser=way, **q4_k) for basis in ("pca", "learnt") for way in ("round", "gptq")]
     rows += [Row(sparsity=0.5), Row(sparsity=0.65), Row(sparsity=0.5, **q4_k), Row(**half), Row(refit=True, **half)]
     rows += [
@@ -125,6 +141,19 @@ class Bench:
         return CalibrateOptions(samples=self.samples, device=self.device, dtype="float32")
 
     def folder(self, row: Row) -> Path:
+        """The checkpoint of a row, on its basis and distilled, made where it is missing."""
+        if not row.distil:
+            return self.rotated(row)
+        before = replace(row, distil=False, rank=None)
+        made = self.work / _made("distilled", row)
+        if not made.exists():
+            asked = DistilOptions(
+                row.sparsity, row.offsets, row.rank, steps=self.steps, device=self.device, dtype="float32"
+            )
+            distil(self.rotated(before), self.calibrated(before), made, asked)
+        return made
+
+    def rotated(self, row: Row) -> Path:
         """The checkpoint on a row's basis, made where it is missing."""
         if not row.basis:
             return Path(self.model)
@@ -138,7 +167,7 @@ class Bench:
 
     def calibrated(self, row: Row) -> Path:
         """The calibration of that checkpoint."""
-        made = self.work / f"calibration-{_on_basis(row)}"
+        made = self.work / _made("calibration", row)
         if not made.exists():
             calibrate(str(self.folder(row)), self.text, made, self.calibration_options)
         return made
@@ -148,7 +177,7 @@ class Bench:
         if not row.sparsity:
             return None
         offsets = "-offsets" * row.offsets
-        path = self.work / f"thresholds-{_on_basis(row)}-{row.allocation}-{row.sparsity}{offsets}.json"
+        path = self.work / f"{_made('thresholds', row)}-{row.allocation}-{row.sparsity}{offsets}.json"
         if not path.exists():
             steps = {"steps": self.steps} if row.allocation == "global" else {}
             asked = AllocationOptions(
@@ -189,6 +218,12 @@ def _on_basis(row: Row) -> str:
     """What the folders of a row's basis are named after: a learnt basis is learnt for one target."""
     target = f"-{row.sparsity or RotateOptions.sparsity}" if row.basis == "learnt" else ""
     return f"{row.basis}-{row.segments}{target}"
+
+
+def _made(what: str, row: Row) -> str:
+    """The name of what is made of a row's checkpoint."""
+    how = f"-distilled-{row.sparsity}{'-offsets' * row.offsets}-{row.rank or 'all'}" if row.distil else ""
+    return f"{what}-{_on_basis(row)}{how}"
 
 
 def _fitted(
@@ -236,7 +271,7 @@ def measured(subject: StockSubject, reference: StockSubject, data: Windows) -> d
 @click.option("--list", "listed", is_flag=True, help="Print the names of the rows and stop.")
 @click.option("--choices", is_flag=True, help="Windows of the text's first half: for choices, not for figures.")
 @click.option("--windows", default=None, type=int, help="Evaluation windows (default: 160; 48 with --choices).")
-@click.option("--steps", default=300, show_default=True, help="Of `global` and of a learnt basis.")
+@click.option("--steps", default=300, show_default=True, help="Of `global`, of a learnt basis and of `distil`.")
 @click.option("--samples", default=256, show_default=True, help="Calibration windows.")
 @click.option("--seconds", default=math.inf, help="Begin no row after this time.")
 @click.option("--device", default="cpu", show_default=True)
