@@ -13,6 +13,8 @@ from segments_for_tests import segmented
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.options import CalibrateOptions
 from sparsepack.calibration.run import calibrate
+from sparsepack.distillation.options import DistilOptions
+from sparsepack.distillation.run import distil
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.run import evaluate
 from sparsepack.eval.subject import open_subject
@@ -165,3 +167,14 @@ def test_pruning_leaves_bases_as_they_are(both: Both, options: PruneOptions, tmp
     for layer in STARTS:
         name = pruned.family.basis(layer)
         assert torch.equal(pruned.tensor(name), both.changed.tensor(name))
+
+
+def test_it_is_distilled_and_keeps_its_segments(both: Both, tmp_path: Path) -> None:
+    made = distil(both.changed, both.folder / "c1", tmp_path / "d", DistilOptions(steps=2, batch=1, length=32))
+    distilled = open_checkpoint(tmp_path / "d")
+    assert distilled.bases == both.changed.bases
+    assert (distilled.dtype, distilled.config.dtype) == (torch.float32, torch.float32)
+    for layer in STARTS:
+        name = distilled.family.basis(layer)
+        assert name not in made.changes
+        assert torch.equal(distilled.tensor(name), both.changed.tensor(name).float())

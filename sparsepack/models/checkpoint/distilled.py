@@ -11,7 +11,8 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.rotated import stored_type
-from sparsepack.models.checkpoint.source_files import CONFIG, texts_of
+from sparsepack.models.checkpoint.segmented_config import segmented_config
+from sparsepack.models.checkpoint.source_files import CONFIG, config_json, texts_of
 from sparsepack.models.checkpoint.sources import ChangedSource
 from sparsepack.models.precision import type_name
 
@@ -47,8 +48,7 @@ def distilled(
 
 def texts_of_distilled(checkpoint: Checkpoint, made: Checkpoint) -> dict[str, str]:
     """The files that describe `made` of a checkpoint, by name: its own, with the type of the weights."""
-    texts = texts_of(checkpoint)
-    config = json.loads(texts[CONFIG])
+    config = json.loads(config_json(checkpoint))
     dtype = "torch_dtype" if "torch_dtype" in config else "dtype"  # its name in files of older programs
-    config[dtype] = type_name(made.dtype)
-    return {**texts, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    text = json.dumps({**config, dtype: type_name(made.dtype)}, indent=2, ensure_ascii=False) + "\n"
+    return {**texts_of(checkpoint), CONFIG: segmented_config(text, made.bases) if made.bases else text}
