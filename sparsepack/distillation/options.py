@@ -21,7 +21,7 @@ class DistilOptions:
     )
     rank: int | None = option(
         "Train an update of this rank for each matrix of the blocks, which takes little memory beside the model "
-        "(default: all of their weights, 20 bytes for each).",
+        "(default: all of their weights, 16 more bytes for each).",
         default=None,
         least=1,
     )
