@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.distillation.options import DistilOptions
+from sparsepack.distillation.teacher import teacher_of
 from sparsepack.distillation.train import measured_after, measured_windows, train
 from sparsepack.distillation.updates import matrices
 from sparsepack.errors import DistillationError
@@ -22,7 +23,6 @@ from sparsepack.models.checkpoint.writer import write_checkpoint
 from sparsepack.models.precision import type_name
 from sparsepack.models.records.distilled import RECORD, Distilled, distillation_record
 from sparsepack.models.records.made import records_beside
-from sparsepack.models.records.pruned import pruning_record
 from sparsepack.option import check_type
 from sparsepack.version import __version__
 
@@ -33,34 +33,40 @@ def distil(
     output: Path,
     options: DistilOptions | None = None,
     overwrite: bool = False,
+    teacher: Checkpoint | str | Path | None = None,
 ) -> Distilled:
-    """Write a model whose weights were trained so that skipping changes its output least: an ordinary checkpoint, a
-    Hugging Face folder. What it learns from is the model itself, dense, on the calibration's text.
+    """Write a model whose weights were trained so that skipping, or having been pruned, changes its output least: an
+    ordinary checkpoint, a Hugging Face folder. What it learns from is the model itself, dense, on the calibration's
+    text; a pruned model, whose zeros stay zeros, learns from the model that it was pruned from.
 
-    calibration -- a folder made by `calibrate` of this model
+    calibration -- a folder made by `calibrate` of this model; where nothing is skipped, one of the teacher will do
+    teacher     -- what a pruned model was pruned from (default: where its record says)
 
-    Raises `DistillationError` for options that make no sense, a model that was distilled or pruned before, a
-    calibration with too few windows, and weights that training took too far; `CalibrationError` for a calibration of
-    another model; `OutputError`.
+    Raises `DistillationError` for options that make no sense, a model that was distilled before, a teacher that is not
+    there or another model, a calibration with too few windows, and weights that training took too far;
+    `CalibrationError` for a calibration of another model; `OutputError`.
     """
     options = options or DistilOptions()
     check_type("model", model, Checkpoint | Path, DistillationError)
     check_type("calibration", calibration, Path, DistillationError)
     check_type("output", output, Path, DistillationError)
     check_type("options", options, DistilOptions, DistillationError)
+    check_type("teacher", teacher, Checkpoint | Path | None, DistillationError)
     options.check()
     output = Path(output)
     check_output(output, overwrite, folder=True, marker=RECORD)
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     check_model(checkpoint)
+    source = teacher_of(checkpoint, teacher)
+    options = options.of_model(source is not None)
     read = load_calibration(calibration)
-    read.check_model(checkpoint)
+    of_source = source is not None and not options.sparsity and read.manifest["model"]["sha256"] == source.sha256
+    read.check_model(source if source is not None and of_source else checkpoint)
     check_windows(len(read.windows), read.windows.shape[1], options, str(calibration))
     asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
     with state_beside(output) as state:
-        trained = train(
-            checkpoint, read, options, ResumeState(state, fingerprint({"sparsepack": __version__, **asked}))
-        )
+        resume = ResumeState(state, fingerprint({"sparsepack": __version__, **asked}))
+        trained = train(checkpoint, read, options, resume, source)
         merged = {name: update.merged for name, update in trained.updates.items()}
         made = distilled(checkpoint, merged, options.weights)
         changes = {name: _change(checkpoint.tensor(name), made.tensor(name)) for name in matrices(checkpoint)}
@@ -68,12 +74,13 @@ def distil(
         record = Distilled(
             model=checkpoint.name,
             model_sha256=checkpoint.sha256,
+            teacher=None if source is None else source.name,
             calibration_sha256=read.sha256,
-            options={**asdict(options), "rate": options.learning_rate},
+            options=asdict(options),
             weights=type_name(made.dtype),
             tokens=measured_windows(read, options).numel(),
-            before=trained.before.figures,
-            after=measured_after(made, read, options, trained).figures,
+            before=trained.before,
+            after=measured_after(made, read, options, trained),
             changes=changes,
         )
         records = {**records_beside(checkpoint.path), RECORD: record.to_json()}
@@ -82,16 +89,11 @@ def distil(
 
 
 def check_model(checkpoint: Checkpoint) -> None:
-    """Raise `DistillationError` for a model that should not be distilled: it was before, or it was pruned."""
+    """Raise `DistillationError` for a model that was distilled before."""
     if (before := distillation_record(checkpoint.path)) is not None:
         raise DistillationError(
             f"{checkpoint.name}: distilled already, from {before.summary['model']}; distil that model, with more "
             "--steps if need be"
-        )
-    if (pruned := pruning_record(checkpoint.path)) is not None:
-        raise DistillationError(
-            f"{checkpoint.name}: pruned from {pruned.summary['model']}; training would make numbers of its zeros: "
-            "distil that model, then prune it"
         )
 
 

@@ -4,13 +4,15 @@ All weights of a matrix W [rows, columns] are trained, as a copy in float32, or 
 
     W' x = W x + B A x,   A [rank, columns], B [rows, rank]
 
-of which B begins at zero, so that the model begins as it was.
+of which B begins at zero, so that the model begins as it was. Zeros of a pruned matrix stay zeros: they have no
+gradient, and Adam leaves a number alone that never had one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,20 +83,34 @@ def matrices(checkpoint: Checkpoint) -> list[str]:
     return [f"{block}.{name}.weight" for block in blocks for site in SITES for name in family.projections[site]]
 
 
-def first_updates(checkpoint: Checkpoint, rank: int | None, seed: int, device: str) -> dict[str, Update]:
-    """What is trained of each matrix, as it begins; it changes nothing yet. rank: None trains all weights."""
+def first_updates(
+    checkpoint: Checkpoint, rank: int | None, seed: int, device: str, pruned: Collection[str] = ()
+) -> dict[str, Update]:
+    """What is trained of each matrix, as it begins; it changes nothing yet.
+
+    rank   -- None: all weights
+    pruned -- the names of matrices whose zeros stay zeros, where all weights are trained
+    """
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Update] = {}
     for name in matrices(checkpoint):
         if rank is None:
             weight = checkpoint.tensor(name).to(device, torch.float32, copy=True)
+            zeros = weight == 0 if name in pruned else None
             made[name] = AllWeights(weight.requires_grad_(True))
+            if zeros is not None:
+                weight.register_hook(partial(_without, zeros))
         else:
             rows, columns = checkpoint.source.shapes[name]
             down = (torch.randn(rank, columns, generator=generator) * columns**-0.5).to(device)
             up = torch.zeros(rows, rank, device=device)
             made[name] = LowRank(down.requires_grad_(True), up.requires_grad_(True))
     return made
+
+
+def _without(zeros: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient that is zero where the matrix is."""
+    return gradient.masked_fill(zeros, 0.0)
 
 
 @contextmanager

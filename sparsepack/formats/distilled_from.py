@@ -18,9 +18,10 @@ from sparsepack.models.checkpoint.sources import ChangedSource
 
 
 def made_from_undistilled(manifest: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
-    """Whether an artifact was packed from what `distil` made of a checkpoint, and nothing else was done to it."""
+    """Whether an artifact was packed from what `distil` made of a checkpoint, and nothing else was done to it since."""
     distillation = manifest.get(DISTILLATION) or {}
-    return distillation.get("model_sha256") == checkpoint.sha256 and not manifest.get(PRUNING)
+    pruned_since = manifest.get(PRUNING) and distillation.get("teacher") is None
+    return distillation.get("model_sha256") == checkpoint.sha256 and not pruned_since
 
 
 def trained_in_words(changes: Mapping[str, float]) -> str:

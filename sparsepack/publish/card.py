@@ -71,8 +71,8 @@ def _calibrated_on(recipe: Mapping[str, Any] | None) -> list[str]:
 def _made_from(provenance: Mapping[str, Any]) -> str | None:
     """The name of the model that all was made from, where other verbs made another of it, in their order."""
     for step in (ROTATION, DISTILLATION, PRUNING):
-        if provenance[step] is not None:
-            return str(provenance[step]["model"])
+        if (made := provenance[step]) is not None:
+            return str(made.get("teacher") or made["model"])
     return None
 
 

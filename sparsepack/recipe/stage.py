@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class Job:
     """A recipe on its way: the model opened, the texts as far as they were asked for, the folder of the outputs.
 
-    made -- name in that folder of the model, where a stage made it from the recipe's (`Stage.makes`); else empty
+    made   -- name in that folder of the model, where a stage made it from the recipe's (`Stage.makes`); else empty
+    before -- the job as that stage saw it
     """
 
     recipe: Recipe
     checkpoint: "Checkpoint"
     folder: Path
     made: str = ""
+    before: "Job | None" = None
     _texts: dict[tuple[str, ...], "Text"] = field(default_factory=dict)
 
     @property
@@ -41,9 +43,8 @@ class Job:
             return self
         # Not by its path: a work folder may be moved, and two runs of one recipe leave the same bytes.
         named = f"{self.checkpoint.name}, {stage.makes}"
-        return replace(
-            self, checkpoint=replace(open_checkpoint(self.folder / stage.makes), name=named), made=stage.makes
-        )
+        checkpoint = replace(open_checkpoint(self.folder / stage.makes), name=named)
+        return replace(self, checkpoint=checkpoint, made=stage.makes, before=self)
 
     def ahead_of(self, stage: "Stage") -> "Job":
         """The job as the stages behind one that has not run may reckon with it."""

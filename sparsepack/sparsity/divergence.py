@@ -1,7 +1,6 @@
 """How far a sparse model's predictions are from the dense model's, with gradients, in little memory."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from sparsepack.models.families import Family
-from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, first_pass
+from sparsepack.models.stock.halves import Change, changed_pass, dense_pass, trained_pass
 
 LOGITS = 1 << 26
 """No more logits than this, 256 MiB in float32, are computed at a time; about eight tensors of this size exist
@@ -19,13 +18,13 @@ then."""
 
 @dataclass(frozen=True)
 class Teacher:
-    """The dense model that a model with trained weights is to follow.
+    """The dense model that a model with trained weights is to follow. Both have one output matrix.
 
-    weights -- within this context the model has the weights that it had before
-    prompt  -- how much the divergence of the dense first halves counts beside that of the sparse second halves
+    dense  -- takes windows [B, S] and gives what enters the output matrix, [B, S, H], without gradients
+    prompt -- how much the divergence of the dense first halves counts beside that of the sparse second halves
     """
 
-    weights: Callable[[], AbstractContextManager[None]]
+    dense: Callable[[torch.Tensor], torch.Tensor]
     prompt: float
 
 
@@ -40,14 +39,25 @@ def divergence(
                the trained model's own, and the divergence there is added
     """
     half, head = ids.shape[1] // 2, model.get_output_embeddings()
-    with nullcontext() if teacher is None else teacher.weights():
-        dense, context = dense_pass(model, ids)
     prompt: torch.Tensor | float = 0.0
-    if teacher is not None:
-        first, context = first_pass(model, family, ids)
+    if teacher is None:
+        dense, context = dense_pass(model, ids)
+    else:
+        dense = teacher.dense(ids)
+        first, context = trained_pass(model, family, ids[:, :half])
         prompt = teacher.prompt * mean_divergence(head, dense[:, :half], first)
     second, shares = changed_pass(model, family, ids, context, sparse)
     return mean_divergence(head, dense[:, half:], second) + prompt, torch.stack(shares).sum()
+
+
+def dense_divergence(
+    model: Any, family: Family, ids: torch.Tensor, teacher: Teacher
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean KL(teacher || model) over windows `ids` [B, S] of which nothing is skipped, differentiable; and a sparsity
+    of 0."""
+    states, _ = trained_pass(model, family, ids)
+    found = mean_divergence(model.get_output_embeddings(), teacher.dense(ids), states)
+    return found, torch.zeros_like(found)
 
 
 def mean_divergence(head: torch.nn.Linear, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:

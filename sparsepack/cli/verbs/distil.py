@@ -13,13 +13,19 @@ from sparsepack.distillation.options import DistilOptions
 from sparsepack.terminal import tell
 
 
-@verb(short_help="Train a model's weights so that skipping loses less.")
+@verb(short_help="Train a model's weights so that skipping or having been pruned loses less.")
 @click.argument("model")
 @click.option(
     "--calibration",
     type=CALIBRATION,
     required=True,
-    help="A folder made by `sparsepack calibrate` of MODEL, on whose text it is trained.",
+    help="A folder made by `sparsepack calibrate` of MODEL, on whose text it is trained; of its teacher where nothing "
+    "is skipped.",
+)
+@click.option(
+    "--teacher",
+    metavar="MODEL",
+    help="The model that MODEL was pruned from (default: the one that its record names, if it is still there).",
 )
 @options_from(DistilOptions, "--sparsity", "--offsets", "--weights")
 @group(
@@ -29,8 +35,9 @@ from sparsepack.terminal import tell
 @group(OUTPUT, click.option("-o", "--output", type=PATH, required=True, help="The checkpoint to make, a folder."))
 @compute
 @overwrite_flag
-def distil(model: str, calibration: Path, output: Path, overwrite: bool, **asked: Any) -> None:
-    """Train the weights of MODEL to say, with channels skipped, what MODEL says with all of them.
+def distil(model: str, calibration: Path, teacher: str | None, output: Path, overwrite: bool, **asked: Any) -> None:
+    """Train the weights of MODEL to say, with channels skipped, what MODEL says with all of them. The weights that stay
+    in a pruned MODEL learn to say what the model from before says, whether channels are skipped or not; its zeros stay.
 
     The result is an ordinary checkpoint; calibrate that one for what follows. Thresholds are trained along and let go:
     `pack --allocation global` learns them on the result. The whole model is on one device, and a GPU is wanted. At the
@@ -42,4 +49,4 @@ def distil(model: str, calibration: Path, output: Path, overwrite: bool, **asked
     from sparsepack.cli.tables.distilled import distilled_text
     from sparsepack.distillation.run import distil as run
 
-    tell(distilled_text(run(model, calibration, output, options, overwrite), output))
+    tell(distilled_text(run(model, calibration, output, options, overwrite, teacher), output))

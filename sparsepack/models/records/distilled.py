@@ -19,7 +19,7 @@ SCHEMA = 1
 class Figures:
     """A model beside the one that it should follow, on text of the calibration.
 
-    sparse, prompt -- KL divergence, of what is decoded with channels skipped, and of dense prompts
+    sparse, prompt -- KL divergence, of what is decoded, with channels skipped if any are, and of dense prompts
     skipped        -- the share of weights that was
     """
 
@@ -33,8 +33,10 @@ class Distilled:
     """A distilled checkpoint.
 
     model, model_sha256 -- what it was made from
+    teacher             -- the name of the model that this one had been pruned from and learnt from; None: it was not
+                           pruned and learnt from itself
     calibration_sha256  -- on whose windows it was trained
-    options             -- as asked, with the rate that was taken
+    options             -- as asked, with the sparsity and the rate that were taken
     weights             -- the type in which its matrices are stored
     tokens              -- how many it was measured on, of these windows
     before, after       -- the model with the first, uniform thresholds; the distilled one with those trained along
@@ -43,6 +45,7 @@ class Distilled:
 
     model: str
     model_sha256: str
+    teacher: str | None
     calibration_sha256: str
     options: Mapping[str, Any]
     weights: str
@@ -71,6 +74,7 @@ class StoredDistillation(Stored):
 
     model: Name
     model_sha256: Name
+    teacher: Name | None
     calibration_sha256: Name
     before: StoredFigures
     after: StoredFigures
@@ -97,8 +101,8 @@ class _Record(StoredDistillation):
 class DistillationRecord:
     """What a distilled checkpoint says of itself.
 
-    summary -- sparsity, rank, offsets, weights, before, after, changes, model, model_sha256, calibration_sha256;
-               JSON-able
+    summary -- sparsity, rank, offsets, weights, before, after, changes, model, model_sha256, teacher,
+               calibration_sha256; JSON-able
     """
 
     summary: Mapping[str, Any]
@@ -111,7 +115,7 @@ def distillation_record(folder: Path) -> DistillationRecord | None:
 
 def _recorded(record: _Record) -> DistillationRecord:
     asked = {name: getattr(record.options, name) for name in ("sparsity", "rank", "offsets")}
-    source = {"model": record.model, "model_sha256": record.model_sha256}
+    source = {"model": record.model, "model_sha256": record.model_sha256, "teacher": record.teacher}
     figures = {name: {"sparse": of.sparse, "prompt": of.prompt} for name, of in record.figures.items()}
     made = {"weights": record.weights, **figures, "changes": record.changes}
     return DistillationRecord({**asked, **made, **source, "calibration_sha256": record.calibration_sha256})
@@ -119,10 +123,17 @@ def _recorded(record: _Record) -> DistillationRecord:
 
 def in_words(summary: Mapping[str, Any]) -> str:
     """What a distillation did, as a clause, from a record's summary or a manifest."""
-    before, after = summary["before"], summary["after"]
-    how = "all weights of its blocks" if summary["rank"] is None else f"updates of rank {summary['rank']}"
+    before, after, sparsity = summary["before"], summary["after"], summary["sparsity"]
+    skipped = f" for {100 * sparsity:.3g} % skipped" if sparsity else ""
+    prompts = f", of dense prompts to {after['prompt']:.4f}" if sparsity else ""
     return (
-        f"{how} trained for {100 * summary['sparsity']:.3g} % skipped: on its calibration text the KL divergence from "
-        f"{summary['model']} went from {before['sparse']:.4f} to {after['sparse']:.4f}, of dense prompts to "
-        f"{after['prompt']:.4f}; matrices changed by {100 * max(summary['changes'].values()):.2g} % at most"
+        f"{trained_in_words(summary['rank'], summary['teacher'] is not None)} of its blocks trained{skipped}: on its "
+        f"calibration text the KL divergence from {summary['teacher'] or summary['model']} went from "
+        f"{before['sparse']:.4f} to {after['sparse']:.4f}{prompts}; matrices changed by "
+        f"{100 * max(summary['changes'].values()):.2g} % at most"
     )
+
+
+def trained_in_words(rank: int | None, pruned: bool) -> str:
+    """What is trained of matrices."""
+    return "what pruning left" if pruned else "all weights" if rank is None else f"updates of rank {rank}"

@@ -32,13 +32,12 @@ def dense_pass(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
         return model.base_model(ids, past_key_values=context, use_cache=False).last_hidden_state, context
 
 
-def first_pass(model: Any, family: Family, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
-    """Run the first halves of windows `ids` [B, S] alone, with gradients. Returns what enters the output matrix,
-    [B, S // 2, H], and their keys and values as `changed_pass` takes them; both differentiable."""
-    first = ids[:, : ids.shape[1] // 2]
+def trained_pass(model: Any, family: Family, ids: torch.Tensor) -> tuple[torch.Tensor, Cache]:
+    """Run windows `ids` [B, S], or their first halves alone, with gradients. Returns what enters the output matrix,
+    [B, S, H], and their keys and values as `changed_pass` takes those of first halves; both differentiable."""
     kept = [_Kept() for _ in backbone_of(model).layers]
     with _recomputed_blocks(model, family, lambda *_: None, []):
-        states = model.base_model(first, past_key_values=Cache(layers=kept), use_cache=False).last_hidden_state
+        states = model.base_model(ids, past_key_values=Cache(layers=kept), use_cache=False).last_hidden_state
     return states, Cache(layers=[layer.finished() for layer in kept])
 
 
@@ -47,7 +46,7 @@ def changed_pass(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Run the second halves of windows `ids` [B, S] with `change` at their sites, behind the dense first halves.
 
-    context -- as `dense_pass` and `first_pass` return it
+    context -- as `dense_pass` returns it, or `trained_pass` of the first halves
 
     Returns what enters the output matrix, [B, S - S // 2, H], and what the change told, in order of execution; both
     differentiable.

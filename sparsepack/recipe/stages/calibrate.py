@@ -18,13 +18,13 @@ def name_again(made: str) -> str:
     return f"calibrate_{made}"
 
 
-AGAIN = (name_again("rotated"), name_again("distilled"), name_again("pruned"))
+AGAIN = (name_again("rotated"), name_again("pruned"), name_again("distilled"))
 """The stages of these names do so."""
 
 
 class Calibrate(Section):
     """Every statistic that thresholds, heavy channels and a basis are taken from, over a text, which is also what
-    pruning and distilling look at. Where a recipe rotates, distils or prunes, and then skips or reads few tokens, the
+    pruning and distilling look at. Where a recipe rotates, prunes or distils, and then skips or reads few tokens, the
     model that was made is calibrated again: both are about its own activations."""
 
     key: ClassVar[str] = "calibrate"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sparsepack.recipe.section import Recipe
 from sparsepack.recipe.stage import Stage, leaves
 from sparsepack.recipe.stages.calibrate import CALIBRATE, FOLDER, files_of, name_again
-from sparsepack.recipe.stages.distil import DISTIL, distilled
+from sparsepack.recipe.stages.distil import DISTIL, distilled, distils_by_statistics
 from sparsepack.recipe.stages.pack import calibrated
 from sparsepack.recipe.stages.prune import PRUNE, pruned, prunes_by_text
 from sparsepack.recipe.stages.rotate import ROTATE, rotated
@@ -25,20 +25,18 @@ def _again(stage: Stage, wanted: Callable[[Recipe], bool]) -> Stage:
 
 
 def _of_rotated(recipe: Recipe) -> bool:
-    return rotated(recipe) and (distilled(recipe) or _wanted_by_others(recipe))
-
-
-def _of_distilled(recipe: Recipe) -> bool:
-    return distilled(recipe) and _wanted_by_others(recipe)
+    """Distilling a pruned model takes the text of its teacher's calibration."""
+    wanted = prunes_by_text(recipe) or distilled(recipe) or (not pruned(recipe) and _wanted_by_pack(recipe))
+    return rotated(recipe) and wanted
 
 
 def _of_pruned(recipe: Recipe) -> bool:
-    return pruned(recipe) and _wanted_by_pack(recipe)
+    wanted = distils_by_statistics(recipe) if distilled(recipe) else _wanted_by_pack(recipe)
+    return pruned(recipe) and wanted
 
 
-def _wanted_by_others(recipe: Recipe) -> bool:
-    """Whether pruning, or packing where nothing is pruned, takes statistics of the model that it gets."""
-    return prunes_by_text(recipe) or (not pruned(recipe) and _wanted_by_pack(recipe))
+def _of_distilled(recipe: Recipe) -> bool:
+    return distilled(recipe) and _wanted_by_pack(recipe)
 
 
 def _wanted_by_pack(recipe: Recipe) -> bool:
@@ -46,5 +44,5 @@ def _wanted_by_pack(recipe: Recipe) -> bool:
 
 
 CALIBRATE_ROTATED = _again(ROTATE, _of_rotated)
-CALIBRATE_DISTILLED = _again(DISTIL, _of_distilled)
 CALIBRATE_PRUNED = _again(PRUNE, _of_pruned)
+CALIBRATE_DISTILLED = _again(DISTIL, _of_distilled)

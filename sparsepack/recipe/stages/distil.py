@@ -1,4 +1,5 @@
-"""`distil`: the model with weights trained for skipping, which every later stage takes in its place."""
+"""`distil`: the model with weights trained for skipping, or since it was pruned, which every later stage takes in its
+place."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from sparsepack.errors import UserError
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
+from sparsepack.recipe.stages.prune import pruned
 
 if TYPE_CHECKING:
     from sparsepack.models.checkpoint.checkpoint import Checkpoint
@@ -18,13 +20,14 @@ FOLDER = "distilled"
 
 
 class Distil(Section):
-    """The model with weights trained so that skipping changes its output least, after it is rotated and before it is
-    pruned ([how](distil.md)). Later steps take the distilled model, which lies as `distilled` in the work folder."""
+    """The model with weights trained so that skipping changes its output least, after it is rotated ([how](distil.md)).
+    A model that is pruned is trained after that: what is left of it learns from the model from before. Later steps take
+    the distilled model, which lies as `distilled` in the work folder."""
 
     key: ClassVar[str] = "distil"
     options: ClassVar[type] = DistilOptions
 
-    sparsity: float
+    sparsity: float | None
     offsets: bool
     rank: int | None
     rate: float | None
@@ -41,8 +44,22 @@ def distilled(recipe: Recipe) -> bool:
     return Distil.asked_in(recipe) is not None
 
 
-def _options(recipe: Recipe, asked: Distil) -> DistilOptions:
-    return DistilOptions(**asked.model_dump(), device=recipe.device, dtype=recipe.dtype)
+def distils_by_statistics(recipe: Recipe) -> bool:
+    """Whether it is, by statistics of a pruned model: thresholds that are trained along begin with them."""
+    asked = Distil.asked_in(recipe)
+    return asked is not None and bool(asked.sparsity)
+
+
+def _options(job: Job, asked: Distil) -> DistilOptions:
+    options = DistilOptions(**asked.model_dump(), device=job.recipe.device, dtype=job.recipe.dtype)
+    return options.of_model(_pruned(job))
+
+
+def _pruned(job: Job) -> bool:
+    """Whether the model that is trained is a pruned one."""
+    from sparsepack.models.records.pruned import pruning_record
+
+    return pruned(job.recipe) or pruning_record(job.checkpoint.path) is not None
 
 
 def _problems(recipe: Recipe, asked: Distil) -> Iterator[str]:
@@ -52,12 +69,15 @@ def _problems(recipe: Recipe, asked: Distil) -> Iterator[str]:
 
 def _misfits(job: Job, asked: Distil) -> Iterator[str]:
     from sparsepack.distillation.run import check_model, check_windows
+    from sparsepack.distillation.teacher import teacher_of
 
     calibrate = Calibrate.asked_in(job.recipe)
     assert calibrate is not None  # or the recipe would have been refused
     try:
         check_model(job.checkpoint)
-        check_windows(*windows(job, calibrate), _options(job.recipe, asked), "calibrate")
+        if not pruned(job.recipe):
+            teacher_of(job.checkpoint)
+        check_windows(*windows(job, calibrate), _options(job, asked), "calibrate")
     except UserError as error:
         yield f"distil: {error}"
 
@@ -66,7 +86,11 @@ def _run(job: Job, asked: Distil) -> None:
     """A run that was killed within goes on where it stopped."""
     from sparsepack.distillation.run import distil
 
-    distil(job.checkpoint, folder_of(job), job.folder / FOLDER, _options(job.recipe, asked), overwrite=True)
+    options = _options(job, asked)
+    before = job.before if pruned(job.recipe) else None
+    calibration = folder_of(job if before is None or options.sparsity else before)
+    teacher = None if before is None else before.checkpoint
+    distil(job.checkpoint, calibration, job.folder / FOLDER, options, overwrite=True, teacher=teacher)
 
 
 def _expected(job: Job, asked: Distil) -> "Checkpoint":
@@ -87,7 +111,8 @@ def record_to_come(job: Job) -> "DistillationRecord | None":
     if asked is None:
         return None
     source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
-    how = {"sparsity": asked.sparsity, "rank": asked.rank, "offsets": asked.offsets}
+    source |= {"teacher": checkpoint.name if _pruned(job) else None}
+    how = {"sparsity": _options(job, asked).sparsity, "rank": asked.rank, "offsets": asked.offsets}
     figures = {name: {"sparse": 0.12345678901234567, "prompt": 0.00123456789012345} for name in ("before", "after")}
     changes = dict.fromkeys(matrices(checkpoint), 0.0012345)
     made = {"weights": type_name(checkpoint.dtype), **figures, "changes": changes}
@@ -108,13 +133,14 @@ def _tokens(job: Job, asked: Distil) -> int:
 
     length = _length(job, asked)
     first_halves = 3 * asked.steps * asked.batch * (length // 2)
-    measured = 2 * MEASURED * (length + length - length // 2)
+    sparse = length - length // 2 if _options(job, asked).sparsity else 0
+    measured = MEASURED * (length + 2 * (length + sparse))
     return trained_tokens(asked.steps, asked.batch, length) + first_halves + measured
 
 
 def _memory(job: Job, asked: Distil) -> int:
-    """The bytes of the model, of what is trained with its gradients and Adam's moments, of what enters each block, and
-    of the larger of a block's activations and a part of the logits."""
+    """The bytes of the model, of its teacher where that is another, of what is trained with its gradients and Adam's
+    moments, of what enters each block, and of the larger of a block's activations and a part of the logits."""
     from math import prod
 
     from sparsepack.distillation.updates import matrices
@@ -128,9 +154,11 @@ def _memory(job: Job, asked: Distil) -> int:
     tokens = asked.batch * _length(job, asked)
     hidden, vocabulary = int(checkpoint.config.hidden_size), int(checkpoint.config.vocab_size)
     kept = tokens * hidden * size * (checkpoint.layers + 4)
-    block = tokens // 2 * sum(sum(checkpoint.stacked_shape(site)) for site in SITES) * 4 * LIVE
-    logits = 8 * 4 * min(LOGITS, tokens // 2 * vocabulary)
-    return parameters(checkpoint) * size + 16 * trained + kept + max(block, logits)
+    at_once = tokens // 2 if _options(job, asked).sparsity else tokens
+    block = at_once * sum(sum(checkpoint.stacked_shape(site)) for site in SITES) * 4 * LIVE
+    logits = 8 * 4 * min(LOGITS, at_once * vocabulary)
+    models = 2 if _pruned(job) else 1
+    return models * parameters(checkpoint) * size + 16 * trained + kept + max(block, logits)
 
 
 def _read(folder: Path) -> Any:
@@ -144,9 +172,10 @@ def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["distil"]
     if made is not None:
         before, after = made["before"], made["after"]
+        prompts = f", of dense prompts to {after['prompt']:.4f}" if made["options"]["sparsity"] else ""
         yield (
             f"distilled: over {made['tokens']:,} tokens of the calibration the KL divergence went from "
-            f"{before['sparse']:.4f} to {after['sparse']:.4f}, of dense prompts to {after['prompt']:.4f}"
+            f"{before['sparse']:.4f} to {after['sparse']:.4f}{prompts}"
         )
 
 
