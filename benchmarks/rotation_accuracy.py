@@ -1,4 +1,5 @@
-"""What skipping weights costs on a basis, with distilled weights, refitted ones and error feedback: alone and together.
+"""What skipping weights costs on a basis, with distilled weights, refitted ones and error feedback: alone and together;
+and what pruning them costs, before and after what is left is distilled.
 
     python benchmarks/rotation_accuracy.py [MODEL] [--work FOLDER] [--rows NAME ...] [--text T ...] [--device cuda]
 
@@ -56,11 +57,11 @@ class Row:
     """One way to make a model.
 
     basis    -- "" or one of `rotate --basis`; segments -- of it
+    keep     -- of 8 weights, by SparseGPT; 8: not pruned
     distil   -- whether its weights are trained then, for the same sparsity and with offsets where those are learnt
     rank     -- of the updates that are trained; None: all weights
     sparsity -- target; 0: nothing is skipped
     weights  -- "float" or "Q4_K"
-    keep     -- of 8 weights, by SparseGPT; 8: not pruned
     format   -- of a slid folder, measured with its inputs quantised; "": none
     """
 
@@ -83,8 +84,8 @@ class Row:
         """What was done, in words."""
         parts = [self.basis, f"{self.segments} segments" if self.segments > 1 else ""]
         how = "" if self.rank is None else f" rank {self.rank}"
-        parts += [f"distilled{how}" if self.distil else ""]
         parts += [f"keep {self.keep} of 8" if self.keep < 8 else "", "permuted" if self.permute else ""]
+        parts += [f"distilled{how}" if self.distil else ""]
         if self.sparsity:
             parts += [f"{self.allocation} {self.sparsity:g}", "offsets" if self.offsets else ""]
         parts += ["refit" if self.refit else "", "gptq" if self.quantiser == "gptq" else "", self.format]
@@ -122,6 +123,7 @@ def _rows() -> list[Row]:
     rows += [Row(basis, keep=6, permute=permute) for basis in ("pca", "hadamard") for permute in (False, True)]
     slid = ("slide-int8", "slide-fp8")
     rows += [Row(basis, keep=6, format=format) for basis in ("", "pca", "hadamard") for format in slid]
+    rows += [Row(keep=6, permute=True, distil=True, format=format) for format in ("", *slid)]
     return rows
 
 
@@ -141,16 +143,28 @@ class Bench:
         return CalibrateOptions(samples=self.samples, device=self.device, dtype="float32")
 
     def folder(self, row: Row) -> Path:
-        """The checkpoint of a row, on its basis and distilled, made where it is missing."""
+        """The checkpoint of a row, on its basis, pruned and distilled, made where it is missing."""
         if not row.distil:
-            return self.rotated(row)
+            return self.pruned(row)
         before = replace(row, distil=False, rank=None)
         made = self.work / _made("distilled", row)
         if not made.exists():
             asked = DistilOptions(
                 row.sparsity, row.offsets, row.rank, steps=self.steps, device=self.device, dtype="float32"
             )
-            distil(self.rotated(before), self.calibrated(before), made, asked)
+            text = before if row.sparsity else replace(before, keep=8, permute=False)
+            distil(self.pruned(before), self.calibrated(text), made, asked)
+        return made
+
+    def pruned(self, row: Row) -> Path:
+        """The checkpoint on a row's basis, pruned where the row is, made where it is missing."""
+        if row.keep == 8:
+            return self.rotated(row)
+        whole = replace(row, keep=8, permute=False)
+        made = self.work / _made("pruned", row)
+        if not made.exists():
+            asked = PruneOptions(row.keep, 8, method="sparsegpt", permute=row.permute, windows=128, device=self.device)
+            prune(str(self.rotated(whole)), made, asked, self.calibrated(whole))
         return made
 
     def rotated(self, row: Row) -> Path:
@@ -189,14 +203,10 @@ class Bench:
     def subject(self, row: Row) -> StockSubject:
         """What a row measures."""
         folder = self.folder(row)
+        if row.format:
+            request = PackRequest(str(folder), self.work / "slid", format=row.format, device=self.device)
+            folder = pack(replace(request, overwrite=True)).path
         if row.keep < 8:
-            pruned = self.work / "pruned"
-            asked = PruneOptions(row.keep, 8, method="sparsegpt", permute=row.permute, windows=128, device=self.device)
-            prune(str(folder), pruned, asked, self.calibrated(row), overwrite=True)
-            folder = pruned
-            if row.format:
-                request = PackRequest(str(pruned), self.work / "slid", format=row.format, device=self.device)
-                folder = pack(replace(request, overwrite=True)).path
             return open_subject(str(folder), None, self.device)
         checkpoint, calibration = open_checkpoint(str(folder)), load_calibration(self.calibrated(row))
         table = self.thresholds(row, checkpoint, calibration)
@@ -222,8 +232,9 @@ def _on_basis(row: Row) -> str:
 
 def _made(what: str, row: Row) -> str:
     """The name of what is made of a row's checkpoint."""
+    left = f"-{row.keep}of8{'-permuted' * row.permute}" if row.keep < 8 else ""
     how = f"-distilled-{row.sparsity}{'-offsets' * row.offsets}-{row.rank or 'all'}" if row.distil else ""
-    return f"{what}-{_on_basis(row)}{how}"
+    return f"{what}-{_on_basis(row)}{left}{how}"
 
 
 def _fitted(

@@ -47,7 +47,7 @@ class DistilOptions:
         default=0.5,
         least=0,
     )
-    steps: int = option("Optimiser steps.", default=300, least=1)
+    steps: int = option("Optimiser steps.", default=400, least=1)
     batch: int = option("Windows per step.", default=4, least=1)
     length: int = option("Tokens per window.", default=1024, least=2)
     seed: int = option("Which windows are drawn, and how updates begin.", default=0, least=0, most=LARGEST_SEED)

@@ -99,7 +99,7 @@ def first_updates(
             zeros = weight == 0 if name in pruned else None
             made[name] = AllWeights(weight.requires_grad_(True))
             if zeros is not None:
-                weight.register_hook(partial(_without, zeros))
+                weight.register_hook(partial(_without, zeros))  # type: ignore[no-untyped-call]
         else:
             rows, columns = checkpoint.source.shapes[name]
             down = (torch.randn(rank, columns, generator=generator) * columns**-0.5).to(device)

@@ -169,15 +169,15 @@ def test_rotated_it_keeps_that_record_and_pruned_both(tiny: Checkpoint, kept: Pa
     assert json.loads((tmp_path / "d" / RECORD).read_text())["model_sha256"] == open_checkpoint(tmp_path / "r").sha256
 
 
-def test_what_was_distilled_or_pruned_before_is_refused_in_one_line(
+def test_what_was_distilled_before_is_refused_in_one_line(
     tiny: Checkpoint, kept: Path, once: tuple[Path, Distilled], tmp_path: Path
 ) -> None:
     with pytest.raises(DistillationError, match=r"distilled already, from .*; distil that model, with more --steps"):
         distil(once[0], kept, tmp_path / "again")
     with pytest.raises(RotationError, match=r"distilled from .*: rotate that model, then distil it"):
         rotate(once[0], kept, tmp_path / "again")
-    prune(tiny, tmp_path / "pruned", PruneOptions(6, 8, method="magnitude"))
-    with pytest.raises(DistillationError, match="numbers of its zeros: distil that model, then prune it"):
+    prune(once[0], tmp_path / "pruned", PruneOptions(6, 8, method="magnitude"))
+    with pytest.raises(DistillationError, match="distilled already"):
         distil(tmp_path / "pruned", kept, tmp_path / "again")
     with pytest.raises(OutputError, match="exists already"):
         distil(tiny, kept, once[0])
@@ -189,8 +189,9 @@ def test_what_was_distilled_or_pruned_before_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sparsity": 0.0}, r"sparsity 0\.0: expected above 0 and below 1"),
-        ({"sparsity": 1.0}, r"sparsity 1\.0: expected above 0 and below 1"),
+        ({"sparsity": 0.0}, "sparsity 0: the model would learn to say what it says; expected above 0"),
+        ({"sparsity": -0.5}, r"sparsity -0\.5: expected at least 0 and below 1"),
+        ({"sparsity": 1.0}, r"sparsity 1\.0: expected at least 0 and below 1"),
         ({"rank": 0}, "rank 0: expected at least 1"),
         ({"rate": 0.0}, r"rate 0\.0: expected above 0"),
         ({"prompt": -1.0}, r"prompt -1\.0: expected at least 0"),
@@ -240,6 +241,6 @@ def test_a_state_that_takes_long_to_save_is_saved_less_often(monkeypatch: pytest
     parameter = torch.zeros(3, requires_grad=True)
     times: Iterator[float] = iter([0.0, 100.0, 100.0, 107.0, 108.0])
     monkeypatch.setattr(training.time, "monotonic", lambda: next(times))
-    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9), ResumeState(None, ""))
+    run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, ResumeState(None, ""))
     run.descend(parameter.sum(), parameter.sum())
     assert run.pause == 7 * training._SAVE_EVERY

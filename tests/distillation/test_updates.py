@@ -1,5 +1,6 @@
 """What is trained of a matrix: it begins as it was, merged it computes the same, and the loss has its gradient."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ from torch.nn import functional
 from sparsepack.distillation.updates import Update, first_updates, matrices, trained_with
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.distilled import distilled
+from sparsepack.models.checkpoint.sources import ChangedSource
 from sparsepack.models.families import SITES
+from sparsepack.models.stock.halves import dense_pass
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.stock.whole import backbone_of, load_model
 from sparsepack.sparsity.allocation import weights_of
-from sparsepack.sparsity.divergence import Teacher, divergence
+from sparsepack.sparsity.divergence import Teacher, dense_divergence, divergence
 from sparsepack.sparsity.learned import sparse_at
 from sparsepack.sparsity.soft_channels import SoftChannels
 
@@ -81,7 +84,12 @@ class Case:
 
     def in_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         with trained_with(self.model, self.updates) as as_it_was:
-            kl, sparsity = divergence(self.model, self.family, self.ids, self.sparse, Teacher(as_it_was, 0.5))
+
+            def dense(ids: torch.Tensor) -> torch.Tensor:
+                with as_it_was():
+                    return dense_pass(self.model, ids)[0]
+
+            kl, sparsity = divergence(self.model, self.family, self.ids, self.sparse, Teacher(dense, 0.5))
             (kl + sparsity).backward()
         return kl, sparsity
 
@@ -153,3 +161,43 @@ def test_trained_weights_lower_the_loss_and_the_teacher_stays(rank: int | None, 
     print(seen)
     assert seen[-1] < 0.9 * seen[0]
     assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())
+
+
+def test_with_nothing_skipped_the_loss_is_that_of_whole_windows(small: Checkpoint) -> None:
+    """Against another model, whose weights are not these."""
+    case, other = Case(small, None), load_model(small)
+    with trained_with(case.model, case.updates):
+        kl, sparsity = dense_divergence(
+            case.model, case.family, case.ids, Teacher(lambda ids: dense_pass(other, ids)[0], 0.5)
+        )
+        kl.backward()
+        trained = [tensor for update in case.updates.values() for tensor in update.trained]
+        ours = [tensor.grad.clone() for tensor in trained if tensor.grad is not None]
+        for tensor in trained:
+            tensor.grad = None
+        log_p, log_q = (functional.log_softmax(model(case.ids).logits, -1) for model in (other, case.model))
+        whole = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        whole.backward()
+    assert float(sparsity) == 0
+    torch.testing.assert_close(kl, whole, rtol=1e-4, atol=1e-6)
+    for one, tensor in zip(ours, trained, strict=True):
+        assert tensor.grad is not None
+        torch.testing.assert_close(one, tensor.grad, rtol=1e-3, atol=1e-3 * float(tensor.grad.abs().max()))
+
+
+def test_zeros_of_pruned_matrices_stay_and_those_of_others_move(small: Checkpoint) -> None:
+    pruned, other = matrices(small)[:2]
+    half = {name: small.tensor(name) * (torch.rand(small.source.shapes[name]) < 0.5) for name in (pruned, other)}
+    checkpoint = replace(small, source=ChangedSource(small.source, half.get))
+    updates = first_updates(checkpoint, None, 0, "cpu", {pruned})
+    zeros = {name: updates[name].trained[0].detach() == 0 for name in half}
+    trained = [each for update in updates.values() for each in update.trained]
+    optimiser = torch.optim.Adam(trained, lr=1e-2, betas=(0.9, 0.99))
+    for _ in range(3):
+        optimiser.zero_grad()
+        sum((each - 1).square().sum() for each in trained).backward()
+        optimiser.step()
+    left = {name: updates[name].merged(half[name].double()) for name in half}
+    assert zeros[pruned].any()
+    assert torch.equal(left[pruned] == 0, zeros[pruned])
+    assert not left[other].eq(0).any()

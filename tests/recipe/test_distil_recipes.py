@@ -64,7 +64,7 @@ def test_the_dry_run_reckons_with_the_distilled_model(once: tuple[Path, RecipeOu
     plan = run_recipe(folder / "tiny.yaml", work=folder / "other", dry_run=True).report
     assert [stage["name"] for stage in plan["stages"]] == list(STAGES)
     assert plan["artifact"]["file_bytes"] == pytest.approx(outcome.report["pack"]["file_bytes"], rel=5e-3)
-    assert plan["tokens"]["distil"] == 2 * 4 * 32 + 2 * 8 * (32 + 16)
+    assert plan["tokens"]["distil"] == 2 * 4 * 32 + 8 * 32 + 2 * 8 * (32 + 16)
     job, asked = _job(folder / "tiny.yaml")
     few, more = (DISTIL.memory(job, asked.model_copy(update={"rank": rank})) for rank in (2, None))
     matrices = 3 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)

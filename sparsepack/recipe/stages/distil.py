@@ -110,13 +110,13 @@ def record_to_come(job: Job) -> "DistillationRecord | None":
     asked, checkpoint = Distil.asked_in(job.recipe), job.checkpoint
     if asked is None:
         return None
+    teacher = checkpoint.name if _pruned(job) else None
     source = {"model": checkpoint.name, "model_sha256": checkpoint.sha256, "calibration_sha256": NO_HASH}
-    source |= {"teacher": checkpoint.name if _pruned(job) else None}
     how = {"sparsity": _options(job, asked).sparsity, "rank": asked.rank, "offsets": asked.offsets}
     figures = {name: {"sparse": 0.12345678901234567, "prompt": 0.00123456789012345} for name in ("before", "after")}
     changes = dict.fromkeys(matrices(checkpoint), 0.0012345)
     made = {"weights": type_name(checkpoint.dtype), **figures, "changes": changes}
-    return DistillationRecord({**how, **made, **source})
+    return DistillationRecord({**how, **made, **source, "teacher": teacher})
 
 
 def _length(job: Job, asked: Distil) -> int:

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from sparsepack.formats.plan import Plan
 
 DESCRIPTION = "pack.json"
-_MADE_FROM = ("name", "model", "dtype", "calibrate", "rotate", "distil", "prune", "activation_sparsity", "pack")
+_MADE_FROM = ("name", "model", "dtype", "calibrate", "rotate", "prune", "distil", "activation_sparsity", "pack")
 
 
 class Pack(Section):
     """The artifact. Sparse attention takes its channels from the calibration, and weights are fitted to inputs on its
-    text; of a rotated, distilled or pruned model it is made again."""
+    text; of a rotated, pruned or distilled model it is made again."""
 
     key: ClassVar[str] = "pack"
     options: ClassVar[type] = PackRequest
