@@ -57,7 +57,10 @@ MODES = {
         f"shipped:tiny --calibration {{tinycal}} --basis {basis} -o {{new}}"
         for basis in ("pca", "pca --segments 2", "hadamard")
     ),
-    "distil": ("shipped:tiny --calibration {tinycal} --steps 1 --batch 1 --length 16 -o {new}",),
+    "distil": tuple(
+        f"{model} --calibration {{tinycal}} --steps 1 --batch 1 --length 16 -o {{new}}"
+        for model in ("shipped:tiny", "{pruned}")
+    ),
     "thresholds": tuple(
         f"{{relu}} --calibration {{cal}} --sparsity 0.5 -o {{new}} --allocation {rest}"
         for rest in ("uniform --windows 1", "teal --windows 1", f"global {LEARNT}")
@@ -114,7 +117,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("modes")
-    names = ("cal", "tinycal", "more", "text.txt", "relu", "trace", "other", "m.gguf")
+    names = ("cal", "tinycal", "more", "text.txt", "relu", "pruned", "trace", "other", "m.gguf")
     found = {name: folder / name for name in names}
     found["text"] = found.pop("text.txt")
     found["text"].write_text("The sun rose over the hills, and the river ran on to the sea. " * 60)
@@ -124,6 +127,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     common = ("--context", 32, "--samples", 2)
     succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["cal"], *common)
     succeeds("calibrate", "shipped:tiny", "--text", found["text"], "-o", found["tinycal"], *common)
+    prune("shipped:tiny", found["pruned"], PruneOptions(6, 8, method="magnitude"))
     many = ("--context", 128, "--samples", 8)  # as many tokens as weights are fitted on
     succeeds("calibrate", found["relu"], "--text", found["text"], "-o", found["more"], *many)
     for text, made in ((found["text"], found["trace"]), (other, found["other"])):

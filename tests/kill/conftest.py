@@ -23,6 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         VERBS["prune"].command(inputs, inputs, False),
         VERBS["rotate"].command(inputs, inputs, False),
         VERBS["distil"].command(inputs, inputs, False),
+        VERBS["distil pruned"].command(inputs, inputs, False),
         VERBS["pack slid"].command(inputs, inputs, False),
         VERBS["run"].command(inputs, inputs, False),
     ):

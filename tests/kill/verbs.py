@@ -76,6 +76,11 @@ def _distil(*options: str) -> Callable[[Path, Path, bool], list[str]]:
     return command
 
 
+def _distil_pruned(inputs: Path, work: Path, old: bool) -> list[str]:
+    given = ["--calibration", str(inputs / "c"), *_FEW_STEPS, "--rate", "2e-4" if old else "1e-4"]
+    return ["distil", str(inputs / "p"), *given, "-o", str(work / "d"), "--overwrite"]
+
+
 def _trace(inputs: Path, work: Path, old: bool) -> list[str]:
     given = ["--text", str(inputs / "text.txt"), "--sessions", "2", "--tokens", "16", "--prompt", "4"]
     share = ["--share", "0.4" if old else "0.5", "--calibration", str(inputs / "c")]
@@ -113,6 +118,7 @@ VERBS = {
         Verb("rotate segments", _rotate("--segments", "2"), ("r",)),
         Verb("distil", _distil(), ("d",)),
         Verb("distil updates", _distil("--rank", "2"), ("d",)),
+        Verb("distil pruned", _distil_pruned, ("d",)),
         Verb("trace", _trace, ("n",)),
         Verb("pack", _pack, ("m.gguf",)),
         Verb("pack refit", _pack_refit, ("m.gguf",)),

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from models_for_tests import make_model
 from recipes_for_tests import ran, refused, write_recipe
 
@@ -11,6 +12,10 @@ from sparsepack.errors import RecipeError
 from sparsepack.formats.inspect import describe
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.records.groups import check_pattern
+from sparsepack.models.records.pattern import Pattern
+from sparsepack.pruning.options import PruneOptions
+from sparsepack.pruning.run import prune
 from sparsepack.publish.page import report_page
 from sparsepack.recipe import run_recipe
 from sparsepack.recipe.load import load_recipe
@@ -18,7 +23,9 @@ from sparsepack.recipe.run import RecipeOutcome
 from sparsepack.recipe.stage import Job
 from sparsepack.recipe.stages.distil import DISTIL, Distil
 
-FEW = {"rank": 2, "steps": 2, "batch": 1, "length": 32}
+SHORT = {"steps": 2, "batch": 1, "length": 32}
+FEW = {"rank": 2, **SHORT}
+MAGNITUDE = {"keep": 6, "of": 8, "method": "magnitude"}
 MADE = ("calibrate", "rotate", "calibrate_rotated", "distil", "calibrate_distilled")
 STAGES = (*MADE, "thresholds", "pack", "verify", "eval", "generate")
 WITHOUT = {"verify": False, "eval": None, "generate": None, "gates": None}
@@ -85,10 +92,18 @@ def _job(recipe: Path) -> tuple[Job, Distil]:
     ("changes", "stages"),
     [
         ({}, ["calibrate", "distil", "pack"]),
-        ({"prune": {"keep": 6, "of": 8, "method": "magnitude"}}, ["calibrate", "distil", "prune", "pack"]),
+        ({"prune": MAGNITUDE, "distil": SHORT}, ["calibrate", "prune", "distil", "pack"]),
         (
-            {"prune": {"keep": 6, "of": 8, "method": "wanda", "windows": 2}},
-            ["calibrate", "distil", "calibrate_distilled", "prune", "pack"],
+            {"prune": MAGNITUDE, "distil": SHORT | {"sparsity": 0.5}},
+            ["calibrate", "prune", "calibrate_pruned", "distil", "pack"],
+        ),
+        (
+            {"prune": MAGNITUDE, "distil": SHORT, "rotate": {}},
+            ["calibrate", "rotate", "calibrate_rotated", "prune", "distil", "pack"],
+        ),
+        (
+            {"prune": MAGNITUDE, "distil": SHORT, "activation_sparsity": {"sparsity": 0.5, "windows": 2}},
+            ["calibrate", "prune", "distil", "calibrate_distilled", "thresholds", "pack"],
         ),
         (
             {"activation_sparsity": {"sparsity": 0.5, "windows": 2}},
@@ -99,8 +114,7 @@ def _job(recipe: Path) -> tuple[Job, Distil]:
 def test_the_distilled_model_is_calibrated_where_somebody_wants_to_know_it(
     changes: dict[str, object], stages: list[str], tmp_path: Path
 ) -> None:
-    sections = {"activation_sparsity": None, **WITHOUT, **changes}
-    recipe = write_recipe(tmp_path, distil=FEW, **sections)
+    recipe = write_recipe(tmp_path, **{"activation_sparsity": None, "distil": FEW, **WITHOUT, **changes})
     plan = run_recipe(recipe, work=tmp_path / "work", dry_run=True).report
     assert [stage["name"] for stage in plan["stages"]] == stages
 
@@ -111,9 +125,72 @@ def test_what_does_not_go_together_is_one_line(tmp_path: Path) -> None:
         recipe, "calibrate=null", "activation_sparsity=null", "eval=null"
     )
     assert "distil.sparsity" in refused(recipe, "distil.sparsity=1")
+    for more, said in (
+        ("distil.sparsity=0", "distil: sparsity 0: the model would learn to say what it says"),
+        ("prune={keep: 6, of: 8}", "distil: rank 2: an update of a rank would make numbers of a pruned model's zeros"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            run_recipe(recipe, [more], work=tmp_path / "work")
     with pytest.raises(RecipeError, match="distil: calibrate: 4 windows, of which a step takes 5"):
         run_recipe(recipe, ["distil.batch=5"], work=tmp_path / "work")
     model = make_model(tmp_path / "m")
     (model / "sparsepack_prune.json").write_text("{}")
     with pytest.raises(RecipeError, match=r"sparsepack_prune\.json: damaged"):
         run_recipe(recipe, [f"model={model}"], work=tmp_path / "work")
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RecipeOutcome]:
+    """(folder, outcome) of a run that rotates, prunes, distils and packs without the zeros; not to be changed."""
+    folder = tmp_path_factory.mktemp("pruned")
+    sections = {"rotate": {}, "prune": {"keep": 6, "of": 8, "permute": True, "windows": 2}, "distil": SHORT}
+    sections |= {"pack": {"format": "slide-int8"}, "activation_sparsity": None, "generate": None, "gates": None}
+    evaluated = {"perplexity": "shipped:heldout", "protocols": ["dense"], "context": 64, "windows": 3}
+    recipe = write_recipe(folder, **sections, eval=evaluated)
+    return folder, run_recipe(recipe, work=folder / "work")
+
+
+def test_what_pruning_left_is_distilled_and_packed_without_its_zeros(pruned: tuple[Path, RecipeOutcome]) -> None:
+    folder, outcome = pruned
+    work = folder / "work"
+    made = ["calibrate", "rotate", "calibrate_rotated", "prune", "distil"]
+    assert ran(outcome) == [*made, "pack", "verify", "eval", "eval_pruned"]
+    rotated, before, distilled = (open_checkpoint(work / name) for name in ("rotated", "pruned", "distilled"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(distilled.tensor(name) == 0, before.tensor(name) == 0)
+    check_pattern(distilled.tensor(name), Pattern(6, 8))
+    provenance = describe(work / "model")["provenance"]
+    assert provenance["model"]["name"] == "shipped:tiny, rotated, pruned, distilled"
+    assert provenance["pruning"]["model_sha256"] == rotated.sha256
+    assert provenance["distillation"]["model_sha256"] == before.sha256
+    assert provenance["distillation"]["teacher"] == "shipped:tiny, rotated"
+    assert outcome.report["verify"]["passed"]
+    assert outcome.report["distil"]["after"]["skipped"] == 0
+
+
+def test_of_a_pruned_model_people_are_told(
+    pruned: tuple[Path, RecipeOutcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, outcome = pruned
+    again = run_recipe(folder / "tiny.yaml", work=folder / "work")
+    assert ran(again) == []
+    said = capsys.readouterr().out
+    assert "distilled: over 128 tokens of the calibration the KL divergence went from" in said
+    assert "what pruning costs" in said
+    assert "Distilled: weights trained. Over 128 tokens" in report_page(folder / "work")
+    plan = run_recipe(folder / "tiny.yaml", work=folder / "other", dry_run=True).report
+    assert plan["artifact"]["file_bytes"] == pytest.approx(outcome.report["pack"]["file_bytes"], rel=5e-3)
+    assert plan["tokens"]["distil"] == 2 * 4 * 32 + 3 * 8 * 32
+
+
+def test_a_model_that_was_pruned_elsewhere_learns_from_what_its_record_names(tmp_path: Path) -> None:
+    prune("shipped:tiny", tmp_path / "p", PruneOptions(6, 8, method="magnitude"))
+    sections = {"activation_sparsity": None, **WITHOUT, "pack": {"format": "slide-int8"}, "model": str(tmp_path / "p")}
+    recipe = write_recipe(tmp_path, distil=SHORT, **sections)
+    outcome = run_recipe(recipe, work=tmp_path / "work")
+    assert ran(outcome) == ["calibrate", "distil", "pack"]
+    assert outcome.report["distil"]["teacher"] == "shipped:tiny"
+    record = tmp_path / "p" / "sparsepack_prune.json"
+    record.write_text(record.read_text().replace('"shipped:tiny"', '"./gone"'))
+    with pytest.raises(RecipeError, match=r"distil: .* pruned from, and \./gone is not there; give --teacher"):
+        run_recipe(recipe, work=tmp_path / "again")
