@@ -75,12 +75,12 @@ def main() -> None:
     """
 
 
-main.add_verbs("Make", calibrate, thresholds, rotate, distil, prune, pack, run)
+main.add_verbs("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
 main.add_verbs("Check", inspect, verify, evaluate, bench)
 main.add_verbs("Run", generate, serve, tune)
 main.add_verbs("Study", trace, simulate)
 main.add_verbs("Publish", report, card, push)
 for verb in main.commands.values():
     add_quiet(verb)
-for verb in (calibrate, thresholds, rotate, distil, prune, pack, verify, evaluate, bench, tune, trace, simulate, run):
+for verb in (calibrate, thresholds, rotate, prune, distil, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(verb)
