@@ -1,8 +1,10 @@
-"""Weights trained for skipping: a model that says, with channels skipped, what it said with all of them.
+"""Weights trained for skipping, or since they were pruned: a model that says, with channels skipped or weights set to
+zero, what it said with all of them.
 
 options.py    what may be asked for
 updates.py    what is trained of a matrix, and how a model computes with it
-train.py      the training, against the model as it was
+teacher.py    what a pruned model learns from
+train.py      the training, against the model as it was or that teacher
 measure.py    how far a model is from the one that it should follow, sparse and dense
 run.py        the checkpoint with the trained matrices
 

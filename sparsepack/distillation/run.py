@@ -1,4 +1,5 @@
-"""`distil`: a model whose weights were trained so that skipping changes its output least, as an ordinary checkpoint.
+"""`distil`: a model whose weights were trained so that skipping or pruning changes its output least, as an ordinary
+checkpoint.
 
 The state of the training is kept beside the output, in `.NAME.unfinished`, from which a run that was killed goes on.
 """
@@ -60,8 +61,9 @@ def distil(
     source = teacher_of(checkpoint, teacher)
     options = options.of_model(source is not None)
     read = load_calibration(calibration)
-    of_source = source is not None and not options.sparsity and read.manifest["model"]["sha256"] == source.sha256
-    read.check_model(source if source is not None and of_source else checkpoint)
+    # Where nothing is skipped, only its text counts, and the model was pruned on that of its teacher.
+    texts_of = (checkpoint,) if options.sparsity or source is None else (source, checkpoint)
+    read.check_model(next((of for of in texts_of if read.manifest["model"]["sha256"] == of.sha256), checkpoint))
     check_windows(len(read.windows), read.windows.shape[1], options, str(calibration))
     asked = {"model": checkpoint.sha256, "calibration": read.sha256, "options": asdict(options)}
     with state_beside(output) as state:
