@@ -45,8 +45,9 @@ def folder(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def once(folder: Path) -> tuple[Path, Distilled]:
-    """The pruned model distilled in `d`, and what was said of it; not to be changed."""
-    return folder / "d", distil(folder / "p", folder / "c", folder / "d", DistilOptions(steps=30, batch=2, length=128))
+    """The pruned model distilled in `d`, and what was said of it; not to be changed. So few steps take a small rate."""
+    options = DistilOptions(rate=3e-5, steps=30, batch=2, length=128)
+    return folder / "d", distil(folder / "p", folder / "c", folder / "d", options)
 
 
 def zeros_stayed(pruned: Path, made: Path) -> None:
@@ -68,10 +69,9 @@ def test_zeros_stay_and_all_else_is_trained(folder: Path, once: tuple[Path, Dist
 
 def test_it_comes_closer_to_the_model_from_before(folder: Path, once: tuple[Path, Distilled], tiny: Checkpoint) -> None:
     path, made = once
-    assert made.after.sparse < 0.9 * made.before.sparse
-    assert made.after.prompt < 0.9 * made.before.prompt
+    assert made.after.sparse < 0.7 * made.before.sparse
+    assert made.after.prompt < 0.7 * made.before.prompt
     assert made.before.skipped == made.after.skipped == 0
-    assert (made.options["sparsity"], made.options["rate"]) == (0.0, 1e-4)
     assert (made.model, made.model_sha256) == (str(folder / "p"), open_checkpoint(folder / "p").sha256)
     assert (made.teacher, json.loads((path / RECORD).read_text())["teacher"]) == (tiny.name, tiny.name)
     found = [
@@ -143,6 +143,7 @@ def test_the_pruned_models_own_calibration_gives_the_same(folder: Path, tmp_path
         distil(folder / "p", folder / name, tmp_path / name, DistilOptions(**FEW)) for name in ("c", "cp")
     )
     assert of_teacher.changes == own.changes
+    assert (own.options["sparsity"], own.options["rate"]) == (0.0, 1e-4)
     assert of_teacher.calibration_sha256 != own.calibration_sha256
 
 
