@@ -19,8 +19,8 @@ from sparsepack.terminal import tell
     "--calibration",
     type=CALIBRATION,
     required=True,
-    help="A folder made by `sparsepack calibrate` of MODEL, on whose text it is trained; where nothing is skipped, one of "
-    "its teacher will do.",
+    help="A folder made by `sparsepack calibrate` of MODEL, on whose text it is trained; where nothing is skipped, "
+    "one of its teacher will do.",
 )
 @click.option(
     "--teacher",
@@ -41,8 +41,8 @@ def distil(model: str, calibration: Path, teacher: str | None, output: Path, ove
 
     The result is an ordinary checkpoint; calibrate that one for what follows. Thresholds are trained along and let go:
     `pack --allocation global` learns them on the result. The whole model is on one device, and a GPU is wanted. At the
-    end MODEL and the result are compared with what they learn from, on the calibration's text. A run that was killed goes
-    on from the step that was kept last when the same command is given again.
+    end MODEL and the result are compared with what they learn from, on the calibration's text. A run that was killed
+    goes on from the step that was kept last when the same command is given again.
     """
     options = DistilOptions(**asked)
     options.check()
