@@ -182,7 +182,7 @@ def test_what_was_distilled_before_is_refused_in_one_line(
     with pytest.raises(OutputError, match="exists already"):
         distil(tiny, kept, once[0])
     with pytest.raises(OutputError, match=f"a folder without {RECORD}"):
-        distil(tiny, kept, tmp_path / "pruned", overwrite=True)
+        distil(tiny, kept, kept, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["pruned"]
 
 
