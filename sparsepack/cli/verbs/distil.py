@@ -13,7 +13,7 @@ from sparsepack.distillation.options import DistilOptions
 from sparsepack.terminal import tell
 
 
-@verb(short_help="Train a model's weights so that skipping or having been pruned loses less.")
+@verb(short_help="Train weights so that skipping or pruning loses less.")
 @click.argument("model")
 @click.option(
     "--calibration",
