@@ -11,14 +11,14 @@ Windows = tuple[torch.Tensor, torch.Tensor]
 
 
 def windows_of(subject: Subject, text: str, count: int, first: bool = False, context: int = 2048) -> Windows:
-    """So many windows of a text, in the subject's tokens; the first ones, or else evenly spread."""
+    """Windows of a text in the subject's tokens, `count` of them: the first ones, or else evenly spread ones."""
     inputs, targets = rolling_windows(subject.tokenizer, read_text(text), context)
     chosen = torch.arange(count) if first else torch.linspace(0, len(inputs) - 1, min(count, len(inputs))).long()
     return inputs[chosen], targets[chosen]
 
 
 def windows_of_half(subject: Subject, text: str, count: int, second: bool) -> Windows:
-    """So many windows of 2048 tokens of the first or second half of a text, evenly spread; all of a shorter text."""
+    """Windows of 2048 tokens of the first or second half of a text, `count` of them evenly spread, or all there are."""
     inputs, targets = rolling_windows(subject.tokenizer, read_text(text), 2048)
     middle = len(inputs) // 2
     first, last = (middle, len(inputs) - 1) if second else (0, middle - 1)

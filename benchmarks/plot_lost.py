@@ -6,7 +6,7 @@ The files are those that rotation_accuracy.py and kquants_accuracy.py write, of 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,15 @@ def _kind(name: str) -> str:
 
 
 def points(
-    rows: Iterable[Mapping[str, Any]], kquants: Iterable[Mapping[str, Any]], text: str
+    rows: Iterable[Mapping[str, Any]], kquants: Iterable[Mapping[str, Any]], text: str, without: Collection[str] = ()
 ) -> dict[str, list[tuple[Any, ...]]]:
-    """Bits read, perplexity lost in per cent, and the name of each row of quantised weights on one text, by kind."""
+    """Bits read, perplexity lost in per cent, and the name of each row of quantised weights on one text, by kind; none
+    of the rows whose name has one of the words `without`."""
     found: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in _KINDS}
     for row in kquants:
         found["llama.cpp's K-quants"].append((*_place(row), row["type"]))
     for row in rows:
-        if "Q4_K" in row["row"] and row["text"] == text:
+        if "Q4_K" in row["row"] and row["text"] == text and not any(word in row["row"] for word in without):
             found[_kind(row["row"])].append((*_place(row), _label(row)))
     return found
 
@@ -69,10 +70,9 @@ def main(results: tuple[Path, ...], kquants: Path, text: str, without: tuple[str
     from matplotlib import pyplot
 
     rows = [row for path in results for row in json.loads(path.read_text())]
-    rows = [row for row in rows if not any(word in row["row"] for word in without)]
     figure, panel = pyplot.subplots(figsize=(7.2, 4.4))
     labels: list[tuple[float, float, str, str]] = []
-    for kind, found in points(rows, json.loads(kquants.read_text()), text).items():
+    for kind, found in points(rows, json.loads(kquants.read_text()), text, without).items():
         colour, marker = _KINDS[kind]
         line = sorted(found)
         panel.plot([x for x, _, _ in line], [y for _, y, _ in line], marker, ms=5, color=colour, label=kind)

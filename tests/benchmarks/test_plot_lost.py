@@ -20,13 +20,14 @@ ROWS = [
     _row(2.25, 1.05, row="pca, global 0.5, offsets, Q4_K"),
     _row(2.25, 1.03, row="learnt, global 0.5, offsets, gptq, Q4_K"),
     _row(2.25, 1.04, row="learnt, global 0.5, offsets, Q4_K", text="another"),
+    _row(2.25, 1.06, row="pca, global 0.5, offsets, refit, Q4_K"),
     _row(8.0, 1.02, row="pca, global 0.5, offsets, float"),
 ]
 KQUANTS = [_row(2.93, 1.153, type="Q2_K")]
 
 
 def test_each_row_is_at_its_place_by_its_kind() -> None:
-    found = points(ROWS, KQUANTS, TEXT)
+    found = points(ROWS, KQUANTS, TEXT, without=["refit"])
     places = {kind: [(bits, round(lost, 6), name) for bits, lost, name in each] for kind, each in found.items()}
     assert places == {
         "llama.cpp's K-quants": [(2.93, 15.3, "Q2_K")],

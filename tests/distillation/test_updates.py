@@ -158,7 +158,6 @@ def test_trained_weights_lower_the_loss_and_the_teacher_stays(rank: int | None, 
         optimiser.zero_grad()
         seen.append(float(case.in_parts()[0].detach()))
         optimiser.step()
-    print(seen)
     assert seen[-1] < 0.9 * seen[0]
     assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())
 

@@ -95,7 +95,7 @@ class _Kept(DynamicLayer):
         return key_states, value_states
 
     def finished(self) -> _FirstHalf:
-        """The same as what a later pass has before its own."""
+        """These keys and values, as a later pass takes those of the tokens before its own."""
         layer = _FirstHalf(self.keys.shape[2])
         layer.keys, layer.values, layer.is_initialized = self.keys, self.values, True
         return layer

@@ -2,11 +2,11 @@
 place."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepack.distillation.options import DistilOptions
 from sparsepack.errors import UserError
+from sparsepack.models.records.distilled import RECORD
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import AGAIN, CALIBRATE, Calibrate, folder_of, windows
@@ -45,7 +45,8 @@ def distilled(recipe: Recipe) -> bool:
 
 
 def distils_by_statistics(recipe: Recipe) -> bool:
-    """Whether it is, by statistics of a pruned model: thresholds that are trained along begin with them."""
+    """Whether the model is distilled for skipping, where a pruned one needs statistics of its own: the thresholds that
+    are trained along begin with them."""
     asked = Distil.asked_in(recipe)
     return asked is not None and bool(asked.sparsity)
 
@@ -126,8 +127,8 @@ def _length(job: Job, asked: Distil) -> int:
 
 
 def _tokens(job: Job, asked: Distil) -> int:
-    """Those of the training, whose first halves are trained on, too, and those that the model is measured on, before
-    and after."""
+    """How many tokens are run: those of the training, which trains on first halves, too, and those that the model is
+    measured on before and after it."""
     from sparsepack.distillation.train import MEASURED
     from sparsepack.recipe.estimates import trained_tokens
 
@@ -161,13 +162,6 @@ def _memory(job: Job, asked: Distil) -> int:
     return models * parameters(checkpoint) * size + 16 * trained + kept + max(block, logits)
 
 
-def _read(folder: Path) -> Any:
-    """What the distilled checkpoint says of itself."""
-    from sparsepack.models.records.distilled import RECORD
-
-    return read_json(f"{FOLDER}/{RECORD}")(folder)
-
-
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["distil"]
     if made is not None:
@@ -192,6 +186,6 @@ DISTIL = Stage(
     misfits=_misfits,
     tokens=_tokens,
     memory=_memory,
-    result=("distil", _read, None),
+    result=("distil", read_json(f"{FOLDER}/{RECORD}"), None),
     show=_show,
 )

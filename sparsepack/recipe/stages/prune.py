@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from sparsepack.errors import UserError
+from sparsepack.models.records.pruned import RECORD
 from sparsepack.pruning.options import PruneOptions, SitePattern
 from sparsepack.recipe.section import Names, Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
@@ -166,13 +166,6 @@ def _plan(job: Job, asked: Prune | None) -> dict[str, Any]:
     return {"pruned": {site_name(*key): f"{pattern.keep} of {pattern.of}" for key, pattern in patterns.items()}}
 
 
-def _read(folder: Path) -> Any:
-    """What the pruned checkpoint says of itself."""
-    from sparsepack.models.records.pruned import RECORD
-
-    return read_json(f"{FOLDER}/{RECORD}")(folder)
-
-
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["prune"]
     if made is None:
@@ -201,6 +194,6 @@ PRUNE = Stage(
     tokens=_tokens,
     memory=_memory,
     plan=_plan,
-    result=("prune", _read, None),
+    result=("prune", read_json(f"{FOLDER}/{RECORD}"), None),
     show=_show,
 )

@@ -1,10 +1,10 @@
 """`rotate`: the model in another basis, which every later stage takes in its place."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepack.errors import UserError
+from sparsepack.models.records.rotated import RECORD
 from sparsepack.recipe.section import Recipe, Section
 from sparsepack.recipe.stage import Job, Stage, leaves, read_json
 from sparsepack.recipe.stages.calibrate import CALIBRATE, Calibrate, folder_of, windows
@@ -149,13 +149,6 @@ def _show_plan(plan: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"rotated: {note}" for note in made["notes"])
 
 
-def _read(folder: Path) -> Any:
-    """What the rotated checkpoint says of itself."""
-    from sparsepack.models.records.rotated import RECORD
-
-    return read_json(f"{FOLDER}/{RECORD}")(folder)
-
-
 def _show(report: Mapping[str, Any]) -> Iterator[str]:
     made = report["rotate"]
     if made is not None:
@@ -183,6 +176,6 @@ ROTATE = Stage(
     memory=_memory,
     plan=_plan,
     show_plan=_show_plan,
-    result=("rotate", _read, None),
+    result=("rotate", read_json(f"{FOLDER}/{RECORD}"), None),
     show=_show,
 )
