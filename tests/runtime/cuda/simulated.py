@@ -2,8 +2,8 @@
 
 `KERNELS` is what a decoder takes; each function stands in for the one of its name. Those that it leaves as they are run
 under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu`,
-`kernels/products/zigzag_batch.cu` or `kernels/neurons` is computed from the macros and arguments that the kernel would get, in the order in
-which it would get them.
+`kernels/products/zigzag_batch.cu` or `kernels/neurons` is computed from the macros and arguments that the kernel would
+get, in the order in which it would get them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
