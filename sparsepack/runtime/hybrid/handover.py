@@ -11,6 +11,7 @@ with acquire. Indices are ascending; the gates of a text are those of the listed
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -20,6 +21,20 @@ MOST_TEXTS = 8
 LAST_NUMBER = 2**31 - 1
 """Numbers are int32; after this one comes 1, since memory begins with zeros."""
 _WORD = 4  # bytes of an int32 and a float32
+
+
+class Abort(IntEnum):
+    """Why a side gave up a step, as `abort` says it; the first reason stays. The native worker has the same numbers."""
+
+    GOES_ON = 0
+    INTERRUPTED = 1
+    """By the caller: the worker clears it when the next step begins."""
+    DEVICE_WAITED = 2
+    """Too long for an answer."""
+    WORKER_WAITED = 3
+    """Too long for a request."""
+    BAD_REQUEST = 4
+    """The device asked for neurons that there are not."""
 
 
 def next_number(number: int) -> int:
