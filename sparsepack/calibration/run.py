@@ -1,7 +1,7 @@
 """`calibrate`: one streaming pass over text, block by block, that collects every statistic any packer needs.
 
-After each block its statistics and the hidden states that enter the next one are saved beside the output, in
-`.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
+Now and then the statistics of the blocks that are done and the hidden states that enter the next one are saved beside
+the output, in `.NAME.unfinished`. A run that was killed goes on from there with the hidden states it really had.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ from sparsepack.models.families import ATTN_OUT, MLP_MID
 from sparsepack.models.heads import heads_of_config
 from sparsepack.models.precision import arithmetic
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import site_hooks, stream_hooks
 from sparsepack.models.tokenizer.windows import check_vocabulary, drawn_windows, window_length
 from sparsepack.option import check_type
@@ -121,16 +122,17 @@ def _run(
 ) -> list[Statistics]:
     stream = BlockStream(checkpoint, options.device, _dtype(checkpoint, options))
     layers = [collectors.of_block(*block) for block in enumerate(resume.blocks())]
-    hidden = resume.hidden()
-    if hidden is None:
-        hidden = stream.embed(windows)
+    hidden = stream.states(windows, resume.hidden())
     residual = residual_of(checkpoint) or {"runs": 0}
     heads = heads_of_config(checkpoint.config)
     epsilon = float(getattr(checkpoint.config, "rms_norm_eps", 0))
     of_run: Statistics = resume.kept(_of_run(len(layers)))
     batches = -(-len(windows) // options.batch)
     shorter = Shorter("--samples", len(windows))
-    with progress("calibrating", checkpoint.layers * batches, len(layers) * batches, 1, shorter) as advance:
+    with (
+        bound_told("calibrating", stream, resume),
+        progress("calibrating", checkpoint.layers * batches, len(layers) * batches, 1, shorter) as advance,
+    ):
         for layer in range(len(layers), checkpoint.layers):
             stream.load(layer)
             statistics: Statistics = {}

@@ -9,6 +9,7 @@ goes on from one says where it lies.
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,16 @@ from sparsepack.progress import say
 
 _STATE = "state.json"
 _BLOCKS = "blocks"
+
+SAVE_EVERY = 20.0
+"""A state is saved when the one before is so many seconds old (`pause_after`)."""
+
+
+def pause_after(seconds: float) -> float:
+    """How many seconds pass before a state is saved again that took so many to save: `SAVE_EVERY`, or so many times as
+    long as saving took, if that is more than one. The hidden states of a large model are gigabytes, and a block may
+    take less than writing them."""
+    return SAVE_EVERY * max(1.0, seconds)
 
 
 def unfinished_path(output: Path) -> Path:
@@ -48,7 +59,7 @@ def state_beside(output: Path) -> Iterator[Path]:
         try:
             yield path
         except KeyboardInterrupt as interrupt:
-            if not path.is_dir():
+            if _written(path) is None:
                 raise
             kept = f"{path} keeps what was done, and the same command goes on from there"
             raise KeyboardInterrupt(kept) from interrupt
@@ -94,6 +105,7 @@ class ResumeState:
     fingerprint -- of everything the result depends on; the state of a run with another one is removed
     most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
+    seconds     -- what saving blocks took so far
     """
 
     def __init__(self, path: Path | None, fingerprint: str, most: int | None = None) -> None:
@@ -101,6 +113,9 @@ class ResumeState:
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
+        self._hidden: dict[str, torch.Tensor] = {}  # after the block that is being finished, by name
+        self._saved, self._pause = time.monotonic(), pause_after(0)
+        self.seconds = 0.0
         if path is not None and path.exists():
             self._read(path)
 
@@ -173,25 +188,38 @@ class ResumeState:
         """The hidden states after the last finished block, if there is one."""
         return self.load(f"{name}-{self.done:05}")["hidden"] if self.done else None
 
-    def keep_hidden(self, layer: int, hidden: torch.Tensor, name: str = "hidden") -> None:
-        """Keep the hidden states after block `layer` in place of those before it, from its `save_block` on."""
-        self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {"hidden": hidden})
-        self.drop(f"{name}-{layer:05}")
+    def keep_hidden(self, hidden: torch.Tensor, name: str = "hidden") -> None:
+        """Keep the hidden states after the block that is being finished in place of those kept before, from the next
+        `save_block` on that commits."""
+        self._hidden[name] = hidden
 
     def keep_with_block(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep tensors of a block that is being worked on, under a name of their own, from its `save_block` on."""
         self.keep(_BLOCKS, name, tensors)
 
+    def due(self, layer: int) -> bool:
+        """Whether `save_block` of a block will commit: now and then, and the last one."""
+        return layer + 1 == self._most or time.monotonic() - self._saved >= self._pause
+
     def save_block(
         self, layer: int, found: Mapping[str, torch.Tensor], hidden: torch.Tensor | None = None, **values: Any
     ) -> None:
-        """Commit a finished block - tensors found there, values - and the hidden states after it where the run needs
-        them."""
+        """Keep a finished block - tensors found there, values - and the hidden states after it where the run needs
+        them. A run that was killed goes on after the last one that was committed (`due`)."""
+        began = time.monotonic()
         if found:
             self.keep(_BLOCKS, f"block-{layer:05}", found)
         if hidden is not None:
-            self.keep_hidden(layer, hidden)
-        self.commit(_BLOCKS, done=layer + 1, **values)
+            self.keep_hidden(hidden)
+        if self.due(layer):
+            for name, states in self._hidden.items():
+                self.keep(_BLOCKS, f"{name}-{layer + 1:05}", {"hidden": states})
+                self.drop(f"{name}-{self.done:05}")
+            self.commit(_BLOCKS, done=layer + 1, **values)
+            self._saved = time.monotonic()
+            self._pause = pause_after(self._saved - began)
+        self._hidden.clear()
+        self.seconds += time.monotonic() - began
 
     def _read(self, path: Path) -> None:
         """Take what is there and fits; remove the rest."""

@@ -22,8 +22,8 @@ def calibrate(
 ) -> None:
     """Collect the statistics of MODEL over text; or `calibrate merge A B -o C` of two calibrations of one model.
 
-    One pass, one decoder block in memory at a time. A run that was killed goes on where it stopped when the same
-    command is given again.
+    One pass, one decoder block at work while the next one is read. A run that was killed goes on from what it saved
+    last when the same command is given again.
     """
     options = CalibrateOptions(**asked)
     options.check()
