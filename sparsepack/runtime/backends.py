@@ -101,6 +101,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 offloads=True,
                 tunes=True,
+                mlps=(DENSE, NEURONS),
                 holds=True,
             ),
         )
