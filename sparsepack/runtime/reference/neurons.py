@@ -80,15 +80,20 @@ def load_gate_rows(gate: PackedMatrix, device: torch.device | str = "cpu") -> Te
     return by_neuron(gate).decoded().to(device)
 
 
-def list_neurons(copy: ReferenceCopy, x: Tensor) -> tuple[Tensor, Tensor]:
-    """List the neurons that may be active by a copy of the gate: those n with copy_n . x > -limit_n |x|, strictly.
+def may_be_active(copy: ReferenceCopy, x: Tensor) -> Tensor:
+    """Which neurons may be active by a copy of the gate: those n with copy_n . x > -limit_n |x|, strictly.
 
-    x -- float32 [hidden]
+    x -- float32 [..., hidden]. Returns bool [..., neurons].
+    """
+    return F.linear(x, copy.weight) > -copy.limits * x.norm(dim=-1, keepdim=True)
+
+
+def list_neurons(copy: ReferenceCopy, x: Tensor) -> tuple[Tensor, Tensor]:
+    """List the neurons that `may_be_active` for x, float32 [hidden].
 
     Returns (indices, count) as `collect` does. Who is active but not listed is lost, which two bits make rare.
     """
-    scores = torch.mv(copy.weight, x)
-    return collect((scores > -copy.limits * x.norm()).float(), torch.zeros((), device=x.device))
+    return collect(may_be_active(copy, x).float(), torch.zeros((), device=x.device))
 
 
 def listed_gates(gate: Tensor, x: Tensor, indices: Tensor, count: Tensor) -> Tensor:
