@@ -1,0 +1,328 @@
+"""Gates that the card has no room for: what copies in few bits find, what they lose, and how fast that would be.
+
+    python benchmarks/gate_copy.py m.gguf [--model MODEL --calibration-text CAL --text TEXT]
+
+m.gguf is of the format neuron-q4_k, made from MODEL; without options that is books-26m-relu, with its texts from
+SPARSEPACK_SHARED. Three tables:
+
+- of kinds of copies, made from the file's gates in 4.5 bits or from the checkpoint's, how many of those that are
+  active by the file's gates are among the 1.5 times as many that score best; thresholds of a block are of the
+  calibration text. Q2_K and TQ2_0 are ggml's; in zigzag order a superblock has the weights of 256 neurons and a column.
+- what the file loses where neurons are listed by a copy and its limits, and computed exactly if they are listed, in the
+  second halves of windows (protocol `decode`), beside the file with all neurons.
+- tokens a second of a 70B shape by the model of time, for budgets of the GPU's memory, slots given out by frequency:
+
+    gates near    all gates on the GPU, slots in the rest; it needs 19.5 GB
+    gates far     as many gates on the GPU as fit, the others read from host memory, by the bus alone or by both sides
+    copy          copies on the GPU, for as many blocks as fit; the numbers of a listed neuron's gate come over the bus
+                  where it has no slot (`codecs/gate_rows.py`), and what the rows share is on the GPU. A slot holds the
+                  numbers, too. The gates of other blocks are far, and both sides read them
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from accuracy_windows import Windows, windows_of
+from books import books_options
+from figures import json_option, write_figures
+from gate_predictors import thresholds
+from torch import Tensor
+
+from sparsepack.eval.perplexity import score_windows, summarise
+from sparsepack.eval.protocols import scored_from
+from sparsepack.eval.scorer import SparseScorer
+from sparsepack.eval.standard_error import with_error
+from sparsepack.eval.subject import StockSubject, open_subject
+from sparsepack.formats.codecs import neurons as records
+from sparsepack.formats.codecs import zigzag
+from sparsepack.formats.codecs.gate_copy import copied, limits
+from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.models.families import MLP_MID
+from sparsepack.models.stock.hooks import site_hooks
+from sparsepack.placement.machine import BUFFERS, DRAM, HBM, MACHINES, SCATTERED, SHAPES, Machine, Shape, dense_split
+from sparsepack.placement.placement import across_blocks, budget_of
+from sparsepack.runtime.reference.neurons import ReferenceCopy, load_gate_copy, may_be_active
+from sparsepack.tables import Table, markdown
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import ggml
+
+MLP_IN = "mlp_in"
+SINKS = 4
+LISTED = 1.5
+BUDGETS = (12, 14, 16, 18, 20, 24)
+TABLE_BITS = 2 * 8 / 32 + 2 * 16 / 256
+"""Bits a weight of what the rows of a gate by neuron share."""
+
+
+def blocks_of(packed: PackedModel) -> list[tuple[Tensor, Tensor]]:
+    """Of each block the gate, float32 [neurons, hidden], and the frequencies, [neurons], in the model's order."""
+    found = []
+    for layer in packed.layers:
+        assert isinstance(layer.mlp, NeuronMlp), "expected a file of the format neuron-q4_k"
+        stored_at = records.original_order(layer.mlp.order)
+        found.append((decode_matrix(layer.mlp.gate)[stored_at], layer.mlp.frequency[stored_at]))
+    return found
+
+
+@torch.inference_mode()
+def inputs_of(subject: StockSubject, windows: Tensor) -> list[Tensor]:
+    """What enters the MLP of each block over windows, without their first positions: float32 [tokens, hidden]."""
+    found: dict[int, list[Tensor]] = {}
+
+    def record(layer: int, site: str, x: Tensor) -> None:
+        if site == MLP_IN:
+            found.setdefault(layer, []).append(x[:, SINKS:].flatten(0, 1).float())
+
+    with site_hooks(list(enumerate(subject.model.model.layers)), subject.family, record):
+        for ids in windows:
+            subject.model.base_model(ids[None], use_cache=False)
+    return [torch.cat(found[layer]) for layer in sorted(found)]
+
+
+def _ggml_rows(name: str) -> Callable[[Tensor], Tensor]:
+    return lambda gate: ggml.dequantize(name, ggml.quantize(name, gate)).view_as(gate)
+
+
+def _three_levels(gate: Tensor) -> Tensor:
+    """Three levels with a scale for 256 weights, both by least squares in turns: TQ2_0 could hold them."""
+    weights = gate.reshape(-1, 256)
+    scale = 1.2 * weights.abs().mean(1, keepdim=True)
+    for _ in range(12):
+        numbers = (weights / scale).round().clamp(-1, 1)
+        scale = (weights * numbers).sum(1, keepdim=True) / numbers.square().sum(1, keepdim=True)
+    scale = scale.half().float()
+    return ((weights / scale).round().clamp(-1, 1) * scale).view_as(gate)
+
+
+def _ggml_zigzag(gate: Tensor) -> Tensor:
+    """Q2_K of 256 neurons and a column; neurons are padded to whole bands."""
+    rows, columns = gate.shape
+    padded = torch.nn.functional.pad(gate, (0, 0, 0, -rows % zigzag.BAND_ROWS))
+    tiles = padded.view(-1, zigzag.BAND_ROWS, columns).transpose(1, 2)
+    decoded = _ggml_rows("q2_k")(tiles.reshape(-1, zigzag.BAND_ROWS)).view(tiles.shape)
+    return decoded.transpose(1, 2).reshape(-1, columns)[:rows]
+
+
+KINDS: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "four levels, one scale a row": (2.0, lambda gate: copied(gate, 2).decoded()),
+    "two levels, one scale a row": (1.0, lambda gate: copied(gate, 1).decoded()),
+    "TQ2_0 (three levels, a scale for 256), by ggml": (66 / 32, _ggml_rows("tq2_0")),
+    "TQ2_0, by least squares": (66 / 32, _three_levels),
+    "Q2_K by rows, by ggml": (84 / 32, _ggml_rows("q2_k")),
+    "Q2_K in zigzag order, by ggml": (84 / 32, _ggml_zigzag),
+}
+"""Bits a weight, and what comes back of a gate."""
+
+
+def recalls(
+    subject: StockSubject,
+    checkpoint: StockSubject,
+    blocks: Sequence[tuple[Tensor, Tensor]],
+    known: Tensor,
+    text: Tensor,
+) -> list[dict[str, Any]]:
+    """For each kind, and what it is made from, the share of the active neurons that is among the listed ones."""
+    seen, unseen = inputs_of(subject, known), inputs_of(subject, text)
+    sums = {(name, made): np.zeros(3) for name in KINDS for made in ("the file", "the checkpoint")}
+    for layer, (gate, _) in enumerate(blocks):
+        name = f"{subject.family.block(layer)}.{subject.family.projections[MLP_IN][0]}.weight"
+        sources = {"the file": gate, "the checkpoint": checkpoint.source.tensor(name).float()}
+        before, active = seen[layer] @ gate.t() > 0, unseen[layer] @ gate.t() > 0
+        for (kind, made), into in sums.items():
+            copy = KINDS[kind][1](sources[made])
+            (above,) = thresholds(seen[layer] @ copy.t(), [round(LISTED * int(before.sum()))])
+            listed = unseen[layer] @ copy.t() > above
+            into += [int((listed & active).sum()), int(listed.sum()), int(active.sum())]
+    return [
+        {"kind": kind, "made_from": made, "bits": KINDS[kind][0], "recall": of[0] / of[2], "listed": of[1] / of[2]}
+        for (kind, made), of in sums.items()
+    ]
+
+
+def losses(
+    subject: StockSubject, reference: StockSubject, data: Windows, copies: Sequence[ReferenceCopy]
+) -> tuple[dict[str, Any], np.ndarray]:
+    """What the file loses by the list, and how often each neuron was listed and active: int64 [2, blocks, neurons]."""
+    first = scored_from("decode", data[0].shape[1])
+    counts = torch.zeros(2, len(copies), len(copies[0].limits), dtype=torch.int64)
+    found = torch.zeros(3, dtype=torch.int64)
+    listed: dict[int, Tensor] = {}
+
+    def look(layer: int, site: str, x: Tensor) -> Tensor | None:
+        if site == MLP_IN:
+            listed[layer] = may_be_active(copies[layer], x.float())
+        if site != MLP_MID:
+            return None
+        sparse, active = listed[layer][:, first:], x[:, first:] != 0
+        counts[0, layer] += sparse.sum((0, 1))
+        counts[1, layer] += active.sum((0, 1))
+        found.add_(torch.stack([(sparse & active).sum(), sparse.sum(), active.sum()]))
+        return torch.cat([x[:, :first], torch.where(sparse, x[:, first:], 0.0)], dim=1)
+
+    scorer, dense = (SparseScorer(each.model, each.family, {}, each.context) for each in (subject, reference))
+    with site_hooks(list(enumerate(subject.model.model.layers)), subject.family, look):
+        scores = score_windows(scorer, *data, "decode", dense)
+    both, listed_count, active_count = found.tolist()
+    figures = {"recall": both / active_count, "listed": listed_count / active_count, **summarise(scores, 1)}
+    return figures, counts.numpy()
+
+
+def hit_rates(counts: np.ndarray, frequency: np.ndarray, share: float) -> tuple[float, float]:
+    """With slots by frequency for a share of the neurons: the share of what was listed, and of what was active, that
+    has one."""
+    resident = across_blocks(frequency, budget_of(share, frequency)).resident
+    listed, active = (float(each[resident].sum() / each.sum()) for each in counts)
+    return listed, active
+
+
+def speeds(machine: Machine, shape: Shape, vram: float, counts: np.ndarray, frequency: np.ndarray, tokens: int) -> Any:
+    """Tokens per second of each way to know who is active; None where what must be on the GPU does not fit."""
+    listed, density = (float(each.sum()) / tokens / frequency.size for each in counts)
+    hbm, host = HBM * machine.hbm * 1e9, DRAM * machine.dram * 1e9
+    worker = min(SCATTERED * host, (machine.cpu or machine.dram) * 1e9)
+    bus, both = machine.pcie * 1e9, min(worker + machine.pcie * 1e9, host)
+    room = vram - shape.attention - shape.cache - BUFFERS
+    numbers, weights = shape.hidden / 2, shape.neurons * shape.hidden
+
+    def speed(near: float, slots: float, gates: float, gates_by: float, numbers_far: float) -> float:
+        """near: bytes read whole on the GPU beside attention and cache; gates: bytes read whole from host memory, at
+        the rate `gates_by`; numbers_far: share of the blocks whose listed gates come over the bus."""
+        listed_hit, hit = hit_rates(counts, frequency, slots)
+        far = numbers_far * listed * (1 - listed_hit) * shape.neurons * numbers
+        active = density * shape.neurons * shape.record_bytes
+        mlp = max(active * hit / hbm, active * (1 - hit) / both)
+        handover = shape.layers * machine.handover_us * 1e-6 if hit < 1 else 0.0
+        whole = (shape.attention + shape.cache + near) / hbm
+        return 1 / (whole + gates / gates_by + far / bus + mlp + handover)
+
+    def slots(bytes_left: float, each: float) -> float:
+        return min(1.0, max(0.0, bytes_left) / each / shape.neurons)
+
+    near = min(shape.gates, room)
+    rest = slots(room - near, shape.record_bytes)
+    found: dict[str, float | None] = {
+        "llama.cpp": dense_split(machine, shape, vram),
+        "gates near": speed(near, rest, 0.0, both, 0.0) if near == shape.gates else None,
+        "gates far, by the bus": speed(near, rest, shape.gates - near, bus, 0.0),
+        "gates far, by both": speed(near, rest, shape.gates - near, both, 0.0),
+    }
+    for bits in (2, 1):
+        whole = (bits + TABLE_BITS) / 8 * weights
+        part = min(1.0, room / whole)
+        rest = slots(room - whole, shape.record_bytes + numbers)
+        found[f"copy in {bits} bits"] = speed(part * whole, rest, (1 - part) * shape.gates, both, part)
+    return found
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@books_options
+@click.option("--samples", default=4, help="Windows of the calibration text, for the thresholds of the first table.")
+@click.option("--windows", default=12, help="Windows of the text, evenly spread; half of them for the first table.")
+@click.option("--tokens", default=1024, help="Of a window.")
+@click.option("--times", multiple=True, type=float, default=(1.5, 2.0, 3.0), help="Listed, in active ones.")
+@click.option("--only-kinds", is_flag=True, help="Print the first table alone.")
+@json_option
+def main(
+    path: Path,
+    model: str,
+    calibration_text: str,
+    text: str,
+    samples: int,
+    windows: int,
+    tokens: int,
+    times: tuple[float, ...],
+    only_kinds: bool,
+    json_path: Path | None,
+) -> None:
+    """Print the tables for one model."""
+    subject, reference, checkpoint = open_subject(str(path)), open_subject(str(path)), open_subject(model)
+    blocks = blocks_of(read_packed(path))
+    known, _ = windows_of(subject, calibration_text, samples, context=tokens)
+    data = windows_of(subject, text, windows, context=tokens)
+    kinds = recalls(subject, checkpoint, blocks, known, data[0][::2])
+    click.echo(f"{LISTED:g} times as many as are active\n\n{kinds_table(kinds)}")
+    if only_kinds:
+        return write_figures(json_path, {"kinds": kinds})
+
+    lost, seen = [], {}
+    for bits in (2, 1):
+        copies = [copied(gate, bits) for gate, _ in blocks]
+        for each in times:
+            loaded = [
+                load_gate_copy(copy, limits(copy, gate, frequency, each))
+                for copy, (gate, frequency) in zip(copies, blocks, strict=True)
+            ]
+            figures, seen[bits, each] = losses(subject, reference, data, loaded)
+            lost.append({"bits": bits, "times": each, **figures})
+    click.echo(f"\n{len(data[0])} windows of {tokens}, second halves, protocol decode\n\n{losses_table(lost)}")
+
+    frequency = np.stack([each.double().numpy() for _, each in blocks])
+    scored = len(data[0]) * (tokens - scored_from("decode", tokens))
+    rows = [
+        {"machine": name, "vram": budget, **speeds(machine, SHAPES["70b"], 1e9 * budget, counts, frequency, scored)}
+        for counts in [seen[2, times[0]]]
+        for name, machine in MACHINES.items()
+        for budget in BUDGETS
+    ]
+    click.echo(f"\n70b, copies that list {times[0]:g} times as many as are active\n\n{speeds_table(rows)}")
+    write_figures(json_path, {"kinds": kinds, "losses": lost, "speeds": rows})
+
+
+def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What each kind of copy finds."""
+    head = ["copy", "bits a weight", "made from", "recall", "listed, in active ones"]
+    cells = [
+        [row["kind"], f"{row['bits']:.2f}", row["made_from"], f"{row['recall']:.4f}", f"{row['listed']:.3f}"]
+        for row in rows
+    ]
+    return markdown(Table(head, cells))
+
+
+def losses_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What lists by a copy cost."""
+    head = [
+        "bits",
+        "times asked for",
+        "listed, in active ones",
+        "recall",
+        "perplexity, x",
+        "KL, nats",
+        "same top token",
+    ]
+    cells = [
+        [
+            str(row["bits"]),
+            f"{row['times']:g}",
+            f"{row['listed']:.3f}",
+            f"{row['recall']:.4f}",
+            with_error(row["perplexity_ratio"], 4),
+            with_error(row["kl_divergence"], 5),
+            with_error(row["top_token_agreement"], 4),
+        ]
+        for row in rows
+    ]
+    return markdown(Table(head, cells))
+
+
+def speeds_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens a second by machine and budget."""
+    named = [name for name in rows[0] if name not in ("machine", "vram")]
+    cells = [
+        [row["machine"], f"{row['vram']} GB", *("-" if row[name] is None else f"{row[name]:.1f}" for name in named)]
+        for row in rows
+    ]
+    return markdown(Table(["machine", "GPU", *named], cells))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,50 @@
+"""The model of time with copies of gates on the GPU, beside that of `simulate`."""
+
+import ggml
+import numpy as np
+import pytest
+
+if ggml.library() is None:
+    pytest.skip("llama-cpp-python is absent: the script compares copies with ggml's", allow_module_level=True)
+
+from gate_copy import hit_rates, speeds
+
+from sparsepack.placement.machine import MACHINES, SHAPES, Machine, share_in, tokens_per_second
+
+TOKENS = 1000
+FREQUENCY = np.linspace(0.9, 0.02, 400).reshape(4, 100)
+COUNTS = np.round(TOKENS * np.stack([np.minimum(1, 1.5 * FREQUENCY), FREQUENCY]))
+"""How often each neuron was listed, and active."""
+every_machine = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+
+
+def test_slots_serve_the_most_frequent() -> None:
+    listed, active = hit_rates(COUNTS, FREQUENCY, 0.25)
+    assert active == pytest.approx(COUNTS[1, 0].sum() / COUNTS[1].sum())
+    assert listed == pytest.approx(COUNTS[0, 0].sum() / COUNTS[0].sum())
+    assert hit_rates(COUNTS, FREQUENCY, 1.0) == (1.0, 1.0)
+
+
+@every_machine
+@pytest.mark.parametrize("vram", [20e9, 24e9, 32e9])
+def test_gates_near_are_the_model_of_simulate(machine: Machine, vram: float) -> None:
+    shape = SHAPES["70b"]
+    found = speeds(machine, shape, vram, COUNTS, FREQUENCY, TOKENS)
+    hit = hit_rates(COUNTS, FREQUENCY, share_in(vram, shape))[1]
+    density = float(COUNTS[1].sum()) / TOKENS / FREQUENCY.size
+    expected = tokens_per_second(machine, shape, density, hit, 0.0, over_the_bus=True)
+    assert found["gates near"] == pytest.approx(expected, rel=1e-6)
+    assert found["gates far, by both"] == found["gates near"]
+
+
+@every_machine
+def test_what_does_not_fit_has_no_speed_or_a_part_of_it_far(machine: Machine) -> None:
+    of = [speeds(machine, SHAPES["70b"], 1e9 * budget, COUNTS, FREQUENCY, TOKENS) for budget in (10, 14, 18)]
+    assert [each["gates near"] for each in of] == [None] * 3
+    for name in ("gates far, by the bus", "gates far, by both"):
+        rates = [each[name] for each in of]
+        assert rates == sorted(rates), "more room is never slower"
+    for name in ("copy in 2 bits", "copy in 1 bits"):
+        # Where few copies fit nearly all gates are far, and are read by both sides.
+        none = speeds(machine, SHAPES["70b"], SHAPES["70b"].least - SHAPES["70b"].gates, COUNTS, FREQUENCY, TOKENS)
+        assert none[name] == pytest.approx(none["gates far, by both"])
