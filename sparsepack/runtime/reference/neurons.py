@@ -85,7 +85,8 @@ def may_be_active(copy: ReferenceCopy, x: Tensor) -> Tensor:
 
     x -- float32 [..., hidden]. Returns bool [..., neurons].
     """
-    return F.linear(x, copy.weight) > -copy.limits * x.norm(dim=-1, keepdim=True)
+    may_be: Tensor = F.linear(x, copy.weight) > -copy.limits * x.norm(dim=-1, keepdim=True)
+    return may_be
 
 
 def list_neurons(copy: ReferenceCopy, x: Tensor) -> tuple[Tensor, Tensor]:
