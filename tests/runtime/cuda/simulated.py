@@ -13,6 +13,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import simulated_neurons
 import torch
@@ -365,6 +366,7 @@ class SimulatedKernels(kernel_set.Kernels):
     attend_double_sparsity = staticmethod(attend_double_sparsity)
     attend_offloaded = staticmethod(attend_offloaded)
     host_tensors = staticmethod(lambda count, shape, *of: [torch.zeros(shape, dtype=of[0]) for _ in range(count)])
+    shared_memory = staticmethod(lambda size, *of: ((memory := np.zeros(size, np.uint8)), torch.from_numpy(memory)))
     product = staticmethod(product)
     pick_likeliest = staticmethod(pick_likeliest)
     matmul = staticmethod(matmul)

@@ -1,11 +1,14 @@
 """Launches of `kernels/neurons` and of `dequantise.cu` on records, computed in plain torch from the macros and the
 arguments that the kernels would get."""
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.runtime.hybrid.handover import Abort, next_number
 from sparsepack.runtime.reference import products as reference
 
 ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
@@ -29,20 +32,52 @@ def decoded(records: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor, hidden: int, *rest: Any) -> None:
-    norm, eps, normed, index, gates_of, counts, active = rest
+    norm, eps, normed, index, gates_of, counts, active, *division = rest
     assert grid == (1,)
     assert gates.shape == gates_of.shape == (int(defines["INPUTS"]), neurons)
     assert x.shape == normed.shape == (int(defines["INPUTS"]), hidden)
-    assert 1024 * int(defines["ROUNDS"]) >= min(neurons, 32 * 1024)
     normed.copy_(reference.rms_norm(x, norm, eps))
     after = ACTIVATIONS[int(defines["ACTIVATION"])](gates)
     listed = (after != 0).any(0) if defines["ALL"] == "0" else torch.ones(neurons, dtype=torch.bool)
-    found = listed.nonzero()[:, 0]
-    index[: len(found)] = found.int()
-    gates_of[:, : len(found)] = after[:, found]
-    counts.fill_(len(found))
+    found = listed.nonzero()[:, 0].int()
     if active is not None:
         active += len(found)
+    if defines["DIVIDED"] == "0":
+        _put(found, found, after, index, gates_of)
+        counts.copy_(torch.tensor([len(found), len(found), 0]))
+        return
+    tables, table_pitch, version, links, seen, seen_pitch, number, begins, *request = division
+    request_number, request_indices, request_gates, request_x = request
+    assert (table_pitch, seen_pitch) == (tables.stride(0), seen.stride(0))
+    number.fill_(next_number(int(number)) if begins else int(number))
+    words = torch.nn.functional.pad(listed, (0, -neurons % 32)).view(-1, 32).long() @ (1 << torch.arange(32))
+    seen[int(number) & 1] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    slots = tables[int(version)][found.long()]
+    resident, offloaded = found[slots >= 0], found[slots < 0]
+    bus = over_the_bus(len(resident), len(offloaded), Links(*(1 / links[:3]).tolist(), float(links[3])))
+    beside, over = offloaded[: len(offloaded) - bus], offloaded[len(offloaded) - bus :]
+    _put(torch.cat([slots[slots >= 0], over]), torch.cat([resident, over]), after, index, gates_of)
+    _put(beside, beside, after, request_indices, request_gates)
+    request_x.copy_(normed)
+    counts.copy_(torch.tensor([len(resident), len(resident) + len(over), len(beside)]))
+    request_number[1] = len(beside)
+    request_number[0] = int(number)
+
+
+def _put(listed: Tensor, neurons: Tensor, gates: Tensor, index: Tensor, gates_of: Tensor) -> None:
+    index[: len(listed)] = listed
+    gates_of[:, : len(listed)] = gates[:, neurons.long()]
+
+
+def neuron_wait(
+    defines: Any, grid: Any, counts: Tensor, number: Tensor, answer: Tensor, abort: Tensor, limit: int
+) -> None:
+    assert grid == (1,)
+    end = time.monotonic() + limit / 1000
+    while int(counts[2]) and int(answer) != int(number) and not int(abort):
+        if time.monotonic() > end:
+            abort.fill_(Abort.DEVICE_WAITED)
+        time.sleep(0)
 
 
 def neuron_ffn(
@@ -54,7 +89,7 @@ def neuron_ffn(
     assert macros["GROUPS"] == -(-bands // 2)
     assert macros["BATCH"] <= min(macros["SLOTS"], macros["SLICES"] * -(-macros["GROUPS"] // macros["ROUNDS"]))
     assert (stride, pitch, grid[0]) == (gates.stride(0), partial.stride(0), len(partial))
-    resident, count = counts.tolist()
+    resident, count = counts[:2].tolist()
     memories = [slots[index[:resident].long()]]
     memories += [] if host is None else [host[index[resident:count].long()]]
     up, down = decoded(torch.cat(memories))
@@ -63,12 +98,13 @@ def neuron_ffn(
         partial[block] = inner[:, block :: grid[0]] @ down[block :: grid[0]]
 
 
-def neuron_sum(
-    defines: Any, grid: Any, partial: Tensor, blocks: int, counts: Tensor, hidden: int, residual: Tensor, y: Tensor
-) -> None:
+def neuron_sum(defines: Any, grid: Any, partial: Tensor, blocks: int, counts: Tensor, hidden: int, *rest: Any) -> None:
+    residual, y, answer = rest
     assert grid == (hidden // 32, len(y))
     assert partial.shape == (blocks, *y.shape)
     y.copy_(residual + partial[: min(blocks, int(counts[1]))].sum(0))
+    if answer is not None and int(counts[2]):
+        y += answer
 
 
 def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, tile_bands: int, *rest: Any) -> None:
@@ -77,4 +113,4 @@ def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, til
     out.copy_(superblocks(blocks.view(columns, BLOCK_BYTES)) * scale)
 
 
-LAUNCHED = {each.__name__: each for each in (neuron_list, neuron_ffn, neuron_sum, zigzag_dequantise)}
+LAUNCHED = {each.__name__: each for each in (neuron_list, neuron_ffn, neuron_wait, neuron_sum, zigzag_dequantise)}

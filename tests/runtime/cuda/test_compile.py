@@ -59,9 +59,13 @@ VARIANTS = {
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4",)],
     "neuron_list": [
-        (f"INPUTS={texts}", f"ROUNDS={rounds}", "ACTIVATION=1", f"ALL={everyone}", f"FLAG_IN_DATA={int(texts == 1)}")
-        for texts, rounds in ((1, 14), (1, 1), (3, 28), (8, 32))
+        (
+            *(f"INPUTS={texts}", "ACTIVATION=1", f"ALL={everyone}", f"FLAG_IN_DATA={int(texts == 1)}"),
+            f"DIVIDED={divided}",
+        )
+        for texts in (1, 3, 8)
         for everyone in (0, 1)
+        for divided in (0, 1)
     ],
     "neuron_ffn": [
         (

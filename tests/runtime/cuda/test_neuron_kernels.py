@@ -63,7 +63,7 @@ def test_the_list_has_the_active_neurons_in_ascending_order(count: int, share: f
     total = torch.full((), 5, dtype=torch.int64, device=CUDA)
     to, norm = listed(gate, x, active=total)
     expected = (gate > 0).any(0).nonzero()[:, 0]
-    assert to.counts.tolist() == [len(expected)] * 2
+    assert to.counts.tolist() == [len(expected), len(expected), 0]
     assert torch.equal(to.index[: len(expected)].cpu().long(), expected)
     assert torch.equal(to.gates[:, : len(expected)].cpu(), gate.clamp_min(0)[:, expected])
     torch.testing.assert_close(to.x, reference.rms_norm(x.to(CUDA), norm, EPS))
@@ -73,7 +73,7 @@ def test_the_list_has_the_active_neurons_in_ascending_order(count: int, share: f
 def test_a_dense_list_has_every_neuron() -> None:
     gate = gates(3, 1500, 0.3)
     to, _ = listed(gate, normal(3, 256), everyone=True)
-    assert to.counts.tolist() == [1500, 1500]
+    assert to.counts.tolist() == [1500, 1500, 0]
     assert torch.equal(to.index.cpu(), torch.arange(1500, dtype=torch.int32))
     assert torch.equal(to.gates.cpu(), gate.clamp_min(0))
 

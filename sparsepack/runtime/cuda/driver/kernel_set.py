@@ -40,6 +40,7 @@ class Kernels:
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     host_tensors = staticmethod(host_memory.host_tensors)
+    shared_memory = staticmethod(host_memory.shared_memory)
     token_slots = staticmethod(offload.token_slots)
 
     # Steps.

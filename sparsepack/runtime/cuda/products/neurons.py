@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.placement.links import Links
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline
 from sparsepack.runtime.cuda.products import zigzag
@@ -16,9 +17,9 @@ from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, BLOCK_BYTES,
 from sparsepack.runtime.cuda.products.zigzag import headers_in_order
 
 LIST_THREADS = 1024
-MOST_LIST_ROUNDS = 32
 SUM_CHANNELS = 32
 SUM_THREADS = 256
+WAIT_THREADS = 32
 MOST_TOGETHER = 4
 """One launch takes this many texts at most: a thread keeps 16 sums of each."""
 MOST_ROUND_WARPS = 16
@@ -60,7 +61,7 @@ class ActiveNeurons:
 
     index   -- int32 [neurons]: the listed ones
     gates   -- float32 [B, neurons]: theirs, after the activation
-    counts  -- int32 [2]: how many are listed of the first memory, and in all
+    counts  -- int32 [3]: how many are listed of the first memory, in all, and how many are asked of the processor
     x       -- float32 [B, hidden]: the input, normed
     partial -- float32 [blocks, B, hidden]
     """
@@ -72,16 +73,52 @@ class ActiveNeurons:
     partial: Tensor
 
 
-def load_neurons(records: PackedMatrix, device: torch.device | str = "cuda") -> CudaNeurons:
-    """Copy stored records to the GPU. Takes their stored size."""
+@dataclass(frozen=True)
+class Division:
+    """How the neurons of a block are divided between the GPU's memory, the bus and the processor. Tensors in the host's
+    memory are the GPU's all the same (`driver/host_memory.py`).
+
+    tables   -- int32 [2, neurons]: two versions of the slot of each neuron, or -1
+    version  -- int32 [1]: which of the two is in force
+    links    -- float64 [4], as `links_of` makes them
+    seen     -- int32 [2, neurons / 32 rounded up]: in steps of even and of odd numbers, who was active, a bit each
+    number   -- int32 [1]: of the step, which the first block (`begins`) counts up
+    abort    -- int32 [1], and the others as `runtime/hybrid/handover.py` draws them; texts as many as the list has
+    limit    -- milliseconds to wait for an answer
+    """
+
+    tables: Tensor
+    version: Tensor
+    links: Tensor
+    seen: Tensor
+    number: Tensor
+    begins: bool
+    abort: Tensor
+    request_number: Tensor
+    request_indices: Tensor
+    request_gates: Tensor
+    request_x: Tensor
+    answer_number: Tensor
+    answer: Tensor
+    limit: int
+
+
+def links_of(links: Links, device: torch.device) -> Tensor:
+    """Seconds that a neuron takes from slots, over the bus, and by the processor, and a hand-over: float64 [4]."""
+    seconds = [1 / links.resident, 1 / links.bus, 1 / links.worker, links.handover]
+    return torch.tensor(seconds, dtype=torch.float64, device=device)
+
+
+def load_neurons(records: PackedMatrix, device: torch.device | str = "cuda", to: Tensor | None = None) -> CudaNeurons:
+    """Copy stored records to the GPU, or `to` memory of their shape, uint8. Takes their stored size."""
     blocks = records.blocks
-    loaded = torch.empty(blocks.shape, dtype=torch.uint8, device=device)
+    loaded = torch.empty(blocks.shape, dtype=torch.uint8, device=device) if to is None else to
     step = max(REPACKED_AT_ONCE // max(blocks.shape[1], 1), 1)
     largest = [(0.0, 0.0)]
-    for to, part in zip(torch.split(loaded, step), torch.split(blocks, step), strict=True):
+    for there, part in zip(torch.split(loaded, step), torch.split(blocks, step), strict=True):
         superblocks = part.to(device).view(len(part), -1, BLOCK_BYTES)
         largest.append(zigzag.largest_ends(superblocks))
-        to.copy_(headers_in_order(superblocks).flatten(1))
+        there.copy_(headers_in_order(superblocks).flatten(1))
     return CudaNeurons(loaded, zigzag.fp16_scale(*(max(ends) for ends in zip(*largest, strict=True))))
 
 
@@ -101,7 +138,7 @@ def new_active_neurons(neurons: int, hidden: int, texts: int, device: torch.devi
     return ActiveNeurons(
         index=torch.zeros(neurons, dtype=torch.int32, device=device),
         gates=torch.zeros(texts, neurons, device=device),
-        counts=torch.zeros(2, dtype=torch.int32, device=device),
+        counts=torch.zeros(3, dtype=torch.int32, device=device),
         x=torch.zeros(texts, hidden, device=device),
         partial=torch.zeros(multiprocessors(device), texts, hidden, device=device),
     )
@@ -118,6 +155,7 @@ def list_neurons(
     everyone: bool = False,
     active: Tensor | None = None,
     flag_in_data: bool = False,
+    division: Division | None = None,
 ) -> None:
     """List the active neurons of B texts on the current stream: those whose gate is not zero in any of them.
 
@@ -127,33 +165,51 @@ def list_neurons(
     everyone     -- list every neuron
     active       -- int64 []: the number of listed ones is added to it
     flag_in_data -- gates and x are in words of `flag_in_data.py`, of one text
+    division     -- how the neurons are divided; None: all records lie in one memory, in the order of the neurons
     """
     texts, neurons = gates.shape
     if flag_in_data and texts > 1:
         raise ValueError(f"{texts} texts with their flag in the data: the list takes one such text")
     defines = {
         "INPUTS": texts,
-        "ROUNDS": min(-(-neurons // LIST_THREADS), MOST_LIST_ROUNDS),
         "ACTIVATION": activation,
         "ALL": int(everyone),
         "FLAG_IN_DATA": int(flag_in_data),
+        "DIVIDED": int(division is not None),
     }
+    divided: tuple[Tensor | int | None, ...] = (None, 0, None, None, None, 0, None, 0, None, None, None, None)
+    if division is not None:
+        divided = (
+            *(division.tables, division.tables.stride(0), division.version, division.links),
+            *(division.seen, division.seen.stride(0), division.number, int(division.begins)),
+            *(division.request_number, division.request_indices, division.request_gates, division.request_x),
+        )
+    words = -(-neurons // 32)
     launch(
         kernel("neuron_list", "neuron_list", _macros(defines), gates.device.index or 0),
         (1,),
         LIST_THREADS,
         *(gates, neurons, x, x.shape[1], norm, float(eps), to.x, to.index, to.gates, to.counts, active),
+        *divided,
+        shared=4 * words * (1 if division is None else 2),
     )
 
 
 def add_neurons(
-    neurons: CudaNeurons, listed: ActiveNeurons, residual: Tensor, y: Tensor, *, host: CudaNeurons | None = None
+    neurons: CudaNeurons,
+    listed: ActiveNeurons,
+    residual: Tensor,
+    y: Tensor,
+    *,
+    host: CudaNeurons | None = None,
+    division: Division | None = None,
 ) -> None:
     """Put y = residual + the sum over listed neurons of gate_n (up_n . x) down_n on the current stream.
 
     neurons     -- records of the first memory
     host        -- records of the second, as a tensor of the GPU (`driver/host_memory.py`)
     residual, y -- float32 [B, hidden], maybe the same
+    division    -- of the list: what was asked of the processor is waited for, and added last
     """
     device, texts, hidden = y.device, len(y), neurons.hidden
     blocks = len(listed.partial)
@@ -169,11 +225,18 @@ def add_neurons(
             *(listed.index, gates, gates.stride(0), x, sums, sums.stride(0)),
             shared=config.shared_bytes,
         )
+    if division is not None:
+        launch(
+            kernel("neuron_wait", "neuron_wait", (), device.index or 0),
+            (1,),
+            WAIT_THREADS,
+            *(listed.counts, division.number, division.answer_number, division.abort, division.limit),
+        )
     launch(
         kernel("neuron_sum", "neuron_sum", (), device.index or 0),
         (hidden // SUM_CHANNELS, texts),
         SUM_THREADS,
-        *(listed.partial, blocks, listed.counts, hidden, residual, y),
+        *(listed.partial, blocks, listed.counts, hidden, residual, y, None if division is None else division.answer),
     )
 
 
