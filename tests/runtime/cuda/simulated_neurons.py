@@ -46,12 +46,12 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
         _put(found, found, after, index, gates_of)
         counts.copy_(torch.tensor([len(found), len(found), 0]))
         return
-    tables, table_pitch, version, links, seen, seen_pitch, number, begins, *request = division
+    tables, table_pitch, version, links, seen, seen_pitch, kept, number, begins, *request = division
     request_number, request_indices, request_gates, request_x = request
-    assert (table_pitch, seen_pitch) == (tables.stride(0), seen.stride(0))
+    assert (table_pitch, seen_pitch, kept) == (tables.stride(0), seen.stride(0), len(seen))
     number.fill_(next_number(int(number)) if begins else int(number))
     words = torch.nn.functional.pad(listed, (0, -neurons % 32)).view(-1, 32).long() @ (1 << torch.arange(32))
-    seen[int(number) & 1] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    seen[int(number) % kept] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
     slots = tables[int(version)][found.long()]
     resident, offloaded = found[slots >= 0], found[slots < 0]
     bus = over_the_bus(len(resident), len(offloaded), Links(*(1 / links[:3]).tolist(), float(links[3])))

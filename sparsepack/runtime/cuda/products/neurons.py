@@ -81,7 +81,7 @@ class Division:
     tables   -- int32 [2, neurons]: two versions of the slot of each neuron, or -1
     version  -- int32 [1]: which of the two is in force
     links    -- float64 [4], as `links_of` makes them
-    seen     -- int32 [2, neurons / 32 rounded up]: in steps of even and of odd numbers, who was active, a bit each
+    seen     -- int32 [kept, neurons / 32 rounded up]: who was active, a bit each, in step n at n modulo `kept`
     number   -- int32 [1]: of the step, which the first block (`begins`) counts up
     abort    -- int32 [1], and the others as `runtime/hybrid/handover.py` draws them; texts as many as the list has
     limit    -- milliseconds to wait for an answer
@@ -177,11 +177,11 @@ def list_neurons(
         "FLAG_IN_DATA": int(flag_in_data),
         "DIVIDED": int(division is not None),
     }
-    divided: tuple[Tensor | int | None, ...] = (None, 0, None, None, None, 0, None, 0, None, None, None, None)
+    divided: tuple[Tensor | int | None, ...] = (None, 0, None, None, None, 0, 0, None, 0, None, None, None, None)
     if division is not None:
         divided = (
             *(division.tables, division.tables.stride(0), division.version, division.links),
-            *(division.seen, division.seen.stride(0), division.number, int(division.begins)),
+            *(division.seen, division.seen.stride(0), len(division.seen), division.number, int(division.begins)),
             *(division.request_number, division.request_indices, division.request_gates, division.request_x),
         )
     words = -(-neurons // 32)

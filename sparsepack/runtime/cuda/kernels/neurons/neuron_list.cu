@@ -60,14 +60,14 @@ __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const d
 // counts   int32 [3]: how many are listed of the first memory, in all, and how many are asked of the processor
 // active   the number of active neurons is added; or null
 // tables   int32 [2][blocks][neurons], of this block in the first: the slots, or -1; version: int32, which of the two
-// seen     u32 [2][blocks][words], of this block in the first, of odd numbers in the second: who is active
+// seen     u32 [kept][blocks][words], of this block in the first: who is active, in step n at n modulo `kept`
 // number   int32: of the step; `begins`: it is the first block's, which gives the step its number
 extern "C" __global__ void __launch_bounds__(THREADS)
     neuron_list(const float* gates, int neurons, const float* x, int hidden, const float* norm, float eps,
                 float* normed, int* index, float* gates_of, int* counts, u64* active,
                 // where DIVIDED
                 const int* tables, int table_pitch, const int* version, const double* links, u32* seen, int seen_pitch,
-                int* number, int begins, int* request_number, int* request_indices, float* request_gates,
+                int kept, int* number, int begins, int* request_number, int* request_indices, float* request_gates,
                 float* request_x) {
     extern __shared__ u32 masks[];
     __shared__ float squares[INPUTS][WARPS];
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             masks[begin + i] = mask;
             if (DIVIDED) {
                 residents[begin + i] = resident;
-                seen[(step & 1) * seen_pitch + begin + i] = mask;
+                seen[step % kept * seen_pitch + begin + i] = mask;
             }
         }
     }
