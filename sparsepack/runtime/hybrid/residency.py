@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparsepack.placement.budget import SPARE
+
 NOWHERE = -1
-SPARE = 64
-"""This many slots are kept beside those of the resident neurons. Neurons that come are copied there while the neurons
-that go still stand in the table."""
 
 Copy = Callable[[int, np.ndarray, np.ndarray], None]
 """The function copies neurons of a block into slots, given the block, its neurons and the slots, int32 [n] each."""
