@@ -22,7 +22,7 @@ SPARE = 64
 """This many slots are kept beside those of the resident neurons. Neurons that come are copied there while the neurons
 that go still stand in the table."""
 
-_POSITIONS = (2048, 1024, 512, 256, 128, 64)
+_POSITIONS = (2048, 1024, 512, 256, 128, 64, 32)
 _MOST_SCRATCH, _MOST_STAGED, _LEAST_STAGED = 1 << 28, 1 << 24, 1 << 18
 
 
@@ -79,7 +79,7 @@ def work_of(
         positions=positions,
         scratch=max(512 * hidden, min(_MOST_SCRATCH, model // 64)),
         staged=staged // record * record,
-        steps=steps + blocks * (1 << 16),  # what is small is rounded up
+        steps=steps + blocks * (1 << 13),  # what is small is rounded up
         prefill=positions * of_a_position,
     )
 

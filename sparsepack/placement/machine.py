@@ -197,9 +197,8 @@ def tokens_per_second(
     return 1 / (card / rates.card + bus / rates.bus + max(needed * hit_rate / links.resident, host) + handover)
 
 
-def dense_split(machine: Machine, shape: Shape, vram: float) -> float:
+def dense_split(rates: Rates, parts: Parts, vram: float) -> float:
     """Tokens per second of a dense model of whose weights as many as fit are on the GPU, the rest on the processor."""
-    parts = shape.parts
     weights = parts.weights - parts.embedding
     near = max(0.0, min(weights, vram - parts.least))
-    return 1 / ((near + parts.cache) / (HBM * machine.hbm * 1e9) + (weights - near) / (DRAM * machine.dram * 1e9))
+    return 1 / ((near + parts.cache) / rates.card + (weights - near) / rates.host)

@@ -191,11 +191,12 @@ def _speeds(
 def _machine(machine: Machine | None, options: SimulateOptions, plans: Sequence[Plan]) -> dict[str, Any] | None:
     if machine is None:
         return None
+    parts = SHAPES[options.shape].parts
     vram = [options.vram_bytes or plan.card_bytes for plan in plans]
     return {
         "name": options.machine,
         **asdict(machine),
         "shape": options.shape,
         "vram": vram,
-        "dense_split": [dense_split(machine, SHAPES[options.shape], each) for each in vram],
+        "dense_split": [dense_split(machine.rates(parts.record), parts, each) for each in vram],
     }

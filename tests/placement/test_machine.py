@@ -96,9 +96,10 @@ def test_measured_links_give_the_speed_of_a_machine_that_has_them():
 
 
 def test_the_dense_split_reads_what_does_not_fit_from_host_memory():
-    assert dense_split(PCIE5, LLAMA_70B, 24e9) == pytest.approx(5.0, abs=0.15)
-    assert dense_split(PCIE5, LLAMA_70B, 48e9) == pytest.approx(58.5, rel=0.01)
-    assert dense_split(PCIE5, LLAMA_70B, 1e9) > 0
+    rates, parts = PCIE5.rates(LLAMA_70B.record_bytes), LLAMA_70B.parts
+    assert dense_split(rates, parts, 24e9) == pytest.approx(5.0, abs=0.15)
+    assert dense_split(rates, parts, 48e9) == pytest.approx(58.5, rel=0.01)
+    assert dense_split(rates, parts, 1e9) > 0
 
 
 def test_a_machine_is_read_from_a_file(tmp_path):
