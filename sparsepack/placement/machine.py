@@ -176,10 +176,43 @@ def machine_of(name: str) -> Machine:
     return machine
 
 
+@dataclass(frozen=True)
+class TokenSeconds:
+    """What a token takes by the model of time: seconds for each part, of which `slots` and `host` go on at once.
+
+    card     -- reading what is always read from the GPU's memory; bus: what of it lies in the host's
+    slots    -- reading active neurons out of slots; host: out of host memory, both ways together
+    handover -- of inputs and results, all blocks
+    """
+
+    card: float
+    bus: float
+    slots: float
+    host: float
+    handover: float
+
+    @property
+    def together(self) -> float:
+        """What the whole token takes."""
+        return self.card + self.bus + max(self.slots, self.host) + self.handover
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return asdict(self)
+
+
 def tokens_per_second(
     rates: Rates, plan: Plan, density: float, hit_rate: float, moved: float, over_the_bus: bool
 ) -> float:
-    """How fast a model decodes of which a plan says what lies where.
+    """How fast a model decodes; see `seconds_per_token`."""
+    return 1 / seconds_per_token(rates, plan, density, hit_rate, moved, over_the_bus).together
+
+
+def seconds_per_token(
+    rates: Rates, plan: Plan, density: float, hit_rate: float, moved: float, over_the_bus: bool
+) -> TokenSeconds:
+    """What a token takes of a model of which a plan says what lies where.
 
     density -- share of the neurons that a token needs; hit_rate -- share of these that have slots
     moved   -- share of all neurons that come to the GPU with a token
@@ -194,7 +227,7 @@ def tokens_per_second(
     host = max(together if over_the_bus else alone, from_host)
     card, bus = plan.always_read
     handover = parts.blocks * links.handover if offloaded else 0.0
-    return 1 / (card / rates.card + bus / rates.bus + max(needed * hit_rate / links.resident, host) + handover)
+    return TokenSeconds(card / rates.card, bus / rates.bus, needed * hit_rate / links.resident, host, handover)
 
 
 def dense_split(rates: Rates, parts: Parts, vram: float) -> float:

@@ -13,6 +13,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.division import Division
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped
@@ -141,6 +142,11 @@ class Engine:
     def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
         return self._decoder.hit_counts
+
+    @property
+    def division(self) -> Division | None:
+        """By which way the neurons of steps since the reset were computed; None: there are no slots."""
+        return self._decoder.division
 
     @property
     def scales(self) -> tuple[float, ...]:

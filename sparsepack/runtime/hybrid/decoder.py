@@ -8,13 +8,16 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.division import Division, Traffic
 from sparsepack.placement.links import HALVES, Links
 from sparsepack.placement.placement import budget_of
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import PolicyRun
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
+from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import DEFAULT_POLICY, EngineOptions
@@ -55,7 +58,9 @@ class HybridDecoder(OperationsDecoder):
         self._cached = options.cached or 0.0
         self._count = budget_of(self._cached, self._frequency)
         shape: tuple[int, int] = self._frequency.shape
-        links = options.links or measured or HALVES
+        self._known = options.links or measured
+        self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), self._cached)
+        links = self._known or HALVES
         self._links = "given" if options.links else "measured" if measured else "assumed equal"
         self._mlps = DividedMlps(operations, beside(second), shape, packed.architecture.hidden, self._count, links)
         super().__init__(packed, self._mlps, device, context, first, cache_type)
@@ -77,12 +82,17 @@ class HybridDecoder(OperationsDecoder):
         )
 
     @property
+    def division(self) -> Division:
+        return Division(self._mlps.traffic, self._plan, self._known)
+
+    @property
     def hit_counts(self) -> HitCounts:
         return self._moves.counts
 
     def reset(self) -> None:
         super().reset()
         nothing = np.zeros((0, *self._frequency.shape), np.uint8)
+        self._mlps.traffic = Traffic()
         self._moves = PolicyRun(self._begin, Start(self._frequency, self._count, nothing, prompt=0))
         self._mlps.place(self._as_stored(self._moves.resident), anew=True)
 

@@ -53,6 +53,7 @@ class CudaDecoder:
 
     threads = 1
     hit_counts = None
+    division = None
 
     def __init__(
         self,
