@@ -103,6 +103,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 offloads=True,
                 tunes=True,
+                mlps=(DENSE, NEURONS),
                 budgets=True,
                 holds=True,
             ),

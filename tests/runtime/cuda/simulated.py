@@ -1,9 +1,9 @@
 """Kernels of the cuda backend in plain torch on the CPU, so that the chain of a decoder can be tested without a GPU.
 
 `KERNELS` is what a decoder takes; each function stands in for the one of its name. Those that it leaves as they are run
-under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu` or
-`kernels/products/zigzag_batch.cu` is computed from the macros and arguments that the kernel would get, in the order in
-which it would get them.
+under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu`,
+`kernels/products/zigzag_batch.cu` or `kernels/neurons` is computed from the macros and arguments that the kernel would
+get, in the order in which it would get them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import simulated_neurons
 import torch
 from simulated_double_sparsity import (
     attend_double_sparsity,
@@ -32,7 +34,7 @@ from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, WORKSPACE_WORD
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.cuda.products import tile_config, zigzag
+from sparsepack.runtime.cuda.products import neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hold import HeldText
@@ -237,10 +239,13 @@ def _add_rows(defines: Any, grid: Any, x: Tensor, width: int, product: Any, *res
         _leave(x if norm is None else reference.rms_norm(x, norm, eps), half, factor)
 
 
-def _gate_rows(defines: Any, grid: Any, product: Tensor, width: int, *rest: Any) -> None:
-    *finish, half, factor = rest
-    assert (grid, product.shape[1]) == ((len(product),), 2 * width)
-    gate, up = _finished(product, *finish).chunk(2, dim=1)
+def _gate_rows(defines: Any, grid: Any, gate: Tensor, *rest: Any) -> None:
+    gate_pitch, gate_inverse, gate_bias, up, up_pitch, up_inverse, up_bias, width, product_factor, half, factor = rest
+    assert grid == (len(gate),)
+    assert gate.shape == up.shape == (len(gate), width)
+    assert (gate_pitch, up_pitch) == (gate.stride(0), up.stride(0))
+    gate = _finished(gate, product_factor, gate_inverse, gate_bias)
+    up = _finished(up, product_factor, up_inverse, up_bias)
     _leave(ACTIVATIONS[int(defines["ACTIVATION"])](gate) * up, half, factor)
 
 
@@ -312,6 +317,7 @@ LAUNCHED = {
     "split_heads": _split_heads,
     "gate": _gate,
     "zigzag_batch": _zigzag_batch,
+    **simulated_neurons.LAUNCHED,
 }
 
 
@@ -360,6 +366,7 @@ class SimulatedKernels(kernel_set.Kernels):
     attend_double_sparsity = staticmethod(attend_double_sparsity)
     attend_offloaded = staticmethod(attend_offloaded)
     host_tensors = staticmethod(lambda count, shape, *of: [torch.zeros(shape, dtype=of[0]) for _ in range(count)])
+    shared_memory = staticmethod(lambda size, *of: ((memory := np.zeros(size, np.uint8)), torch.from_numpy(memory)))
     product = staticmethod(product)
     pick_likeliest = staticmethod(pick_likeliest)
     matmul = staticmethod(matmul)
@@ -374,12 +381,12 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, gate_alone, zigzag):
+        for module in (dense, gate_alone, neurons, zigzag):
             patch.setattr(module, "kernel", _kernel)
             patch.setattr(module, "launch", _launch)
         for module in (shared_memory, tile_config, zigzag):
             patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
-        for module in (tile_config, zigzag):
+        for module in (neurons, tile_config, zigzag):
             patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
         patch.setattr(zigzag, "workspace", lambda device: WORKSPACE)
         patch.setattr(dense, "dequantise", dequantise)

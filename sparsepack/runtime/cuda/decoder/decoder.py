@@ -53,7 +53,7 @@ class CudaDecoder:
 
     threads = 1
     hit_counts = None
-    division = None
+    ways = None
 
     def __init__(
         self,
@@ -95,7 +95,11 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        return self._ahead.active() if self._ahead and self._ahead.begun else counted(self._step.active)
+        return (
+            counted(self._ahead.active, self._model.names)
+            if self._ahead and self._ahead.begun
+            else counted(self._step.active, self._model.names)
+        )
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -185,8 +189,9 @@ class CudaDecoder:
         return logits
 
     def _check_shared_memory(self, sequences: int) -> None:
-        sites = [site for layer in self._model.layers for site in layer.sites.values()]
-        most = min(self._kernels.most_inputs(site.matrix) for site in sites)
+        matrices = [site.matrix for layer in self._model.layers for site in layer.attention.values()]
+        matrices += [matrix for layer in self._model.layers for matrix in layer.mlp.matrices]
+        most = min(map(self._kernels.most_inputs, matrices))
         if sequences > most:
             raise UserError(
                 f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once; take fewer"
@@ -264,7 +269,7 @@ class CudaDecoder:
         graph = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
         positions.known = None
         active, _, _, lasting = state_parts(before, len(self._cache.lengths))
-        self._step.active.copy_(active)
+        self._step.active.copy_(active.view_as(self._step.active))
         self._step.lasting.copy_(lasting)
         self._steps[self._key(sparse)] = graph
         return graph

@@ -2,7 +2,9 @@
 (`kernels/decoder/prefill.cu`)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class ScaledFp16:
 class Product:
     """Rows y = sums * factor * inverse + bias, put together by who reads them.
 
-    sums    -- float32 [S, rows]
+    sums    -- float32 [S, rows], rows side by side
     factor  -- float32 [S], powers of two
     inverse -- a power of two
     bias    -- float32 [rows] or None
@@ -44,11 +46,17 @@ class Product:
     inverse: float
     bias: Tensor | None
 
+    def part(self, first: int, rows: int) -> "Product":
+        """Some of the rows, from the first on."""
+        of = slice(first, first + rows)
+        return replace(self, sums=self.sums[:, of], bias=None if self.bias is None else self.bias[of])
 
-def new_scratch(matrices: Iterable[CudaZigzag], device: torch.device) -> Tensor:
-    """A buffer for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`."""
+
+def new_scratch(matrices: Iterable[CudaZigzag], device: torch.device, at_least: int = 0) -> Tensor:
+    """A buffer for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`, or
+    `at_least` so many numbers."""
     largest = max(m.columns * BAND_ROWS * min(_bands(m), _bands_at_once(m)) for m in matrices)
-    return torch.empty(largest, dtype=torch.float16, device=device)
+    return torch.empty(max(largest, at_least), dtype=torch.float16, device=device)
 
 
 def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
@@ -67,6 +75,13 @@ def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | 
         part = sums[:, first * BAND_ROWS : (first + bands) * BAND_ROWS]
         _fp16_product(x.values, weights[:, : part.shape[1]], part)
     return Product(sums, x.factor, 1 / matrix.fp16_scale, bias)
+
+
+def new_sums(x: ScaledFp16, weights: Tensor) -> Tensor:
+    """The product of values and weights float16 [columns, rows]: float32 [S, rows]."""
+    sums = torch.empty(len(x.values), weights.shape[1], device=weights.device)
+    _fp16_product(x.values, weights, sums)
+    return sums
 
 
 def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -100,20 +115,21 @@ def add(x: Tensor, update: Product) -> None:
     _add_rows(x, update, None, 0.0, None)
 
 
-def gated(stacked: Product, activation: int) -> ScaledFp16:
-    """Scale activation(gate) * up to the input of a product: [S, 2 * width] -> [S, width].
+def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
+    """Scale activation(gate) * up, products of one input, to the input of a product: [S, width] each -> [S, width].
 
     activation -- number of the function, see `kernels/common/activations.cuh`
     """
-    sums = stacked.sums
-    width = sums.shape[1] // 2
-    scaled = _new_scaled(sums[:, :width])
-    if len(sums):
+    width = gate.sums.shape[1]
+    scaled = _new_scaled(gate.sums)
+    if len(gate.sums):
         launch(
-            _row_kernel("gate_rows", width, sums, activation=activation),
-            (len(sums),),
+            _row_kernel("gate_rows", width, gate.sums, up.sums, activation),
+            (len(gate.sums),),
             THREADS,
-            *(sums, width, stacked.factor, stacked.inverse, stacked.bias, scaled.values, scaled.factor),
+            *(gate.sums, gate.sums.stride(0), gate.inverse, gate.bias),
+            *(up.sums, up.sums.stride(0), up.inverse, up.bias),
+            *(width, gate.factor, scaled.values, scaled.factor),
         )
     return scaled
 
@@ -161,7 +177,8 @@ def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float
 
 def _row_kernel(name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0) -> Kernel:
     """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
-    addresses = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
+    rows = [x] if product is None else [x, product]
+    addresses = reduce(or_, (of.data_ptr() | 4 * of.stride(0) for of in rows), 4 * width)
     vector = 1 if addresses % 16 else 4
     defines = (f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}", f"ACTIVATION={activation}")
     return kernel("prefill", name, defines, x.device.index or 0)
