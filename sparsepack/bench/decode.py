@@ -15,7 +15,7 @@ from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.division import Division, per_token, per_token_in_words
+from sparsepack.placement.ways import Ways, per_token, per_token_in_words
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_named
@@ -55,7 +55,7 @@ def bench_decode(
     `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the block
     weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
     measured bandwidth). Where neurons have slots, `served` has how many did of those that were active, and of sparse
-    ones `per_token` what a token took (`placement.division.per_token`), in the last repetition.
+    ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
@@ -83,11 +83,11 @@ def bench_decode(
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
     for test, row in zip(tests, rows, strict=True):
         if (of_test := served.get(test)) is not None:
-            hits, division = of_test
+            hits, ways = of_test
             row["served"] = hits.to_json()
             note = f"{test.name}, {test.mode}: {hits.in_words}"
             if test.mode == "sparse":
-                row["per_token"] = per_token(division, hits, row["median_ns"] / 1e9 / test.n_gen)
+                row["per_token"] = per_token(ways, hits, row["median_ns"] / 1e9 / test.n_gen)
                 note += f"; {per_token_in_words(row['per_token'])}"
             notes.append(note)
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
@@ -169,11 +169,11 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
 
 def _measured(
     engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, tuple[HitCounts, Division]]]:
+) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, tuple[HitCounts, Ways]]]:
     """Nanoseconds of every repetition, the activity (the same in all of them), and what slots served."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, traffic.Activity] = {}
-    served: dict[_Test, tuple[HitCounts, Division]] = {}
+    served: dict[_Test, tuple[HitCounts, Ways]] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
             _timed(engine, test, texts)
@@ -182,8 +182,8 @@ def _measured(
             for test in tests:
                 samples[test].append(_timed(engine, test, texts))
                 activities[test] = engine.activity()
-                if test.n_gen and engine.hit_counts is not None and engine.division is not None:
-                    served[test] = engine.hit_counts, engine.division
+                if test.n_gen and engine.hit_counts is not None and engine.ways is not None:
+                    served[test] = engine.hit_counts, engine.ways
                 advance()
     return samples, activities, served
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.division import Division
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
@@ -45,7 +45,7 @@ class Decoder(Protocol):
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
 
     @property
-    def division(self) -> Division | None:
+    def ways(self) -> Ways | None:
         """By which way neurons were computed in the steps since the reset; None: there are no slots."""
 
     @property

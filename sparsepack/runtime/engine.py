@@ -13,7 +13,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.division import Division
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped
@@ -144,9 +144,9 @@ class Engine:
         return self._decoder.hit_counts
 
     @property
-    def division(self) -> Division | None:
+    def ways(self) -> Ways | None:
         """By which way the neurons of steps since the reset were computed; None: there are no slots."""
-        return self._decoder.division
+        return self._decoder.ways
 
     @property
     def scales(self) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.division import Division
+from sparsepack.placement.ways import Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
@@ -71,7 +71,7 @@ class OperationsDecoder:
         return None
 
     @property
-    def division(self) -> Division | None:
+    def ways(self) -> Ways | None:
         return None
 
     @property

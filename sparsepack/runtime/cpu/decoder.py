@@ -48,7 +48,7 @@ class NativeDecoder:
     """
 
     hit_counts = None
-    division = None
+    ways = None
 
     def __init__(
         self,

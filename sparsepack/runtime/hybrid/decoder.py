@@ -10,8 +10,8 @@ from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.division import Division, Traffic
 from sparsepack.placement.links import HALVES, Links
+from sparsepack.placement.ways import Traffic, Ways
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.hybrid.placing import placing_of
@@ -73,8 +73,8 @@ class HybridDecoder(OperationsDecoder):
         return f"{self.threads} threads in two workers, {self._placing.description}, links {self._links}"
 
     @property
-    def division(self) -> Division:
-        return Division(self._mlps.traffic, self._plan, self._known)
+    def ways(self) -> Ways:
+        return Ways(self._mlps.traffic, self._plan, self._known)
 
     @property
     def hit_counts(self) -> HitCounts:

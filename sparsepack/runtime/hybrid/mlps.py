@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
-from sparsepack.placement.division import Traffic
 from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency, ranges_of_blocks
 from sparsepack.runtime.hybrid.worker import Worker

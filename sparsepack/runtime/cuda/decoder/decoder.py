@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.division import Division
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
 from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
@@ -94,7 +94,7 @@ class CudaDecoder:
         return None
 
     @property
-    def division(self) -> Division | None:
+    def ways(self) -> Ways | None:
         return None
 
     @property

@@ -37,7 +37,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Division:
+class Ways:
     """How a decoder divides neurons.
 
     traffic -- since the reset
@@ -50,7 +50,7 @@ class Division:
     links: Links | None
 
 
-def per_token(division: Division, hits: HitCounts, seconds: float) -> dict[str, Any]:
+def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
     """What a decoded token took, JSON-able, all of it means over the decoded tokens.
 
     hits    -- of the same steps
@@ -62,7 +62,7 @@ def per_token(division: Division, hits: HitCounts, seconds: float) -> dict[str, 
     model        -- by measured links, the seconds that the model of time gives each part and `together`; `slowest`,
                     the part that takes longest; `share`, what it gives over what a token took. None: nobody measured
     """
-    traffic, plan = division.traffic, division.plan
+    traffic, plan = ways.traffic, ways.plan
     tokens, record = max(hits.tokens, 1), plan.parts.record
     card, bus = plan.always_read
     found: dict[str, Any] = {
@@ -78,8 +78,8 @@ def per_token(division: Division, hits: HitCounts, seconds: float) -> dict[str, 
         "waited_us": 1e6 * traffic.waited / tokens,
         "model": None,
     }
-    if division.links is not None:
-        rates = measured_rates(division.links, record)
+    if ways.links is not None:
+        rates = measured_rates(ways.links, record)
         everyone = plan.parts.all_neurons
         needed, moved = hits.needed / tokens / everyone, hits.moves / tokens / everyone
         model = seconds_per_token(rates, plan, needed, hits.hit_rate, moved, over_the_bus=True)
