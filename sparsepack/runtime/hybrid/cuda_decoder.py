@@ -14,6 +14,8 @@ from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
+from sparsepack.placement.machine import MACHINES
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
@@ -24,6 +26,9 @@ from sparsepack.runtime.hybrid.handover import HandOver, next_number
 from sparsepack.runtime.hybrid.placing import placing_of
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
+
+ASSUMED = "pcie5"
+"""Nothing was measured: the machine is taken for this one of `placement.machine.MACHINES`."""
 
 
 class Processor(Protocol):
@@ -47,8 +52,12 @@ class CudaHybridDecoder(CudaDecoder):
 
     processor -- what computes beside the GPU
     options   -- share, policy and links; `threads` are the processor's
-    links     -- by which neurons are divided
+    measured  -- the links as they were measured on this machine for this model's records
     slow      -- as `placing_of` takes it
+    activity  -- for benchmarks: who is active in the steps of a text in place of what the gates say, uint8 [steps,
+                 blocks, bytes] as `following` has bits; after the last comes the first again
+
+    Without links given or measured, they are those of `ASSUMED`.
 
     Raises `UserError` as `CudaDecoder`, and where the host has no memory to be pinned.
     """
@@ -61,17 +70,20 @@ class CudaHybridDecoder(CudaDecoder):
         context: int,
         cache_type: str,
         options: EngineOptions,
-        links: Links,
+        measured: Links | None = None,
         slow: Callable[..., Any] | None = None,
         kernels: Kernels = KERNELS,
         new_cache: NewCache = new_cache,
+        activity: Tensor | None = None,
     ) -> None:
         device = kernels.usable(device)
         self._plan = planned(packed, context, cache_type, options)
         self._placing = placing_of(packed, options, self._plan, slow)
+        self._known = options.links or measured
+        links = self._known or MACHINES[ASSUMED].rates(self._plan.parts.record).links
         with kernels.on_device(device):
             hidden, slots = packed.architecture.hidden, self._plan.slots
-            self._divided = CudaDivided(self._placing.shape, hidden, slots, links, device, kernels)
+            self._divided = CudaDivided(self._placing.shape, hidden, slots, links, device, kernels, activity)
         records: list[Any] = []
 
         def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> CudaMlp:
@@ -93,6 +105,10 @@ class CudaHybridDecoder(CudaDecoder):
         return self._placing.follows.counts
 
     @property
+    def ways(self) -> Ways:
+        return Ways(self._divided.traffic, self._plan, self._known)
+
+    @property
     def description(self) -> str:
         return f"{super().description}, {self.threads} threads beside it, {self._placing.description}"
 
@@ -102,6 +118,7 @@ class CudaHybridDecoder(CudaDecoder):
         self._placing.follows.restart()
         with self._kernels.on_device(self._device):
             self._kernels.synchronize(self._device)
+            self._divided.begin_text(self._number)
             self._divided.place(self._placing.follows.first)
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
@@ -112,7 +129,9 @@ class CudaHybridDecoder(CudaDecoder):
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
         if self._graph(sparse) is None:
+            traffic = self._divided.keep_traffic()
             self._answered(lambda: self._captured_step(sparse))
+            self._divided.forget_step(traffic)
         self._answered(lambda: super(CudaHybridDecoder, self)._begin(ids, sparse))
         self._token_boundary(self._divided.step_bits(self._number), prompt=0)
 

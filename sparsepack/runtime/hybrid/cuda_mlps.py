@@ -17,6 +17,7 @@ from torch import Tensor
 from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
+from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
@@ -57,12 +58,20 @@ class CudaDivided:
 
     shape -- blocks, neurons of each; hidden: channels; most -- how many neurons may be resident
     links -- by which the list is divided
+    activity -- as `CudaHybridDecoder` takes it
 
     layout, memory -- the hand-over, as the processor sees it
     """
 
     def __init__(
-        self, shape: tuple[int, int], hidden: int, most: int, links: Links, device: torch.device, kernels: Kernels
+        self,
+        shape: tuple[int, int],
+        hidden: int,
+        most: int,
+        links: Links,
+        device: torch.device,
+        kernels: Kernels,
+        activity: Tensor | None = None,
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
@@ -77,7 +86,9 @@ class CudaDivided:
         )
         self.residency = CudaResidency(shape, most, device)
         self.slots = kernels.new_neurons(self.residency.slots, hidden, device)
-        self._links, self._number = links_of(links, device), torch.zeros(1, dtype=torch.int32, device=device)
+        self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
+        self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
+        self._replayed = None if activity is None else self._in_words(activity, device)
         at_once = min(neurons, max(STAGED_BYTES // record_bytes(hidden), 1), kernels.neurons_at_once(hidden))
         self.staging = [kernels.new_neurons(at_once, hidden, device) for _ in range(2)]
         self._prefilled: list[list[np.ndarray]] = [[] for _ in range(blocks)]
@@ -107,8 +118,17 @@ class CudaDivided:
             request_x=self._part(first + at.x, torch.float32, at.sequences, at.hidden),
             answer_number=self._part(second + at.number, torch.int32, 1),
             answer=self._part(second + at.y, torch.float32, at.sequences, at.hidden),
+            traffic=self._traffic,
             limit=WAIT_MILLISECONDS,
+            replayed=None if self._replayed is None else self._replayed[:, block],
         )
+
+    def _in_words(self, activity: Tensor, device: torch.device) -> Tensor:
+        """Bits of the processor's, uint8 [steps, blocks, bytes], in the host's memory as kernels read them: int32."""
+        shape = (len(activity), self._shape[0], 4 * self._words)
+        (there,) = self._kernels.host_tensors(1, shape, torch.uint8, device, "a trace")
+        there[:, :, : activity.shape[2]] = activity.to(device)
+        return there.view(torch.int32)
 
     def _of_request(self, block: int) -> int:
         return self.layout.requests + block * self.layout.request_size
@@ -119,6 +139,26 @@ class CudaDivided:
     def _part(self, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
         size = dtype.itemsize * torch.Size(shape).numel()
         return self._there[begin : begin + size].view(dtype).view(shape)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What steps have done since `begin_text`."""
+        resident, bus, worker, handed, waited = self._traffic.tolist()
+        return Traffic(resident, bus, worker, handed, waited / 1e9)
+
+    def begin_text(self, number: int) -> None:
+        """Count anew; the step that ran last has this number."""
+        self._traffic.zero_()
+        self._number[1] = number
+
+    def keep_traffic(self) -> Tensor:
+        """What `forget_step` takes to forget the next step."""
+        return self._traffic.clone()
+
+    def forget_step(self, traffic: Tensor) -> None:
+        """The step that ran last was none of the text."""
+        self._traffic.copy_(traffic)
+        self._number[1] += 1
 
     def place(self, resident: np.ndarray) -> None:
         """Give slots when a text begins: bool [blocks, neurons]. No step may run, here as in `move`."""

@@ -48,11 +48,16 @@ def model(**changes: Any) -> PackedModel:
 
 
 def decoder(
-    packed: PackedModel, kernels: Kernels, cached: float, links: Links = EVEN, **options: Any
+    packed: PackedModel,
+    kernels: Kernels,
+    cached: float,
+    links: Links = EVEN,
+    activity: Tensor | None = None,
+    **options: Any,
 ) -> CudaHybridDecoder:
-    chosen = EngineOptions(device="cuda", cached=cached, threads=2, **options)
+    chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
-    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, links, kernels=kernels)
+    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, kernels=kernels, activity=activity)
 
 
 def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -77,6 +82,11 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert counted.tokens == 13
     records = sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
     assert counted.needed == records
+    traffic = engine.ways.traffic
+    assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
+    assert links != "bus alone" or traffic.worker == traffic.handed == 0
+    assert links != "processor alone" or traffic.bus == 0
+    assert cached == 1.0 or (traffic.worker > 0) == (traffic.handed > 0) == (links != "bus alone")
     assert cached in (0.0, 1.0) or 0 < counted.hits < counted.needed
     assert cached not in (0.0, 1.0) or counted.hits == cached * counted.needed
     engine.reset()
@@ -175,3 +185,25 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
         engine._worker = Stopping()
     with pytest.raises(UserError, match=r"the processor beside the GPU: .*; load the model again"):
         engine.step([3], True)
+
+
+def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
+    packed = model(intermediate_size=301)
+    generator = torch.Generator().manual_seed(3)
+    bits = (torch.rand(4, 2, 38 * 8, generator=generator) < 0.2).numpy()
+    bits[..., 301:] = False
+    engine = decoder(packed, kernels, 0.3, activity=torch.from_numpy(np.packbits(bits, axis=2, bitorder="little")))
+    seen: list[np.ndarray] = []
+    follows = engine._placing.follows
+    saw = follows.saw
+    follows.saw = lambda bits, prompt: (seen.append(bits.copy()), saw(bits, prompt))[1]  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.reset()
+        steps(engine, IDS[:6])
+        expected = [*range(4), 0, 1]
+        found = [np.unpackbits(row[0], axis=1, bitorder="little")[:, :301] for row in seen]
+        assert all(np.array_equal(row, bits[n, :, :301]) for row, n in zip(found, expected, strict=True))
+        counted = engine.hit_counts
+        assert counted is not None
+        assert counted.needed == sum(int(bits[n].sum()) for n in expected)
+        seen.clear()
