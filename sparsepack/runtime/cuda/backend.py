@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.driver import device as gpu
 from sparsepack.runtime.cuda.links import measure as measure_links
 from sparsepack.runtime.cuda.products.tune import measure
+from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
@@ -29,6 +31,10 @@ def decoder(
     cache_type: str,
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
+    if options.vram is not None and not planned(packed, context, cache_type, options).whole:
+        raise UserError(
+            f"vram {options.vram}: it does not hold the whole model, and neurons on a GPU are not divided yet"
+        )
     cache = partial(new_cache, offload=options.offload)
     return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
 

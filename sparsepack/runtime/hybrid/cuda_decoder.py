@@ -22,6 +22,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
 from sparsepack.runtime.hybrid.placing import placing_of
+from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
 
@@ -66,9 +67,10 @@ class CudaHybridDecoder(CudaDecoder):
         new_cache: NewCache = new_cache,
     ) -> None:
         device = kernels.usable(device)
-        self._placing = placing_of(packed, options, slow)
+        self._plan = planned(packed, context, cache_type, options)
+        self._placing = placing_of(packed, options, self._plan, slow)
         with kernels.on_device(device):
-            hidden, slots = packed.architecture.hidden, self._placing.slots
+            hidden, slots = packed.architecture.hidden, self._plan.slots
             self._divided = CudaDivided(self._placing.shape, hidden, slots, links, device, kernels)
         records: list[Any] = []
 

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
+from sparsepack.placement.ways import Traffic, Ways
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
 from sparsepack.runtime.hybrid.placing import placing_of
+from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
 from sparsepack.runtime.options import EngineOptions
@@ -49,11 +52,13 @@ class HybridDecoder(OperationsDecoder):
         if device.type != "cpu":
             raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
         first, second = divided(options.threads or torch.get_num_threads())
-        self._placing = placing_of(packed, options, slow)
+        self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), options.cached or 0.0)
+        self._placing = placing_of(packed, options, self._plan, slow)
         self._follows, shape = self._placing.follows, self._placing.shape
-        links = options.links or measured or HALVES
+        self._known = options.links or measured
+        links = self._known or HALVES
         self._links = "given" if options.links else "measured" if measured else "assumed equal"
-        hidden, slots = packed.architecture.hidden, self._placing.slots
+        hidden, slots = packed.architecture.hidden, self._plan.slots
         self._mlps = DividedMlps(operations, beside(second), shape, hidden, slots, links)
         super().__init__(packed, self._mlps, device, context, first, cache_type)
         self._both = first + second
@@ -68,11 +73,16 @@ class HybridDecoder(OperationsDecoder):
         return f"{self.threads} threads in two workers, {self._placing.description}, links {self._links}"
 
     @property
+    def ways(self) -> Ways:
+        return Ways(self._mlps.traffic, self._plan, self._known)
+
+    @property
     def hit_counts(self) -> HitCounts:
         return self._follows.counts
 
     def reset(self) -> None:
         super().reset()
+        self._mlps.traffic = Traffic()
         self._follows.restart()
         self._mlps.place(self._follows.first)
 

@@ -7,6 +7,7 @@ A resident neuron has a slot, an offloaded one has none. The sums of the three p
 active never depends on it.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.residency import NOWHERE, Residency, ranges_of_blocks
 from sparsepack.runtime.hybrid.worker import Worker
@@ -72,6 +74,7 @@ class DividedMlps:
         pieces = -(-shape[1] * record_bytes(hidden) // STAGED_BYTES)
         self._piece = -(-shape[1] // pieces)
         self._staging = [operations.new_neurons(self._piece, hidden) for _ in range(2)]
+        self.traffic = Traffic()
         self._seen: list[list[np.ndarray]] = [[] for _ in range(shape[0])]
 
     def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> HostNeurons:
@@ -114,7 +117,12 @@ class DividedMlps:
         self._slot_gates[slots.long()] = gate[resident.long()]
         y: Tensor = _part(self._operations.neuron_ffn, self._slots, x, self._slot_gates, slots.sort().values)()
         y = y + _part(self._operations.neuron_ffn, neurons.records, x, gate, own)()
-        return y if number is None else y + self._worker.take(number)
+        begun = time.perf_counter()
+        if number is not None:
+            y = y + self._worker.take(number)
+        waited = time.perf_counter() - begun if number is not None else 0.0
+        self.traffic += Traffic(len(resident), len(own), len(beside), int(number is not None), waited)
+        return y
 
     def neuron_matmul(self, neurons: HostNeurons, x: Tensor, gate: Tensor) -> Tensor:
         """See `reference.neuron_matmul`: the same but for the order of the sum."""

@@ -5,10 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from sparsepack.placement.budget import SPARE
+
 NOWHERE = -1
-SPARE = 64
-"""This many slots are kept beside those of the resident neurons. Neurons that come are copied there while the neurons
-that go still stand in the table."""
 
 Copy = Callable[[np.ndarray, np.ndarray], None]
 """The function copies neurons into slots, given the neurons, block * neurons of a block + position, ascending, and the

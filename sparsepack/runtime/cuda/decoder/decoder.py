@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
 from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
@@ -90,6 +91,10 @@ class CudaDecoder:
 
     @property
     def hit_counts(self) -> HitCounts | None:
+        return None
+
+    @property
+    def ways(self) -> Ways | None:
         return None
 
     @property
