@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
+from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
@@ -97,12 +98,18 @@ class CudaDivided:
     def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> "DividedNeuronMlp":
         """The next block's MLP: its gate on the GPU, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
-        block, neurons = self._loaded, self._shape[1]
-        self._loaded += 1
-        records = kernels.load_neurons(mlp.records, device, self._host[block * neurons : (block + 1) * neurons])
-        return DividedNeuronMlp(load_gate(mlp, device, kernels), records, block, self._division(block), self)
+        block = self._loaded
+        records = self.load_records(mlp.records, device)
+        return DividedNeuronMlp(load_gate(mlp, device, kernels), records, block, self.division(block), self)
 
-    def _division(self, block: int) -> Division:
+    def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
+        """Those of the next block, to the host's memory."""
+        first = self._loaded * self._shape[1]
+        self._loaded += 1
+        return self._kernels.load_neurons(records, device, self._host[first : first + self._shape[1]])
+
+    def division(self, block: int) -> Division:
+        """What kernels take of a block."""
         at, first, second = self.layout, self._of_request(block), self._of_answer(block)
         return Division(
             tables=self.residency.there[:, block],
