@@ -1,6 +1,10 @@
 """Who is active in models for which there is no trace: a short trace of a small model, tiled.
 
-    python benchmarks/replayed.py CALIBRATION TRACE -o results/books-26m-relu.activity.npz    # made so, and carried
+    sparsepack calibrate MODEL --text CALIBRATION_TEXT --context 1024 --samples 40 -o cal
+    sparsepack trace MODEL --text TEXT --sessions 6 --tokens 480 --prompt 64 -o trace
+    python benchmarks/replayed.py cal trace --session N    # makes what is carried
+
+N is the session whose density is nearest to 0.135.
 
 Block b of L takes its activity from block 8 b / L of books-26m-relu, and each of its neurons from one neuron there: a
 random order of all of that block's neurons, then another one, until all neurons have theirs. So every block keeps its
@@ -60,12 +64,13 @@ def tiled(blocks: int, neurons: int, seed: int = 0, path: Path = CARRIED) -> Act
 @click.command()
 @click.argument("calibration", type=click.Path(path_type=Path))
 @click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--session", default=0, show_default=True)
 @click.option("-o", "output", default=CARRIED, show_default=True, type=click.Path(path_type=Path))
-def main(calibration: Path, trace: Path, output: Path) -> None:
-    """Write frequencies, and who was active in the decoded tokens of the first session of a trace."""
+def main(calibration: Path, trace: Path, session: int, output: Path) -> None:
+    """Write frequencies, and who was active in the decoded tokens of a session of a trace."""
     found = load(trace)
-    prompt = found.sessions[0].prompt
-    active = np.stack([found.active(0, layer)[prompt:] for layer in range(found.layers)], axis=1)
+    prompt = found.sessions[session].prompt
+    active = np.stack([found.active(session, layer)[prompt:] for layer in range(found.layers)], axis=1)
     frequency = neuron_counts(calibration_or_trace(calibration)).frequency.numpy()
     bits = np.packbits(active, axis=2, bitorder="little")
     np.savez_compressed(output, frequency=frequency.astype(np.float32), bits=bits)
