@@ -196,9 +196,8 @@ def main(
     head = ["backend", "engine", "against the dense", "positions", "same likeliest token", "largest KL", "mean KL"]
     click.echo(markdown(Table(head, [[*key, *each.cells] for key, each in compared.items()])))
     both = [f"{name}{of}" for of in ("", ", simulated") for name in ("needed", "with slots", "moves")]
-    click.echo(
-        f"\n{100 * cached:g} % with slots, {policy}\n\n{markdown(Table(['backend', 'placement', 'session', *both], rows))}"
-    )
+    counts = markdown(Table(["backend", "placement", "session", *both], rows))
+    click.echo(f"\n{100 * cached:g} % with slots, {policy}\n\n{counts}")
     for (backend, name, against), each in compared.items():
         if each.same_top < LEAST_AGREEMENT * each.positions:
             wrong.append(f"{backend}, {name}: the likeliest token is not that of the dense {against} too often")

@@ -19,7 +19,7 @@ from sparsepack.runtime.engine import Engine
 def test_every_block_keeps_its_density_and_neurons_stand_by_falling_frequency() -> None:
     found = tiled(16, 2000)
     carried = tiled(8, 1280)
-    assert found.density == pytest.approx(0.135, abs=0.02)
+    assert found.density == pytest.approx(0.135, abs=0.005)
     assert (np.diff(found.frequency) <= 0).all()
     shares, own = (np.bitwise_count(a.bits.numpy()).sum((0, 2)) / a.frequency.shape[1] for a in (found, carried))
     assert shares[::2] == pytest.approx(own, rel=0.1)
@@ -30,7 +30,7 @@ def test_every_block_keeps_its_density_and_neurons_stand_by_falling_frequency() 
 def test_who_is_often_active_elsewhere_is_often_active_here() -> None:
     found = tiled(8, 2560)
     active = np.unpackbits(found.bits.numpy(), axis=2, bitorder="little").mean(0)
-    assert np.corrcoef(active.ravel(), found.frequency.ravel())[0, 1] > 0.9
+    assert np.corrcoef(active.ravel(), found.frequency.ravel())[0, 1] > 0.7
 
 
 def test_a_model_of_a_shape_runs_and_its_neurons_are_skipped_exactly() -> None:
