@@ -11,12 +11,13 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.driver import device as gpu
+from sparsepack.runtime.cuda.links import measure as measure_links
 from sparsepack.runtime.cuda.products.tune import measure
 from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
-__all__ = ["decoder", "describe", "synchronise", "tune", "usable"]
+__all__ = ["decoder", "describe", "synchronise", "tune", "tune_links", "usable"]
 
 
 def usable(device: torch.device) -> None:
@@ -51,3 +52,8 @@ def tune(
 ) -> dict[str, Any]:
     """See `cuda.tune.measure`."""
     return measure(shapes, device, gates)
+
+
+def tune_links(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+    """See `cuda.links.measure`."""
+    return measure_links(widths, device, threads)

@@ -3,25 +3,22 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import plan_of_share
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import HALVES, Links
-from sparsepack.placement.placement import budget_of
-from sparsepack.placement.policies import POLICIES
 from sparsepack.placement.ways import Traffic, Ways
-from sparsepack.runtime.hybrid.following import FollowedNatively, Following, Played
 from sparsepack.runtime.hybrid.measure import divided
 from sparsepack.runtime.hybrid.mlps import DividedMlps
+from sparsepack.runtime.hybrid.placing import placing_of
 from sparsepack.runtime.hybrid.plan import parts_of
 from sparsepack.runtime.operations import NeuronFfn, Operations
 from sparsepack.runtime.operations_decoder import OperationsDecoder
-from sparsepack.runtime.options import DEFAULT_POLICY, EngineOptions
+from sparsepack.runtime.options import EngineOptions
 
 
 class HybridDecoder(OperationsDecoder):
@@ -52,31 +49,19 @@ class HybridDecoder(OperationsDecoder):
         measured: Links | None = None,
         slow: Callable[..., Any] | None = None,
     ) -> None:
-        mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
         if device.type != "cpu":
             raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
         first, second = divided(options.threads or torch.get_num_threads())
-        order = torch.stack([mlp.order for mlp in mlps]).numpy()
-        stored = torch.stack([mlp.frequency for mlp in mlps]).double().numpy()
-        frequency = np.empty_like(stored)
-        np.put_along_axis(frequency, order, stored, axis=1)
-        self._cached = options.cached or 0.0
-        count = budget_of(self._cached, frequency)
+        self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), options.cached or 0.0)
+        self._placing = placing_of(packed, options, self._plan, slow)
+        self._follows, shape = self._placing.follows, self._placing.shape
         self._known = options.links or measured
-        self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), self._cached)
         links = self._known or HALVES
         self._links = "given" if options.links else "measured" if measured else "assumed equal"
-        shape: tuple[int, int] = frequency.shape
-        self._mlps = DividedMlps(operations, beside(second), shape, packed.architecture.hidden, count, links)
+        hidden, slots = packed.architecture.hidden, self._plan.slots
+        self._mlps = DividedMlps(operations, beside(second), shape, hidden, slots, links)
         super().__init__(packed, self._mlps, device, context, first, cache_type)
         self._both = first + second
-        self._policy = None if options.begin else options.policy or DEFAULT_POLICY
-        row = POLICIES[options.policy or DEFAULT_POLICY]
-        self._follows: Following = (
-            FollowedNatively(slow, row.slow, frequency, count, order)
-            if slow and row.slow and not options.begin
-            else Played(options.begin or row.begin, frequency, count, order)
-        )
         self.reset()
 
     @property
@@ -85,11 +70,7 @@ class HybridDecoder(OperationsDecoder):
 
     @property
     def description(self) -> str:
-        name = f", {self._policy}" if self._policy else ""
-        return (
-            f"{self.threads} threads in two workers, {100 * self._cached:g} % of the neurons with slots{name}, "
-            f"links {self._links}"
-        )
+        return f"{self.threads} threads in two workers, {self._placing.description}, links {self._links}"
 
     @property
     def ways(self) -> Ways:

@@ -1,8 +1,9 @@
 """How an engine follows a text: it says who was active, and learns at a token boundary who gets slots and who loses
 them.
 
-Who was active comes as bits, as devices make them: uint8 [tokens, blocks, bytes of the neurons], bit i of byte b of the
-neuron stored at 8 b + i; those beyond the neurons are 0. Neurons are meant by block * neurons + position, as stored.
+Who was active comes as bits, as devices make them: uint8 [tokens, blocks, bytes of the neurons or more], bit i of byte
+b of the neuron stored at 8 b + i; those beyond the neurons are 0. Neurons are meant by block * neurons + position, as
+stored.
 """
 
 from collections.abc import Callable

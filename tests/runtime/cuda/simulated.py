@@ -6,11 +6,11 @@ under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/ga
 get, in the order in which it would get them.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -338,6 +338,22 @@ class Graph:
         self.replay = run
 
 
+class Event:
+    """All that ran before it is over when it is recorded."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def query(self) -> bool:
+        return self.at > 0
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
 def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
     run()
     return Graph(run)
@@ -349,7 +365,7 @@ class SimulatedKernels(kernel_set.Kernels):
     device_name = staticmethod(lambda device: "simulated")
     synchronize = staticmethod(lambda device: None)
     new_stream = new_graph_pool = staticmethod(lambda: None)
-    new_event = staticmethod(lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    new_event = staticmethod(lambda enable_timing=False: Event())
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))
     captured = staticmethod(captured)

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
+from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.model import load_attention, load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
@@ -46,14 +49,12 @@ class CudaDecoder:
     cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
     kernels    -- who computes
     new_cache  -- what attends
+    load_mlp   -- what copies MLPs to the GPU
+    runs_ahead -- whether a step may begin before the host has read its token
 
     Raises `UserError` where the cuda backend cannot run, for an unknown cache type, for an architecture that its
     kernels do not know, and where the GPU has too little shared memory for so many sequences.
     """
-
-    threads = 1
-    hit_counts = None
-    ways = None
 
     def __init__(
         self,
@@ -64,23 +65,37 @@ class CudaDecoder:
         cache_type: str = DEFAULT_CACHE_TYPE,
         kernels: Kernels = KERNELS,
         new_cache: NewCache = new_cache,
+        load_mlp: LoadMlp = load_mlp,
+        runs_ahead: bool = True,
     ) -> None:
         self._kernels, self._context = kernels, context
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = load_attention(packed, self._device, context, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
-            self._model = load_model(packed, self._device, kernels)
+            self._model = load_model(packed, self._device, kernels, load_mlp)
             self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
             self._prefill = Prefill(self._model, self._cache, kernels)
             self._stream = kernels.new_stream()
-            self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 else None
+            self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 and runs_ahead else None
         self._ids = Mirror(self._step.ids, kernels)
         self._moving: Mirror | None = None
         self._steps: dict[tuple[bool, int | None], torch.cuda.CUDAGraph] = {}  # by `_key`
         self._stepped = 0
         if sequences > 1:
             self._check_shared_memory(sequences)
+
+    @property
+    def threads(self) -> int:
+        return 1
+
+    @property
+    def hit_counts(self) -> HitCounts | None:
+        return None
+
+    @property
+    def ways(self) -> Ways | None:
+        return None
 
     @property
     def description(self) -> str:

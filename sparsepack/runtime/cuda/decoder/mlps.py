@@ -14,7 +14,7 @@ from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
 from sparsepack.runtime.cuda.decoder.sites import Columns, CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
-from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons
+from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 
 Launch = Callable[[], object]
@@ -110,10 +110,29 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class NeuronMlp:
-    """An MLP by neurons, all of whose records lie on the GPU."""
+    """An MLP by neurons. All of its records lie on the GPU, unless a class that derives from it says where they lie."""
 
     gate: CudaSite
     records: CudaNeurons
+
+    @property
+    def division(self) -> Division | None:
+        """How a step divides the neurons."""
+        return None
+
+    @property
+    def memories(self) -> tuple[CudaNeurons, CudaNeurons | None]:
+        """Where listed neurons have their records: the first memory of `add_neurons`, and its `host`."""
+        return self.records, None
+
+    def pieces(self, kernels: Kernels) -> Iterator[CudaNeurons]:
+        """All records on the GPU, in their order, so many at a time; a piece lasts until the next one."""
+        at_once = kernels.neurons_at_once(self.records.hidden)
+        for first in range(0, len(self.records.records), at_once):
+            yield self.records.piece(first, at_once)
+
+    def saw(self, gate: Product) -> None:
+        """Prefill has these gates, before the activation."""
 
     @property
     def matrices(self) -> Sequence[CudaZigzag]:
@@ -138,8 +157,11 @@ class NeuronMlp:
             everyone=not step.sparse,
             active=step.active(MLP_RECORDS),
             flag_in_data=of.flag_in_data,
+            division=self.division,
         )
-        yield partial(kernels.add_neurons, self.records, room, residual, of.y.view(texts, -1))
+        first, host = self.memories
+        y = of.y.view(texts, -1)
+        yield partial(kernels.add_neurons, first, room, residual, y, host=host, division=self.division)
 
     def new_scratch(self, more: Sequence[CudaZigzag], device: torch.device, kernels: Kernels) -> Tensor:
         count, hidden = len(self.records.records), self.records.hidden
@@ -147,20 +169,26 @@ class NeuronMlp:
         return kernels.new_scratch([*more, *self.matrices], device, at_least=records)
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
-        count, at_once = len(self.records.records), kernels.neurons_at_once(self.records.hidden)
         gate = kernels.multiply(self.gate.matrix, x, scratch)
+        self.saw(gate)
         product: Product | None = None
-        for first in range(0, count, at_once):
+        first = 0
+        for piece in self.pieces(kernels):
             if product is not None:
                 kernels.add(residual, product)
-            piece = self.records.piece(first, at_once)
-            product = kernels.multiply_neurons(piece, gate.part(first, at_once), x, activation, scratch)
+            count = len(piece.records)
+            product = kernels.multiply_neurons(piece, gate.part(first, count), x, activation, scratch)
+            first += count
         assert product is not None  # a model has neurons
         return product
 
 
+LoadMlp = Callable[[stored.Mlp, torch.device, Kernels], CudaMlp]
+"""Such a function copies a block's MLP to a GPU; it is called for one block after the other."""
+
+
 def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> CudaMlp:
-    """Copy a block's MLP to a GPU."""
+    """Copy a block's MLP to a GPU, all of it."""
     return _LOADERS[mlp.kind](mlp, device, kernels)
 
 
@@ -169,8 +197,12 @@ def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels) -> Cuda
 
 
 def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels) -> CudaMlp:
-    gate = CudaSite(kernels.load_zigzag(mlp.gate, device), Columns(), Columns())
-    return NeuronMlp(gate, kernels.load_neurons(mlp.records, device))
+    return NeuronMlp(load_gate(mlp, device, kernels), kernels.load_neurons(mlp.records, device))
+
+
+def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels) -> CudaSite:
+    """Copy the gate of an MLP by neurons to a GPU."""
+    return CudaSite(kernels.load_zigzag(mlp.gate, device), Columns(), Columns())
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels], CudaMlp]] = {DENSE: _dense, NEURONS: _neurons}

@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import ATTENTION_SITES
-from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites, load_vector
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
@@ -52,15 +52,15 @@ class CudaModel:
         return ACTIVATIONS[self.architecture.activation]
 
 
-def load_model(packed: PackedModel, device: torch.device, kernels: Kernels) -> CudaModel:
-    """Copy a model to a GPU, and wait until it is there."""
+def load_model(packed: PackedModel, device: torch.device, kernels: Kernels, load_mlp: LoadMlp = load_mlp) -> CudaModel:
+    """Copy a model to a GPU, its MLPs by a function of its own, and wait until it is there."""
     embedding = kernels.load_rows(packed.embedding, device)
     tied = packed.output is packed.embedding
     model = CudaModel(
         architecture=packed.architecture,
         names=(*ATTENTION_SITES, *packed.mlp_kind.counted),
         device=device,
-        layers=tuple(_layer(layer, device, kernels) for layer in packed.layers),
+        layers=tuple(_layer(layer, device, kernels, load_mlp) for layer in packed.layers),
         embedding=embedding,
         output=embedding if tied else kernels.load_rows(packed.output, device),
         output_norm=load_vector(packed.output_norm, device),
@@ -81,7 +81,7 @@ def load_attention(packed: PackedModel, device: torch.device, context: int, sequ
     return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences, packed.attention)
 
 
-def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels) -> CudaLayer:
+def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels, load_mlp: LoadMlp) -> CudaLayer:
     attn_norm, mlp_norm = (load_vector(layer.norms[name], device) for name in ("attn_norm", "mlp_norm"))
     basis = None if layer.basis is None else kernels.load_rows(layer.basis, device)
     attention, mlp = load_sites(layer.attention, device, kernels), load_mlp(layer.mlp, device, kernels)

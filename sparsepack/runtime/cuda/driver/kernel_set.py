@@ -37,6 +37,8 @@ class Kernels:
     load_zigzag = staticmethod(zigzag.load_zigzag)
     load_rows = staticmethod(rows.load_rows)
     load_neurons = staticmethod(neurons.load_neurons)
+    new_neurons = staticmethod(neurons.new_neurons)
+    copy_neurons = staticmethod(neurons.copy_neurons)
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     host_tensors = staticmethod(host_memory.host_tensors)

@@ -50,12 +50,13 @@ public:
     }
 
     void saw(Array<const uint8_t, 3> bits, int64_t prompt) {
-        if (bits.shape(1) != blocks_ || bits.shape(2) != row_bytes_)
-            throw std::invalid_argument("bits: expected [tokens, blocks, bytes of the neurons]");
+        if (bits.shape(1) != blocks_ || bits.shape(2) < row_bytes_)
+            throw std::invalid_argument("bits: expected [tokens, blocks, bytes of the neurons or more]");
         while (held_.size() > policy_->waiting()) held_.pop_front();
         held_.push_back(bits);
         Released release;
-        policy_->saw(held_.back().data(), int64_t(held_.back().shape(0)), prompt);
+        const auto& kept = held_.back();
+        policy_->saw(kept.data(), int64_t(kept.shape(2)), int64_t(kept.shape(0)), prompt);
     }
 
     nb::object moves() {

@@ -72,7 +72,6 @@ Moves net_of(std::vector<Moves> all) {
 
 SlowPolicy::SlowPolicy(const SlowSettings& settings, const float* score, const bool* resident, const int32_t* ties)
     : s_(settings),
-      row_bytes_((settings.neurons + 7) / 8),
       row_words_((settings.neurons + WORD - 1) / WORD),
       planes_(planes_for(settings.every)),
       owner_(process()) {
@@ -119,11 +118,11 @@ void SlowPolicy::begin_anew() {
     decided_.clear();
 }
 
-void SlowPolicy::saw(const uint8_t* bits, int64_t tokens, int64_t prompt) {
+void SlowPolicy::saw(const uint8_t* bits, int64_t row_bytes, int64_t tokens, int64_t prompt) {
     raise();
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return jobs_.size() < ROOM || failed_; });
-    jobs_.push_back({bits, tokens, prompt});
+    jobs_.push_back({bits, row_bytes, tokens, prompt});
     has_jobs_.store(true);
     seen_ += tokens;
     if (is_asleep_) changed_.notify_all();
@@ -196,7 +195,7 @@ void SlowPolicy::work() noexcept {
 void SlowPolicy::pass(const Job& job) {
     for (int64_t token = 0; token < job.tokens; ++token) {
         bool decoded = token >= job.prompt;
-        count(job.bits + token * s_.blocks * row_bytes_, decoded);
+        count(job.bits + token * s_.blocks * job.row_bytes, job.row_bytes, decoded);
         ++passed_;
         if (passed_ % s_.every == 0) {
             pending_ = decide();
@@ -212,15 +211,16 @@ void SlowPolicy::pass(const Job& job) {
 }
 
 // Adds the bits of a token to the counts of all neurons, and, where it was decoded, to those of hits.
-void SlowPolicy::count(const uint8_t* bits, bool decoded) {
+void SlowPolicy::count(const uint8_t* bits, int64_t row_bytes, bool decoded) {
+    const int64_t bytes = (s_.neurons + 7) / 8;
     int64_t needed = 0, hits = 0;
-    for (int32_t block = 0; block < s_.blocks; ++block, bits += row_bytes_) {
+    for (int32_t block = 0; block < s_.blocks; ++block, bits += row_bytes) {
         uint64_t* planes = counted_.data() + block * planes_ * row_words_;
         const uint64_t* resident = resident_.data() + block * row_words_;
         uint64_t* untouched = untouched_.data() + block * row_words_;
         for (int64_t word = 0; word < row_words_; ++word) {
             uint64_t active = 0;
-            memcpy(&active, bits + 8 * word, std::min<int64_t>(8, row_bytes_ - 8 * word));
+            memcpy(&active, bits + 8 * word, std::min<int64_t>(8, bytes - 8 * word));
             uint64_t carry = active;
             for (int32_t plane = 0; plane < planes_; ++plane) {
                 uint64_t& sum = planes[plane * row_words_ + word];

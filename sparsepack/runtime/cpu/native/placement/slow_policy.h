@@ -48,9 +48,9 @@ public:
     // A text begins.
     void restart();
 
-    // Tokens passed, the first `prompt` of them not decoded. Their bits stay as they are until `ROOM` calls later: that
+    // Tokens passed, the first `prompt` of them not decoded: [tokens][blocks], rows of so many bytes. Their bits stay as they are until `ROOM` calls later: that
     // one waits for them.
-    void saw(const uint8_t* bits, int64_t tokens, int64_t prompt);
+    void saw(const uint8_t* bits, int64_t row_bytes, int64_t tokens, int64_t prompt);
     static constexpr size_t ROOM = 8;
 
     // The calls of `saw` whose bits are still read.
@@ -64,7 +64,7 @@ public:
 private:
     struct Job {
         const uint8_t* bits;
-        int64_t tokens, prompt;
+        int64_t row_bytes, tokens, prompt;
     };
     struct Candidates {
         int32_t residents_below, others_from;  // of these levels
@@ -73,7 +73,7 @@ private:
     void work() noexcept;
     void begin_anew();
     void pass(const Job& job);
-    void count(const uint8_t* bits, bool decoded);
+    void count(const uint8_t* bits, int64_t row_bytes, bool decoded);
     Moves decide();
     void advance_scores();
     Candidates candidates() const;
@@ -83,7 +83,7 @@ private:
     void set(std::vector<uint64_t>& bits, int32_t neuron, bool value) const;
 
     SlowSettings s_;
-    int64_t row_bytes_, row_words_;
+    int64_t row_words_;
     int32_t planes_;
     std::vector<float> first_score_, score_;
     std::vector<int32_t> ties_;
