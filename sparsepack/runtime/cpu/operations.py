@@ -110,7 +110,7 @@ def neuron_ffn_beside(threads: int) -> NeuronFfn:
 
 
 def cold_worker(
-    records: Sequence[Any], memory: np.ndarray, layout: HandOver, threads: int | None = None, limit: float = 10.0
+    records: Sequence[Any], memory: np.ndarray, layout: HandOver, threads: int | None = None, limit: float = 60.0
 ) -> Any:
     """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/handover.py`.
 
@@ -118,7 +118,7 @@ def cold_worker(
     memory  -- uint8 [layout.size], which the device reads and writes too; zeros at first
     threads -- at most as many as there are cores beside those of the caller and of the policy, which run meanwhile;
                None: that many
-    limit   -- seconds that a thread waits for a request of a step that has begun
+    limit   -- seconds that it waits for a request of a step that has begun: of a first one kernels are compiled
 
     What it gives has `begin(number, texts=1)`, before the device asks for the first block of a step, and when both
     sides have ended the step before; and `end(number)`, which waits for the worker alone. Both raise RuntimeError from

@@ -6,11 +6,11 @@ under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/ga
 get, in the order in which it would get them.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,9 @@ class Matrix:
         return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
-def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False) -> Matrix:
+def load_zigzag(
+    matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False, place: Any = None
+) -> Matrix:
     assert not gate or matrix.rows % 512 == 0
     return Matrix(
         decode_matrix(matrix),
@@ -78,7 +80,7 @@ def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: 
     )
 
 
-def load_rows(matrix: PackedMatrix, device: Any) -> Matrix:
+def load_rows(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Matrix:
     return Matrix(decode_matrix(matrix), matrix.rows, matrix.columns)
 
 
@@ -338,6 +340,25 @@ class Graph:
         self.replay = run
 
 
+class Event:
+    """All that ran before it is over when it is recorded."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def wait(self) -> None:
+        assert self.at
+
+    def query(self) -> bool:
+        return self.at > 0
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
 def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
     run()
     return Graph(run)
@@ -349,7 +370,9 @@ class SimulatedKernels(kernel_set.Kernels):
     device_name = staticmethod(lambda device: "simulated")
     synchronize = staticmethod(lambda device: None)
     new_stream = new_graph_pool = staticmethod(lambda: None)
-    new_event = staticmethod(lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    on_stream = staticmethod(lambda stream: nullcontext())
+    on_card = in_host_memory = staticmethod(lambda loaded: loaded)
+    new_event = staticmethod(lambda enable_timing=False: Event())
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))
     captured = staticmethod(captured)
