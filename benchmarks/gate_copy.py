@@ -3,7 +3,7 @@
     python benchmarks/gate_copy.py m.gguf [--model MODEL --calibration-text CAL --text TEXT]
 
 m.gguf is of the format neuron-q4_k, made from MODEL; without options that is books-26m-relu, with its texts from
-SPARSEPACK_SHARED. Three tables:
+SPARSEPACK_SHARED. Tables:
 
 - of kinds of copies, made from the file's gates in 4.5 bits or from the checkpoint's, how many of those that are
   active by the file's gates are among the 1.5 times as many that score best; thresholds of a block are of the
@@ -15,11 +15,13 @@ SPARSEPACK_SHARED. Three tables:
     copy, bus     copies on the GPU, for as many blocks as fit; the numbers of a listed neuron's gate come over the bus
                   where it has no slot (`codecs/gate_rows.py`), and what the rows share is on the GPU. A slot holds the
                   numbers, too. The gates of other blocks are far, and both sides read them
-    copy, rows    the same with gates in Q4_K by rows, as a file could have them: rows share nothing, and each side
+    copy, Q4_K    the same with gates in Q4_K by rows, as a file could have them: rows share nothing, and each side
                   reads the gates of those listed neurons that it would compute
+    copy, Q6_K    the same with gates that are quantised again, in Q6_K by rows, when the file is loaded
 
-- what the file loses where neurons are listed by a copy and its limits, and computed exactly if they are listed, in the
-  second halves of windows (protocol `decode`), beside the file with all neurons.
+- what the file loses where its gates are quantised again, by rows; and where neurons are listed by a copy and its
+  limits, and computed exactly if they are listed: in the second halves of windows (protocol `decode`), beside the file
+  with all neurons.
 """
 
 import sys
@@ -44,7 +46,7 @@ from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.formats.codecs import neurons as records
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.gate_copy import copied, limits
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.codecs.matrices import decode_matrix, decode_rows, encode_rows
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.models.families import MLP_MID
@@ -178,6 +180,22 @@ def losses(
 
 
 @torch.inference_mode()
+def again(
+    subject: StockSubject, reference: StockSubject, data: Windows, blocks: Sequence[tuple[Tensor, Tensor]], type: str
+) -> dict[str, Any]:
+    """What the file loses where its gates are quantised again, by rows in ggml's `type`."""
+    name = subject.family.projections[MLP_IN][0]
+    gates = [layer.get_submodule(name).weight for layer in subject.model.model.layers]
+    for weight, (gate, _) in zip(gates, blocks, strict=True):
+        weight.copy_(decode_rows(encode_rows(gate, type), type))
+    scorer, dense = (SparseScorer(each.model, each.family, {}, each.context) for each in (subject, reference))
+    scores = score_windows(scorer, *data, "decode", dense)
+    for weight, (gate, _) in zip(gates, blocks, strict=True):
+        weight.copy_(gate)
+    return {"type": type, **summarise(scores, 1)}
+
+
+@torch.inference_mode()
 def counts_of(
     subject: StockSubject, windows: Tensor, copies: Mapping[Key, Sequence[ReferenceCopy]]
 ) -> dict[Key, np.ndarray]:
@@ -245,7 +263,8 @@ def speeds(
     weights = shape.neurons * shape.hidden
     for name, table_bits, row, by in (
         ("copy, bus", TABLE_BITS, shape.hidden / 2, bus),
-        ("copy, rows", 0.0, shape.row_bytes, both),
+        ("copy, Q4_K", 0.0, shape.row_bytes, both),
+        ("copy, Q6_K", 0.0, shape.row_bytes * 6.5625 / 4.5, both),
     ):
         whole = (bits + table_bits) / 8 * weights
         part = min(1.0, room / whole)
@@ -262,7 +281,7 @@ def speeds(
 @click.option("--windows", default=12, help="Windows of the text, evenly spread; half of them for the first table.")
 @click.option("--tokens", default=1024, help="Of a window.")
 @click.option("--times", multiple=True, type=float, default=(1.5, 2.0, 3.0), help="Listed, in active ones.")
-@click.option("--without-losses", is_flag=True, help="Leave out the last table, which takes longest.")
+@click.option("--parts", default="again,listed", help="Of the losses, which take longest: again, listed, or both.")
 @json_option
 def main(
     path: Path,
@@ -273,7 +292,7 @@ def main(
     windows: int,
     tokens: int,
     times: tuple[float, ...],
-    without_losses: bool,
+    parts: str,
     json_path: Path | None,
 ) -> None:
     """Print the tables for one model."""
@@ -311,14 +330,18 @@ def main(
         here = [row for row in rows if (row["bits"], row["times"]) == (bits, each)]
         click.echo(f"\n70b, copies in {bits} bits, {each:g} times as many listed\n\n{speeds_table(here)}")
 
-    lost = []
-    if not without_losses:
-        lost = [
+    found: dict[str, Any] = {"kinds": kinds, "speeds": rows}
+    click.echo(f"\n{len(data[0])} windows of {tokens}, second halves, protocol decode")
+    if "again" in parts:
+        found["again"] = [again(subject, reference, data, blocks, type) for type in ("Q4_K", "Q6_K")]
+        click.echo(f"\n{_table_of_losses(found['again'], ('type',))}")
+    if "listed" in parts:
+        found["losses"] = [
             {"bits": bits, "times": each, **losses(subject, reference, data, loaded)}
             for (bits, each), loaded in copies.items()
         ]
-        click.echo(f"\n{len(data[0])} windows of {tokens}, second halves, protocol decode\n\n{losses_table(lost)}")
-    write_figures(json_path, {"kinds": kinds, "losses": lost, "speeds": rows})
+        click.echo(f"\n{_table_of_losses(found['losses'], ('bits', 'times', 'listed', 'recall'))}")
+    write_figures(json_path, found)
 
 
 def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -331,30 +354,17 @@ def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown(Table(head, cells))
 
 
-def losses_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What lists by a copy cost."""
-    head = [
-        "bits",
-        "times asked for",
-        "listed, in active ones",
-        "recall",
-        "perplexity, x",
-        "KL, nats",
-        "same top token",
-    ]
+def _table_of_losses(rows: Sequence[Mapping[str, Any]], named: Sequence[str]) -> str:
+    """Losses behind what they are of."""
+    shown = {"perplexity, x": "perplexity_ratio", "KL, nats": "kl_divergence", "same top token": "top_token_agreement"}
     cells = [
         [
-            str(row["bits"]),
-            f"{row['times']:g}",
-            f"{row['listed']:.3f}",
-            f"{row['recall']:.4f}",
-            with_error(row["perplexity_ratio"], 4),
-            with_error(row["kl_divergence"], 5),
-            with_error(row["top_token_agreement"], 4),
+            *(f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in named),
+            *(with_error(row[figure], 5) for figure in shown.values()),
         ]
         for row in rows
     ]
-    return markdown(Table(head, cells))
+    return markdown(Table([*named, *shown], cells))
 
 
 def speeds_table(rows: Sequence[Mapping[str, Any]]) -> str:
