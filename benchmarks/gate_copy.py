@@ -3,20 +3,25 @@
     python benchmarks/gate_copy.py m.gguf [--model MODEL --calibration-text CAL --text TEXT]
 
 m.gguf is of the format neuron-q4_k, made from MODEL; without options that is books-26m-relu, with its texts from
-SPARSEPACK_SHARED. Three tables:
+SPARSEPACK_SHARED. Tables:
 
 - of kinds of copies, made from the file's gates in 4.5 bits or from the checkpoint's, how many of those that are
   active by the file's gates are among the 1.5 times as many that score best; thresholds of a block are of the
   calibration text. Q2_K and TQ2_0 are ggml's; in zigzag order a superblock has the weights of 256 neurons and a column.
-- what the file loses where neurons are listed by a copy and its limits, and computed exactly if they are listed, in the
-  second halves of windows (protocol `decode`), beside the file with all neurons.
 - tokens a second of a 70B shape by the model of time, for budgets of the GPU's memory, slots given out by frequency:
 
     gates near    all gates on the GPU, slots in the rest; it needs 19.5 GB
     gates far     as many gates on the GPU as fit, the others read from host memory, by the bus alone or by both sides
-    copy          copies on the GPU, for as many blocks as fit; the numbers of a listed neuron's gate come over the bus
+    copy, bus     copies on the GPU, for as many blocks as fit; the numbers of a listed neuron's gate come over the bus
                   where it has no slot (`codecs/gate_rows.py`), and what the rows share is on the GPU. A slot holds the
                   numbers, too. The gates of other blocks are far, and both sides read them
+    copy, Q4_K    the same with gates in Q4_K by rows, as a file could have them: rows share nothing, and each side
+                  reads the gates of those listed neurons that it would compute
+    copy, Q6_K    the same with gates that are quantised again, in Q6_K by rows, when the file is loaded
+
+- what the file loses where its gates are quantised again, by rows; and where neurons are listed by a copy and its
+  limits, and computed exactly if they are listed: in the second halves of windows (protocol `decode`), beside the file
+  with all neurons.
 """
 
 import sys
@@ -41,7 +46,7 @@ from sparsepack.eval.subject import StockSubject, open_subject
 from sparsepack.formats.codecs import neurons as records
 from sparsepack.formats.codecs import zigzag
 from sparsepack.formats.codecs.gate_copy import copied, limits
-from sparsepack.formats.codecs.matrices import decode_matrix
+from sparsepack.formats.codecs.matrices import decode_matrix, decode_rows, encode_rows
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.models.families import MLP_MID
@@ -60,6 +65,9 @@ LISTED = 1.5
 BUDGETS = (12, 14, 16, 18, 20, 24)
 TABLE_BITS = 2 * 8 / 32 + 2 * 16 / 256
 """Bits a weight of what the rows of a gate by neuron share."""
+
+Key = tuple[int, float]
+"""Bits of a copy, and how many times as many neurons as are active are asked for."""
 
 
 def blocks_of(packed: PackedModel) -> list[tuple[Tensor, Tensor]]:
@@ -149,10 +157,9 @@ def recalls(
 
 def losses(
     subject: StockSubject, reference: StockSubject, data: Windows, copies: Sequence[ReferenceCopy]
-) -> tuple[dict[str, Any], np.ndarray]:
-    """What the file loses by the list, and how often each neuron was listed and active: int64 [2, blocks, neurons]."""
+) -> dict[str, Any]:
+    """What the file loses by the list of these copies."""
     first = scored_from("decode", data[0].shape[1])
-    counts = torch.zeros(2, len(copies), len(copies[0].limits), dtype=torch.int64)
     found = torch.zeros(3, dtype=torch.int64)
     listed: dict[int, Tensor] = {}
 
@@ -162,8 +169,6 @@ def losses(
         if site != MLP_MID:
             return None
         sparse, active = listed[layer][:, first:], x[:, first:] != 0
-        counts[0, layer] += sparse.sum((0, 1))
-        counts[1, layer] += active.sum((0, 1))
         found.add_(torch.stack([(sparse & active).sum(), sparse.sum(), active.sum()]))
         return torch.cat([x[:, :first], torch.where(sparse, x[:, first:], 0.0)], dim=1)
 
@@ -171,8 +176,46 @@ def losses(
     with site_hooks(list(enumerate(subject.model.model.layers)), subject.family, look):
         scores = score_windows(scorer, *data, "decode", dense)
     both, listed_count, active_count = found.tolist()
-    figures = {"recall": both / active_count, "listed": listed_count / active_count, **summarise(scores, 1)}
-    return figures, counts.numpy()
+    return {"recall": both / active_count, "listed": listed_count / active_count, **summarise(scores, 1)}
+
+
+@torch.inference_mode()
+def again(
+    subject: StockSubject, reference: StockSubject, data: Windows, blocks: Sequence[tuple[Tensor, Tensor]], type: str
+) -> dict[str, Any]:
+    """What the file loses where its gates are quantised again, by rows in ggml's `type`."""
+    name = subject.family.projections[MLP_IN][0]
+    gates = [layer.get_submodule(name).weight for layer in subject.model.model.layers]
+    for weight, (gate, _) in zip(gates, blocks, strict=True):
+        weight.copy_(decode_rows(encode_rows(gate, type), type))
+    scorer, dense = (SparseScorer(each.model, each.family, {}, each.context) for each in (subject, reference))
+    scores = score_windows(scorer, *data, "decode", dense)
+    for weight, (gate, _) in zip(gates, blocks, strict=True):
+        weight.copy_(gate)
+    return {"type": type, **summarise(scores, 1)}
+
+
+@torch.inference_mode()
+def counts_of(
+    subject: StockSubject, windows: Tensor, copies: Mapping[Key, Sequence[ReferenceCopy]]
+) -> dict[Key, np.ndarray]:
+    """How often each neuron was listed by each of these copies, and active, in the dense model, in the second halves of
+    windows: int64 [2, blocks, neurons]."""
+    first = scored_from("decode", windows.shape[1])
+    layers = next(iter(copies.values()))
+    found = {key: np.zeros((2, len(layers), len(layers[0].limits)), np.int64) for key in copies}
+
+    def look(layer: int, site: str, x: Tensor) -> None:
+        for key, into in found.items():
+            if site == MLP_IN:
+                into[0, layer] += may_be_active(copies[key][layer], x[0, first:].float()).sum(0).numpy()
+            if site == MLP_MID:
+                into[1, layer] += (x[0, first:] != 0).sum(0).numpy()
+
+    with site_hooks(list(enumerate(subject.model.model.layers)), subject.family, look):
+        for ids in windows:
+            subject.model.base_model(ids[None], use_cache=False)
+    return found
 
 
 def hit_rates(counts: np.ndarray, frequency: np.ndarray, share: float) -> tuple[float, float]:
@@ -183,25 +226,28 @@ def hit_rates(counts: np.ndarray, frequency: np.ndarray, share: float) -> tuple[
     return listed, active
 
 
-def speeds(machine: Machine, shape: Shape, vram: float, counts: np.ndarray, frequency: np.ndarray, tokens: int) -> Any:
-    """Tokens per second of each way to know who is active; None where what must be on the GPU does not fit."""
+def speeds(
+    machine: Machine, shape: Shape, vram: float, bits: int, counts: np.ndarray, frequency: np.ndarray, tokens: int
+) -> dict[str, float | None]:
+    """Tokens per second of each way to know who is active; None where what must be on the GPU does not fit.
+
+    counts -- how often each neuron was listed, and active, at so many tokens: [2, blocks, neurons]
+    """
     listed, density = (float(each.sum()) / tokens / frequency.size for each in counts)
     hbm, host = HBM * machine.hbm * 1e9, DRAM * machine.dram * 1e9
     worker = min(SCATTERED * host, (machine.cpu or machine.dram) * 1e9)
     bus, both = machine.pcie * 1e9, min(worker + machine.pcie * 1e9, host)
     room = vram - shape.attention - shape.cache - BUFFERS
-    numbers, weights = shape.hidden / 2, shape.neurons * shape.hidden
 
-    def speed(near: float, slots: float, gates: float, gates_by: float, numbers_far: float) -> float:
-        """near: bytes read whole on the GPU beside attention and cache; gates: bytes read whole from host memory, at
-        the rate `gates_by`; numbers_far: share of the blocks whose listed gates come over the bus."""
+    def speed(near: float, slots: float, far: float, listed_far: float = 0.0, listed_by: float = 1.0) -> float:
+        """near: bytes read whole on the GPU beside attention and cache; far: seconds for what is read whole of host
+        memory; listed_far: bytes of all gates that are read there where they are listed and have no slot."""
         listed_hit, hit = hit_rates(counts, frequency, slots)
-        far = numbers_far * listed * (1 - listed_hit) * shape.neurons * numbers
+        gates = listed * (1 - listed_hit) * listed_far / listed_by
         active = density * shape.neurons * shape.record_bytes
         mlp = max(active * hit / hbm, active * (1 - hit) / both)
         handover = shape.layers * machine.handover_us * 1e-6 if hit < 1 else 0.0
-        whole = (shape.attention + shape.cache + near) / hbm
-        return 1 / (whole + gates / gates_by + far / bus + mlp + handover)
+        return 1 / ((shape.attention + shape.cache + near) / hbm + far + gates + mlp + handover)
 
     def slots(bytes_left: float, each: float) -> float:
         return min(1.0, max(0.0, bytes_left) / each / shape.neurons)
@@ -210,15 +256,21 @@ def speeds(machine: Machine, shape: Shape, vram: float, counts: np.ndarray, freq
     rest = slots(room - near, shape.record_bytes)
     found: dict[str, float | None] = {
         "llama.cpp": dense_split(machine, shape, vram),
-        "gates near": speed(near, rest, 0.0, both, 0.0) if near == shape.gates else None,
-        "gates far, by the bus": speed(near, rest, shape.gates - near, bus, 0.0),
-        "gates far, by both": speed(near, rest, shape.gates - near, both, 0.0),
+        "gates near": speed(near, rest, 0.0) if near == shape.gates else None,
+        "gates far, by the bus": speed(near, rest, (shape.gates - near) / bus),
+        "gates far, by both": speed(near, rest, (shape.gates - near) / both),
     }
-    for bits in (2, 1):
-        whole = (bits + TABLE_BITS) / 8 * weights
+    weights = shape.neurons * shape.hidden
+    for name, table_bits, row, by in (
+        ("copy, bus", TABLE_BITS, shape.hidden / 2, bus),
+        ("copy, Q4_K", 0.0, shape.row_bytes, both),
+        ("copy, Q6_K", 0.0, shape.row_bytes * 6.5625 / 4.5, both),
+    ):
+        whole = (bits + table_bits) / 8 * weights
         part = min(1.0, room / whole)
-        rest = slots(room - whole, shape.record_bytes + numbers)
-        found[f"copy in {bits} bits"] = speed(part * whole, rest, (1 - part) * shape.gates, both, part)
+        rest = slots(room - whole, shape.record_bytes + row)
+        far = (1 - part) * shape.gates / both
+        found[name] = speed(part * whole, rest, far, part * shape.neurons * row, by)
     return found
 
 
@@ -229,7 +281,7 @@ def speeds(machine: Machine, shape: Shape, vram: float, counts: np.ndarray, freq
 @click.option("--windows", default=12, help="Windows of the text, evenly spread; half of them for the first table.")
 @click.option("--tokens", default=1024, help="Of a window.")
 @click.option("--times", multiple=True, type=float, default=(1.5, 2.0, 3.0), help="Listed, in active ones.")
-@click.option("--only-kinds", is_flag=True, help="Print the first table alone.")
+@click.option("--parts", default="again,listed", help="Of the losses, which take longest: again, listed, or both.")
 @json_option
 def main(
     path: Path,
@@ -240,7 +292,7 @@ def main(
     windows: int,
     tokens: int,
     times: tuple[float, ...],
-    only_kinds: bool,
+    parts: str,
     json_path: Path | None,
 ) -> None:
     """Print the tables for one model."""
@@ -250,31 +302,46 @@ def main(
     data = windows_of(subject, text, windows, context=tokens)
     kinds = recalls(subject, checkpoint, blocks, known, data[0][::2])
     click.echo(f"{LISTED:g} times as many as are active\n\n{kinds_table(kinds)}")
-    if only_kinds:
-        return write_figures(json_path, {"kinds": kinds})
 
-    lost, seen = [], {}
-    for bits in (2, 1):
-        copies = [copied(gate, bits) for gate, _ in blocks]
-        for each in times:
-            loaded = [
-                load_gate_copy(copy, limits(copy, gate, frequency, each))
-                for copy, (gate, frequency) in zip(copies, blocks, strict=True)
-            ]
-            figures, seen[bits, each] = losses(subject, reference, data, loaded)
-            lost.append({"bits": bits, "times": each, **figures})
-    click.echo(f"\n{len(data[0])} windows of {tokens}, second halves, protocol decode\n\n{losses_table(lost)}")
-
+    copies = {
+        (bits, each): [
+            load_gate_copy(copy, limits(copy, gate, frequency, each))
+            for gate, frequency in blocks
+            for copy in [copied(gate, bits)]
+        ]
+        for bits in (2, 1)
+        for each in times
+    }
     frequency = np.stack([each.double().numpy() for _, each in blocks])
     scored = len(data[0]) * (tokens - scored_from("decode", tokens))
     rows = [
-        {"machine": name, "vram": budget, **speeds(machine, SHAPES["70b"], 1e9 * budget, counts, frequency, scored)}
-        for counts in [seen[2, times[0]]]
+        {
+            "bits": bits,
+            "times": each,
+            "machine": name,
+            "vram": budget,
+            **speeds(machine, SHAPES["70b"], 1e9 * budget, bits, counts, frequency, scored),
+        }
+        for (bits, each), counts in counts_of(subject, data[0], copies).items()
         for name, machine in MACHINES.items()
         for budget in BUDGETS
     ]
-    click.echo(f"\n70b, copies that list {times[0]:g} times as many as are active\n\n{speeds_table(rows)}")
-    write_figures(json_path, {"kinds": kinds, "losses": lost, "speeds": rows})
+    for bits, each in copies:
+        here = [row for row in rows if (row["bits"], row["times"]) == (bits, each)]
+        click.echo(f"\n70b, copies in {bits} bits, {each:g} times as many listed\n\n{speeds_table(here)}")
+
+    found: dict[str, Any] = {"kinds": kinds, "speeds": rows}
+    click.echo(f"\n{len(data[0])} windows of {tokens}, second halves, protocol decode")
+    if "again" in parts:
+        found["again"] = [again(subject, reference, data, blocks, type) for type in ("Q4_K", "Q6_K")]
+        click.echo(f"\n{_table_of_losses(found['again'], ('type',))}")
+    if "listed" in parts:
+        found["losses"] = [
+            {"bits": bits, "times": each, **losses(subject, reference, data, loaded)}
+            for (bits, each), loaded in copies.items()
+        ]
+        click.echo(f"\n{_table_of_losses(found['losses'], ('bits', 'times', 'listed', 'recall'))}")
+    write_figures(json_path, found)
 
 
 def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -287,35 +354,22 @@ def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown(Table(head, cells))
 
 
-def losses_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What lists by a copy cost."""
-    head = [
-        "bits",
-        "times asked for",
-        "listed, in active ones",
-        "recall",
-        "perplexity, x",
-        "KL, nats",
-        "same top token",
-    ]
+def _table_of_losses(rows: Sequence[Mapping[str, Any]], named: Sequence[str]) -> str:
+    """Losses behind what they are of."""
+    shown = {"perplexity, x": "perplexity_ratio", "KL, nats": "kl_divergence", "same top token": "top_token_agreement"}
     cells = [
         [
-            str(row["bits"]),
-            f"{row['times']:g}",
-            f"{row['listed']:.3f}",
-            f"{row['recall']:.4f}",
-            with_error(row["perplexity_ratio"], 4),
-            with_error(row["kl_divergence"], 5),
-            with_error(row["top_token_agreement"], 4),
+            *(f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in named),
+            *(with_error(row[figure], 5) for figure in shown.values()),
         ]
         for row in rows
     ]
-    return markdown(Table(head, cells))
+    return markdown(Table([*named, *shown], cells))
 
 
 def speeds_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Tokens a second by machine and budget."""
-    named = [name for name in rows[0] if name not in ("machine", "vram")]
+    named = [name for name in rows[0] if name not in ("bits", "times", "machine", "vram")]
     cells = [
         [row["machine"], f"{row['vram']} GB", *("-" if row[name] is None else f"{row[name]:.1f}" for name in named)]
         for row in rows

@@ -29,7 +29,7 @@ def test_slots_serve_the_most_frequent() -> None:
 @pytest.mark.parametrize("vram", [20e9, 24e9, 32e9])
 def test_gates_near_are_the_model_of_simulate(machine: Machine, vram: float) -> None:
     shape = SHAPES["70b"]
-    found = speeds(machine, shape, vram, COUNTS, FREQUENCY, TOKENS)
+    found = speeds(machine, shape, vram, 2, COUNTS, FREQUENCY, TOKENS)
     hit = hit_rates(COUNTS, FREQUENCY, share_in(vram, shape))[1]
     density = float(COUNTS[1].sum()) / TOKENS / FREQUENCY.size
     expected = tokens_per_second(machine, shape, density, hit, 0.0, over_the_bus=True)
@@ -39,12 +39,25 @@ def test_gates_near_are_the_model_of_simulate(machine: Machine, vram: float) -> 
 
 @every_machine
 def test_what_does_not_fit_has_no_speed_or_a_part_of_it_far(machine: Machine) -> None:
-    of = [speeds(machine, SHAPES["70b"], 1e9 * budget, COUNTS, FREQUENCY, TOKENS) for budget in (10, 14, 18)]
+    of = [speeds(machine, SHAPES["70b"], 1e9 * budget, 2, COUNTS, FREQUENCY, TOKENS) for budget in (10, 14, 18)]
     assert [each["gates near"] for each in of] == [None] * 3
     for name in ("gates far, by the bus", "gates far, by both"):
         rates = [each[name] for each in of]
         assert rates == sorted(rates), "more room is never slower"
-    for name in ("copy in 2 bits", "copy in 1 bits"):
-        # Where few copies fit nearly all gates are far, and are read by both sides.
-        none = speeds(machine, SHAPES["70b"], SHAPES["70b"].least - SHAPES["70b"].gates, COUNTS, FREQUENCY, TOKENS)
+    shape = SHAPES["70b"]
+    none = speeds(machine, shape, shape.least - shape.gates, 1, COUNTS, FREQUENCY, TOKENS)
+    for name in (
+        "copy, bus",
+        "copy, Q4_K",
+        "copy, Q6_K",
+    ):  # where no copies fit all gates are far, and are read by both sides
         assert none[name] == pytest.approx(none["gates far, by both"])
+
+
+@every_machine
+def test_gates_by_rows_are_never_slower_than_numbers_and_tables(machine: Machine) -> None:
+    for budget in (12, 16, 24):
+        found = speeds(machine, SHAPES["70b"], 1e9 * budget, 2, COUNTS / 4, FREQUENCY / 4, TOKENS)
+        assert found["copy, Q4_K"] >= found["copy, Q6_K"]
+        if machine.pcie * 1.2 < 0.9 * machine.dram:  # host memory has more to give than the bus
+            assert found["copy, Q4_K"] > found["copy, bus"]

@@ -85,8 +85,7 @@ def may_be_active(copy: ReferenceCopy, x: Tensor) -> Tensor:
 
     x -- float32 [..., hidden]. Returns bool [..., neurons].
     """
-    may_be: Tensor = F.linear(x, copy.weight) > -copy.limits * x.norm(dim=-1, keepdim=True)
-    return may_be
+    return torch.gt(F.linear(x, copy.weight), -copy.limits * torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
 
 def list_neurons(copy: ReferenceCopy, x: Tensor) -> tuple[Tensor, Tensor]:
