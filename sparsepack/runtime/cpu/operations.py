@@ -9,7 +9,7 @@ is raised there, which may be a user's Ctrl-C.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,6 +129,12 @@ def cold_worker(
     most = worker_threads()
     chosen = min(threads or most, most)
     return native().ColdWorker(instruction_set(), list(records), memory, layout, chosen, limit)
+
+
+def slow_policy() -> Callable[..., Any]:
+    """What makes a native `SlowPolicy`, as `runtime/hybrid/following.py` takes it; a prompt is followed by as many
+    threads as a worker has, which has nothing to do meanwhile."""
+    return partial(native().SlowPolicy, threads=worker_threads())
 
 
 def worker_threads() -> int:
