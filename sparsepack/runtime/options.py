@@ -36,9 +36,9 @@ class EngineOptions:
     vram       -- what model, keys and values and buffers may take of a GPU's memory, as in 8GB, in place of `cached`
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
-    activity   -- for benchmarks: of each step, counted from 0, who is active in place of what the gates say, so that
-                  the text means nothing: uint8 [blocks, neurons / 8, rounded up], a bit for each neuron as it is
-                  stored, the lowest bit first. For device cuda, with slots
+    activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
+                  text means nothing: uint8 tensor [steps, blocks, neurons / 8, rounded up], a bit for each neuron as it
+                  is stored, the lowest bit first; after the last step the first one again. For device cuda, with slots
 
     Raises `UserError` for a value out of range, and for a policy where nothing has slots.
     """
@@ -87,7 +87,7 @@ class EngineOptions:
     )
     begin: Callable[..., Any] | None = None
     links: Links | None = None
-    activity: Callable[[int], Any] | None = None
+    activity: object = None
 
     @property
     def vram_bytes(self) -> int | None:

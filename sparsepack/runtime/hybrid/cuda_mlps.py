@@ -8,7 +8,8 @@ token, and asks through memory that both reach (`runtime/hybrid/handover.py`).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
+from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
+from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
@@ -53,17 +56,52 @@ class CudaResidency(Residency):
         self.version.fill_(number)
 
 
+class Staging:
+    """A buffer on the GPU which a stream of its own fills while another is read."""
+
+    def __init__(self, room: CudaNeurons, kernels: Kernels) -> None:
+        self.room, self._kernels = room, kernels
+        self._filled, self._free = kernels.new_event(), kernels.new_event()
+
+    def fill(self, records: CudaNeurons, stream: Any) -> CudaNeurons:
+        """Bring records from the host, once the buffer is free. Returns where they will lie."""
+        there = self.room.piece(0, len(records.records))
+        with self._kernels.on_stream(stream):
+            self._free.wait()
+            there.records.copy_(records.records, non_blocking=True)
+            self._filled.record()
+        return there
+
+    def wait(self) -> None:
+        """The current stream waits until the buffer is filled."""
+        self._filled.wait()
+
+    def free(self) -> None:
+        """The buffer may be filled anew when what is on the current stream has ended."""
+        self._free.record()
+
+
 class CudaDivided:
     """What the divided MLPs of a model share.
 
     shape -- blocks, neurons of each; hidden: channels; most -- how many neurons may be resident
     links -- by which the list is divided
+    activity -- as `CudaHybridDecoder` takes it
+    staged -- bytes of each of the two buffers through which prefill brings records to the GPU
 
     layout, memory -- the hand-over, as the processor sees it
     """
 
     def __init__(
-        self, shape: tuple[int, int], hidden: int, most: int, links: Links, device: torch.device, kernels: Kernels
+        self,
+        shape: tuple[int, int],
+        hidden: int,
+        most: int,
+        links: Links,
+        device: torch.device,
+        kernels: Kernels,
+        activity: Tensor | None = None,
+        staged: int = STAGED_BYTES,
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
@@ -78,18 +116,21 @@ class CudaDivided:
         )
         self.residency = CudaResidency(shape, most, device)
         self.slots = kernels.new_neurons(self.residency.slots, hidden, device)
-        self._links, self._number = links_of(links, device), torch.zeros(1, dtype=torch.int32, device=device)
-        at_once = min(neurons, max(STAGED_BYTES // record_bytes(hidden), 1), kernels.neurons_at_once(hidden))
-        self.staging = [kernels.new_neurons(at_once, hidden, device) for _ in range(2)]
+        self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
+        self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
+        self._replayed = None if activity is None else self._in_words(activity, device)
+        at_once = min(neurons, max(staged // record_bytes(hidden), 1))
+        self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
+        self.copies = kernels.new_stream()
         self._prefilled: list[list[np.ndarray]] = [[] for _ in range(blocks)]
         self._loaded = 0
 
-    def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> "DividedNeuronMlp":
-        """The next block's MLP: its gate on the GPU, its records in the host's memory."""
+    def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> "DividedNeuronMlp":
+        """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
         block = self._loaded
         records = self.load_records(mlp.records, device)
-        return DividedNeuronMlp(load_gate(mlp, device, kernels), records, block, self.division(block), self)
+        return DividedNeuronMlp(load_gate(mlp, device, kernels, place), records, block, self.division(block), self)
 
     def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
         """Those of the next block, to the host's memory."""
@@ -114,8 +155,17 @@ class CudaDivided:
             request_x=self._part(first + at.x, torch.float32, at.sequences, at.hidden),
             answer_number=self._part(second + at.number, torch.int32, 1),
             answer=self._part(second + at.y, torch.float32, at.sequences, at.hidden),
+            traffic=self._traffic,
             limit=WAIT_MILLISECONDS,
+            replayed=None if self._replayed is None else self._replayed[:, block],
         )
+
+    def _in_words(self, activity: Tensor, device: torch.device) -> Tensor:
+        """Bits of the processor's, uint8 [steps, blocks, bytes], in the host's memory as kernels read them: int32."""
+        shape = (len(activity), self._shape[0], 4 * self._words)
+        (there,) = self._kernels.host_tensors(1, shape, torch.uint8, device, "a trace")
+        there[:, :, : activity.shape[2]] = activity.to(device)
+        return there.view(torch.int32)
 
     def _of_request(self, block: int) -> int:
         return self.layout.requests + block * self.layout.request_size
@@ -126,6 +176,26 @@ class CudaDivided:
     def _part(self, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
         size = dtype.itemsize * torch.Size(shape).numel()
         return self._there[begin : begin + size].view(dtype).view(shape)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What steps have done since `begin_text`."""
+        resident, bus, worker, handed, waited = self._traffic.tolist()
+        return Traffic(resident, bus, worker, handed, waited / 1e9)
+
+    def begin_text(self, number: int) -> None:
+        """Count anew; the step that ran last has this number."""
+        self._traffic.zero_()
+        self._number[1] = number
+
+    def keep_traffic(self) -> Tensor:
+        """What `forget_step` takes to forget the next step."""
+        return self._traffic.clone()
+
+    def forget_step(self, traffic: Tensor) -> None:
+        """The step that ran last was none of the text."""
+        self._traffic.copy_(traffic)
+        self._number[1] += 1
 
     def place(self, resident: np.ndarray) -> None:
         """Give slots when a text begins: bool [blocks, neurons]. No step may run, here as in `move`."""
@@ -178,15 +248,25 @@ class DividedNeuronMlp(NeuronMlp):
     def memories(self) -> tuple[CudaNeurons, CudaNeurons]:
         return self.shared.slots, self.records
 
-    def pieces(self, kernels: Kernels) -> Iterator[CudaNeurons]:
-        """The records come to the GPU in two buffers in turns."""
-        staging, records = self.shared.staging, self.records
-        at_once = len(staging[0].records)
-        for number, first in enumerate(range(0, len(records.records), at_once)):
-            from_host = records.piece(first, at_once)
-            there = staging[number % 2].records[: len(from_host.records)]
-            there.copy_(from_host.records, non_blocking=True)
-            yield CudaNeurons(there, records.fp16_scale)
+    def pieces(self, at_once: int) -> Iterator[CudaNeurons]:
+        """The records come to the GPU in two buffers in turns, the next ones while those before are multiplied."""
+        staging, scale = self.shared.staging, self.records.fp16_scale
+        at_once = min(at_once, len(staging[0].room.records))
+        starts = range(0, len(self.records.records), at_once)
+        for each in staging:
+            each.free()  # when what is on the stream has ended
+
+        def fill(number: int) -> CudaNeurons:
+            return staging[number % 2].fill(self.records.piece(starts[number], at_once), self.shared.copies)
+
+        following = fill(0)
+        for number in range(len(starts)):
+            piece = following
+            if number + 1 < len(starts):
+                following = fill(number + 1)
+            staging[number % 2].wait()
+            yield replace(piece, fp16_scale=scale)
+            staging[number % 2].free()
 
     def saw(self, gate: Product) -> None:
         self.shared.saw(self.block, gate)

@@ -39,6 +39,13 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
     normed.copy_(reference.rms_norm(x, norm, eps))
     after = ACTIVATIONS[int(defines["ACTIVATION"])](gates)
     listed = (after != 0).any(0) if defines["ALL"] == "0" else torch.ones(neurons, dtype=torch.bool)
+    if defines["REPLAYED"] == "1":
+        number, begins = division[7:9]
+        replayed, pitch, rows = division[-3:]
+        assert (pitch, rows) == (replayed.stride(0), len(replayed))
+        row = (int(number[0]) + begins - 1 - int(number[1])) % rows
+        listed = (replayed[row][:, None] >> torch.arange(32) & 1).flatten()[:neurons].bool()
+        after = torch.where(after == 0, 1.0, after)
     found = listed.nonzero()[:, 0].int()
     if active is not None:
         active += len(found)
@@ -47,11 +54,11 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
         counts.copy_(torch.tensor([len(found), len(found), 0]))
         return
     tables, table_pitch, version, links, seen, seen_pitch, kept, number, begins, *request = division
-    request_number, request_indices, request_gates, request_x = request
+    request_number, request_indices, request_gates, request_x, traffic, *_ = request
     assert (table_pitch, seen_pitch, kept) == (tables.stride(0), seen.stride(0), len(seen))
-    number.fill_(next_number(int(number)) if begins else int(number))
+    number[0] = next_number(int(number[0])) if begins else number[0]
     words = torch.nn.functional.pad(listed, (0, -neurons % 32)).view(-1, 32).long() @ (1 << torch.arange(32))
-    seen[int(number) % kept] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    seen[int(number[0]) % kept] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
     slots = tables[int(version)][found.long()]
     resident, offloaded = found[slots >= 0], found[slots < 0]
     bus = over_the_bus(len(resident), len(offloaded), Links(*(1 / links[:3]).tolist(), float(links[3])))
@@ -60,8 +67,9 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
     _put(beside, beside, after, request_indices, request_gates)
     request_x.copy_(normed)
     counts.copy_(torch.tensor([len(resident), len(resident) + len(over), len(beside)]))
+    traffic[:4] += torch.tensor([len(resident), len(over), len(beside), len(beside) > 0])
     request_number[1] = len(beside)
-    request_number[0] = int(number)
+    request_number[0] = number[0]
 
 
 def _put(listed: Tensor, neurons: Tensor, gates: Tensor, index: Tensor, gates_of: Tensor) -> None:
@@ -70,14 +78,16 @@ def _put(listed: Tensor, neurons: Tensor, gates: Tensor, index: Tensor, gates_of
 
 
 def neuron_wait(
-    defines: Any, grid: Any, counts: Tensor, number: Tensor, answer: Tensor, abort: Tensor, limit: int
+    defines: Any, grid: Any, counts: Tensor, number: Tensor, answer: Tensor, abort: Tensor, limit: int, waited: Tensor
 ) -> None:
     assert grid == (1,)
-    end = time.monotonic() + limit / 1000
-    while int(counts[2]) and int(answer) != int(number) and not int(abort):
+    begin = time.monotonic()
+    end = begin + limit / 1000
+    while int(counts[2]) and int(answer) != int(number[0]) and not int(abort):
         if time.monotonic() > end:
             abort.fill_(Abort.DEVICE_WAITED)
         time.sleep(0)
+    waited[0] += int(1e9 * (time.monotonic() - begin))
 
 
 def neuron_ffn(

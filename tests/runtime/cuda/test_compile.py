@@ -61,11 +61,11 @@ VARIANTS = {
     "neuron_list": [
         (
             *(f"INPUTS={texts}", "ACTIVATION=1", f"ALL={everyone}", f"FLAG_IN_DATA={int(texts == 1)}"),
-            f"DIVIDED={divided}",
+            *(f"DIVIDED={divided}", f"REPLAYED={replayed}"),
         )
         for texts in (1, 3, 8)
         for everyone in (0, 1)
-        for divided in (0, 1)
+        for divided, replayed in ((0, 0), (1, 0), (1, 1))
     ],
     "neuron_ffn": [
         (

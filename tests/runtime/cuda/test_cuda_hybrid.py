@@ -14,12 +14,14 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan, plan_within
 from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid import cuda_mlps
+from sparsepack.runtime.hybrid import cuda_decoder
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -48,11 +50,18 @@ def model(**changes: Any) -> PackedModel:
 
 
 def decoder(
-    packed: PackedModel, kernels: Kernels, cached: float, links: Links = EVEN, **options: Any
+    packed: PackedModel,
+    kernels: Kernels,
+    cached: float,
+    links: Links = EVEN,
+    activity: Tensor | None = None,
+    plan: Plan | None = None,
+    **options: Any,
 ) -> CudaHybridDecoder:
-    chosen = EngineOptions(device="cuda", cached=cached, threads=2, **options)
+    chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
-    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, links, kernels=kernels)
+    plan = plan or planned(packed, 64, "f32", chosen)
+    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, plan, kernels=kernels, activity=activity)
 
 
 def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -77,6 +86,11 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     assert counted.tokens == 13
     records = sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
     assert counted.needed == records
+    traffic = engine.ways.traffic
+    assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
+    assert links != "bus alone" or traffic.worker == traffic.handed == 0
+    assert links != "processor alone" or traffic.bus == 0
+    assert cached == 1.0 or (traffic.worker > 0) == (traffic.handed > 0) == (links != "bus alone")
     assert cached in (0.0, 1.0) or 0 < counted.hits < counted.needed
     assert cached not in (0.0, 1.0) or counted.hits == cached * counted.needed
     engine.reset()
@@ -115,7 +129,7 @@ def test_a_text_is_counted_as_the_processors_decoder_counts_it(kernels: Kernels)
 
 @pytest.mark.parametrize("staged", [1 << 20, 4 * 288])
 def test_prefill_streams_the_records(kernels: Kernels, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_mlps, "STAGED_BYTES", staged)
+    monkeypatch.setattr(cuda_decoder, "STAGED_BYTES", staged)
     packed = model()
     expected = Engine(packed, backend="reference").teacher_forced([*IDS.tolist(), *IDS[:3].tolist()], 13)
     engine = decoder(packed, kernels, 0.3)
@@ -175,3 +189,36 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
         engine._worker = Stopping()
     with pytest.raises(UserError, match=r"the processor beside the GPU: .*; load the model again"):
         engine.step([3], True)
+
+
+def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
+    packed = model(intermediate_size=301)
+    generator = torch.Generator().manual_seed(3)
+    bits = (torch.rand(4, 2, 38 * 8, generator=generator) < 0.2).numpy()
+    bits[..., 301:] = False
+    engine = decoder(packed, kernels, 0.3, activity=torch.from_numpy(np.packbits(bits, axis=2, bitorder="little")))
+    seen: list[np.ndarray] = []
+    follows = engine._placing.follows
+    saw = follows.saw
+    follows.saw = lambda bits, prompt: (seen.append(bits.copy()), saw(bits, prompt))[1]  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.reset()
+        steps(engine, IDS[:6])
+        expected = [*range(4), 0, 1]
+        found = [np.unpackbits(row[0], axis=1, bitorder="little")[:, :301] for row in seen]
+        assert all(np.array_equal(row, bits[n, :, :301]) for row, n in zip(found, expected, strict=True))
+        counted = engine.hit_counts
+        assert counted is not None
+        assert counted.needed == sum(int(bits[n].sum()) for n in expected)
+        seen.clear()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
+def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels, share: float) -> None:
+    """From where nothing but keys, values and buffers lies on the card to where all does."""
+    packed = model(num_hidden_layers=3)
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
+    parts = parts_of(packed, 64, "f32")
+    plan = plan_within(parts, parts.least + int(share * parts.weights))
+    engine = decoder(packed, kernels, 0.3, plan=plan)
+    assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED

@@ -82,7 +82,11 @@ class Division:
     version  -- int32 [1]: which of the two is in force
     links    -- float64 [4], as `links_of` makes them
     seen     -- int32 [kept, neurons / 32 rounded up]: who was active, a bit each, in step n at n modulo `kept`
-    number   -- int32 [1]: of the step, which the first block (`begins`) counts up
+    number   -- int32 [2]: of the step, which the first block (`begins`) counts up, and what it was before the text
+    traffic  -- int64 [5], to which steps add: neurons from slots, over the bus, and by the processor, blocks handed
+                over, and nanoseconds waited for answers
+    replayed -- int32 [rows, neurons / 32 rounded up], or None: who is active in the steps of the text, in place of what
+                the gates say; gates of zero then become 1
     abort    -- int32 [1], and the others as `runtime/hybrid/handover.py` draws them; texts as many as the list has
     limit    -- milliseconds to wait for an answer
     """
@@ -100,7 +104,9 @@ class Division:
     request_x: Tensor
     answer_number: Tensor
     answer: Tensor
+    traffic: Tensor
     limit: int
+    replayed: Tensor | None = None
 
 
 def links_of(links: Links, device: torch.device) -> Tensor:
@@ -176,13 +182,16 @@ def list_neurons(
         "ALL": int(everyone),
         "FLAG_IN_DATA": int(flag_in_data),
         "DIVIDED": int(division is not None),
+        "REPLAYED": int(division is not None and division.replayed is not None),
     }
-    divided: tuple[Tensor | int | None, ...] = (None, 0, None, None, None, 0, 0, None, 0, None, None, None, None)
+    divided: tuple[Tensor | int | None, ...] = (None, 0, None, None, None, 0, 0, None, 0, *[None] * 6, 0, 0)
     if division is not None:
+        replayed = division.replayed
         divided = (
             *(division.tables, division.tables.stride(0), division.version, division.links),
             *(division.seen, division.seen.stride(0), len(division.seen), division.number, int(division.begins)),
             *(division.request_number, division.request_indices, division.request_gates, division.request_x),
+            *(division.traffic, *((None, 0, 0) if replayed is None else (replayed, replayed.stride(0), len(replayed)))),
         )
     words = -(-neurons // 32)
     launch(
@@ -231,6 +240,7 @@ def add_neurons(
             (1,),
             WAIT_THREADS,
             *(listed.counts, division.number, division.answer_number, division.abort, division.limit),
+            division.traffic[4:],
         )
     launch(
         kernel("neuron_sum", "neuron_sum", (), device.index or 0),
@@ -292,9 +302,9 @@ def _macros(values: dict[str, int]) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def neurons_at_once(hidden: int) -> int:
-    """How many records `multiply_neurons` decodes at a time, so that they fit `zigzag.SCRATCH_BYTES` as float16."""
-    return max(zigzag.SCRATCH_BYTES // (4 * hidden), 1)
+def neurons_at_once(hidden: int, scratch: Tensor) -> int:
+    """How many records `multiply_neurons` decodes at a time in a scratch: at least one, where `new_scratch` made it."""
+    return len(scratch) // (2 * hidden)
 
 
 def multiply_neurons(neurons: CudaNeurons, gate: Product, x: ScaledFp16, activation: int, scratch: Tensor) -> Product:

@@ -13,7 +13,8 @@
 // Launch: one block of 1024 threads; shared memory for the masks, 4 bytes a word, twice where DIVIDED.
 //
 // Macros: INPUTS 1 to 8; ACTIVATION: number of the function (activations.cuh); ALL 1: every neuron is listed;
-//         FLAG_IN_DATA 1: gates and x are read as soon as they are stored (one input); DIVIDED
+//         FLAG_IN_DATA 1: gates and x are read as soon as they are stored (one input); DIVIDED; REPLAYED 1: who is
+//         active is read from a trace instead, for benchmarks, and gates of zero become 1
 
 #include "common/activations.cuh"
 #include "common/flag_in_data.cuh"
@@ -25,6 +26,7 @@
 #define ALL 0
 #define FLAG_IN_DATA 0
 #define DIVIDED 1
+#define REPLAYED 0
 #endif
 
 static constexpr int THREADS = 1024, WARPS = 32, AT_ONCE = 8;
@@ -60,15 +62,18 @@ __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const d
 // counts   int32 [3]: how many are listed of the first memory, in all, and how many are asked of the processor
 // active   the number of active neurons is added; or null
 // tables   int32 [2][blocks][neurons], of this block in the first: the slots, or -1; version: int32, which of the two
+// traffic  u64 [5], to which is added: neurons from slots, over the bus, by the processor, blocks that were handed over
+// replayed u32 [rows][blocks][words], of this block in the first: who is active, row after row
+// number   int32 [2]: of the step, and of the step before the first one of the text
 // seen     u32 [kept][blocks][words], of this block in the first: who is active, in step n at n modulo `kept`
-// number   int32: of the step; `begins`: it is the first block's, which gives the step its number
+// begins   it is the first block's list, which gives the step its number
 extern "C" __global__ void __launch_bounds__(THREADS)
     neuron_list(const float* gates, int neurons, const float* x, int hidden, const float* norm, float eps,
                 float* normed, int* index, float* gates_of, int* counts, u64* active,
                 // where DIVIDED
                 const int* tables, int table_pitch, const int* version, const double* links, u32* seen, int seen_pitch,
                 int kept, int* number, int begins, int* request_number, int* request_indices, float* request_gates,
-                float* request_x) {
+                float* request_x, u64* traffic, const u32* replayed, int replayed_pitch, int rows) {
     extern __shared__ u32 masks[];
     __shared__ float squares[INPUTS][WARPS];
     __shared__ int found[2][WARPS], beside_bus[1];
@@ -99,6 +104,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
     const int step = DIVIDED ? begins ? next_number(load_l2(number)) : load_l2(number) : 0;
+    const u32* const row =
+        REPLAYED ? replayed + (u64)((step - 1 - load_l2(number + 1)) % rows) * replayed_pitch : nullptr;
+    const auto after = [](float gate) {
+        const float a = activated(ACTIVATION, gate);
+        return REPLAYED && a == 0 ? 1.0f : a;
+    };
     const int* const table = DIVIDED ? tables + load_l2(version) * table_pitch : nullptr;
 #pragma unroll 1
     for (int b = 0; b < INPUTS; ++b) {
@@ -119,11 +130,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         bool is[AT_ONCE], has_slot[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            is[i] = ALL && real(i);
+            is[i] = real(i) && (ALL || REPLAYED && row[begin + i] >> lane & 1);
             has_slot[i] = !DIVIDED || (real(i) && load_l2(table + neuron(i)) >= 0);
         }
 #pragma unroll
-        for (int b = 0; b < (ALL ? 0 : INPUTS); ++b) {
+        for (int b = 0; b < (ALL || REPLAYED ? 0 : INPUTS); ++b) {
             float v[AT_ONCE];
             read(v, [&](int i) { return real(i) ? gates + b * neurons + neuron(i) : nullptr; });
 #pragma unroll
@@ -188,8 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             to[at] = listed;
 #pragma unroll
-            for (int b = 0; b < INPUTS; ++b)
-                gates_to[b * neurons + at] = activated(ACTIVATION, load_l2(gates + b * neurons + n));
+            for (int b = 0; b < INPUTS; ++b) gates_to[b * neurons + at] = after(load_l2(gates + b * neurons + n));
         }
         next_resident += __popc(with_slot);
         next_offloaded += __popc(mask & ~with_slot);
@@ -205,6 +215,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (active) atomic_add(active, resident + offloaded);
         if (DIVIDED) {
             if (begins) *number = step;
+            traffic[0] += resident;
+            traffic[1] += offloaded - beside;
+            traffic[2] += beside;
+            traffic[3] += beside > 0;
             request_number[1] = beside;
             store_release_system(request_number, step);
         }

@@ -9,9 +9,9 @@ static constexpr int LOOKS = 32;  // at the answer, for each at the word by whic
 
 // counts  int32 [3], as neuron_list left them; number: int32, of the step
 // answer  int32 in the host's memory: the number of the answer; abort: why a side has given up, or 0
-// limit   milliseconds to wait
+// limit   milliseconds to wait; waited: u64, to which the nanoseconds are added
 extern "C" __global__ void __launch_bounds__(32)
-    neuron_wait(const int* counts, const int* number, const int* answer, int* abort, int limit) {
+    neuron_wait(const int* counts, const int* number, const int* answer, int* abort, int limit, u64* waited) {
     launch_dependents();
     wait_for_previous();
     if (threadIdx.x || !load_l2(counts + 2)) return;
@@ -25,4 +25,5 @@ extern "C" __global__ void __launch_bounds__(32)
             return;
         }
     }
+    *waited += nanoseconds() - begin;
 }
