@@ -19,11 +19,16 @@ from sparsepack.errors import PlacementError
 DRIVER_BYTES = 600_000_000
 """What the driver's context, kernels and libraries take on the card beside any budget, at most."""
 SPARE = 64
-"""This many slots are kept beside those of the resident neurons. Neurons that come are copied there while the neurons
-that go still stand in the table."""
+_ONE_SPARE_IN = 64
 
 _POSITIONS = (2048, 1024, 512, 256, 128, 64, 32)
 _MOST_SCRATCH, _MOST_STAGED, _LEAST_STAGED = 1 << 28, 1 << 24, 1 << 18
+
+
+def spare_of(slots: int) -> int:
+    """How many slots are kept beside so many of resident neurons: `SPARE`, or one for each 64. Neurons that come are
+    copied there while those that go still stand in the table and tokens are decoded."""
+    return max(SPARE, slots // _ONE_SPARE_IN)
 
 
 def bytes_in(text: str) -> int:
@@ -162,7 +167,7 @@ class Plan:
     @property
     def spare(self) -> int:
         """Slots beside those of resident neurons."""
-        return 0 if self.whole or not self.slots else SPARE
+        return 0 if self.whole or not self.slots else spare_of(self.slots)
 
     @property
     def card(self) -> Mapping[str, int]:
@@ -246,4 +251,8 @@ def _first_ones(sizes: tuple[int, ...], left: int) -> tuple[int, int]:
 def _slots(parts: Parts, left: int) -> int:
     if left >= parts.records:
         return parts.all_neurons
-    return max(0, min(left // parts.record - SPARE, parts.all_neurons - 1))
+    both = left // parts.record
+    slots = max(0, min(both - SPARE, both * _ONE_SPARE_IN // (_ONE_SPARE_IN + 1)))
+    while slots + 1 + spare_of(slots + 1) <= both:
+        slots += 1
+    return min(slots, parts.all_neurons - 1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepack.errors import PlacementError
-from sparsepack.placement.budget import SPARE, Parts, Plan, bytes_in, in_words, plan_of_share, plan_within, work_of
+from sparsepack.placement.budget import Parts, Plan, bytes_in, in_words, plan_of_share, plan_within, spare_of, work_of
 
 SIZES = st.integers(0, 5000)
 
@@ -55,7 +55,7 @@ def test_what_leaves_first_is_on_the_card_only_with_all_that_leaves_later(parts:
 def test_no_slot_is_wasted(parts: Parts, beyond: int) -> None:
     found = plan_within(parts, parts.least + beyond)
     if found.gates == parts.blocks and not found.whole:
-        one_more = (found.slots + 1 + SPARE) * parts.record
+        one_more = (found.slots + 1 + spare_of(found.slots + 1)) * parts.record
         assert found.card_bytes - found.card["records"] + min(one_more, parts.records) > parts.least + beyond
 
 

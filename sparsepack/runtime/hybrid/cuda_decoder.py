@@ -136,8 +136,13 @@ class CudaHybridDecoder(CudaDecoder):
             traffic = self._divided.keep_traffic()
             self._answered(lambda: self._captured_step(sparse))
             self._divided.forget_step(traffic)
-        self._answered(lambda: super(CudaHybridDecoder, self)._begin(ids, sparse))
+        self._answered(lambda: self._step_and_prepare(ids, sparse))
         self._token_boundary(self._divided.step_bits(self._number), prompt=0)
+
+    def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
+        super()._begin(ids, sparse)
+        if (moves := self._placing.follows.ahead()) is not None:
+            self._divided.prepare(moves)
 
     def _answered(self, run: Callable[[], object]) -> None:
         """Run a step, once, and wait until both sides have ended it."""

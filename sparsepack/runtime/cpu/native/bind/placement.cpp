@@ -66,9 +66,10 @@ public:
             Released release;
             found = policy_->moves();
         }
-        if (found.coming.empty() && found.going.empty()) return nb::none();
-        return nb::make_tuple(array(std::move(found.coming)), array(std::move(found.going)));
+        return arrays(std::move(found));
     }
+
+    nb::object ahead() { return arrays(policy_->ahead()); }
 
     nb::tuple counts() {
         SlowCounts found;
@@ -80,6 +81,11 @@ public:
     }
 
 private:
+    static nb::object arrays(Moves&& found) {
+        if (found.coming.empty() && found.going.empty()) return nb::none();
+        return nb::make_tuple(array(std::move(found.coming)), array(std::move(found.going)));
+    }
+
     size_t blocks_, row_bytes_;
     std::deque<Array<const uint8_t, 3>> held_;
     std::unique_ptr<SlowPolicy> policy_;  // ends before what it reads
@@ -96,6 +102,7 @@ void bind_placement(nb::module_& m) {
         .def("restart", &Policy::restart)
         .def("saw", &Policy::saw, "bits"_a, "prompt"_a)
         .def("moves", &Policy::moves)
+        .def("ahead", &Policy::ahead)
         .def("counts", &Policy::counts);
 }
 

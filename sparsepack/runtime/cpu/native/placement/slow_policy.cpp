@@ -117,7 +117,7 @@ void SlowPolicy::begin_anew() {
     counts_ = {};
     levels_.assign(2 * LEVELS, 0);
     places_.assign(score_.size(), 0);
-    passed_ = decisions_ = seen_ = taken_ = 0;
+    passed_ = decisions_ = ahead_ = seen_ = taken_ = 0;
     decided_.clear();
 }
 
@@ -151,6 +151,14 @@ Moves SlowPolicy::moves() {
     }
     raise();
     return net_of(std::move(taken));
+}
+
+Moves SlowPolicy::ahead() {
+    raise();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (decisions_ != taken_ + 1 || ahead_ == decisions_) return {};
+    ahead_ = decisions_;
+    return decided_.front();
 }
 
 SlowCounts SlowPolicy::counts() {

@@ -62,6 +62,9 @@ public:
     // What has moved since the last call, up to the token that was seen last.
     Moves moves();
 
+    // What `moves` will give next where it is decided already and no call said so before; it does not wait.
+    Moves ahead();
+
     SlowCounts counts();
 
 private:
@@ -114,6 +117,7 @@ private:
     std::condition_variable changed_;
     std::deque<Job> jobs_;       // the first one is under way
     std::deque<Moves> decided_;  // and not yet taken
+    int64_t ahead_ = 0;          // decisions, of which `ahead` has told
     int64_t decisions_ = 0;      // so far
     int64_t seen_ = 0;           // tokens, by the caller
     int64_t taken_ = 0;          // decisions, by the caller
