@@ -104,6 +104,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 offloads=True,
                 tunes=True,
                 mlps=(DENSE, NEURONS),
+                slots=True,
                 budgets=True,
                 holds=True,
             ),

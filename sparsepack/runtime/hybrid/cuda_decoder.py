@@ -12,6 +12,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats import packed as stored
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import MACHINES
@@ -20,11 +21,11 @@ from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
+from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
+from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
 from sparsepack.runtime.hybrid.placing import placing_of
-from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 
 ASSUMED = "pcie5"
@@ -52,6 +53,7 @@ class CudaHybridDecoder(CudaDecoder):
 
     processor -- what computes beside the GPU
     options   -- share, policy and links; `threads` are the processor's
+    plan      -- what lies where
     measured  -- the links as they were measured on this machine for this model's records
     slow      -- as `placing_of` takes it
     activity  -- for benchmarks: who is active in the steps of a text in place of what the gates say, uint8 [steps,
@@ -70,6 +72,7 @@ class CudaHybridDecoder(CudaDecoder):
         context: int,
         cache_type: str,
         options: EngineOptions,
+        plan: Plan,
         measured: Links | None = None,
         slow: Callable[..., Any] | None = None,
         kernels: Kernels = KERNELS,
@@ -77,21 +80,22 @@ class CudaHybridDecoder(CudaDecoder):
         activity: Tensor | None = None,
     ) -> None:
         device = kernels.usable(device)
-        self._plan = planned(packed, context, cache_type, options)
-        self._placing = placing_of(packed, options, self._plan, slow)
+        self._plan = plan
+        self._placing = placing_of(packed, options, plan, slow)
         self._known = options.links or measured
-        links = self._known or MACHINES[ASSUMED].rates(self._plan.parts.record).links
+        links = self._known or MACHINES[ASSUMED].rates(plan.parts.record).links
+        staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
+        shape, hidden = self._placing.shape, packed.architecture.hidden
         with kernels.on_device(device):
-            hidden, slots = packed.architecture.hidden, self._plan.slots
-            self._divided = CudaDivided(self._placing.shape, hidden, slots, links, device, kernels, activity)
+            self._divided = CudaDivided(shape, hidden, plan.slots, links, device, kernels, activity, staged)
         records: list[Any] = []
 
-        def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> CudaMlp:
+        def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
             assert isinstance(mlp, stored.NeuronMlp)
             records.append(processor.load_neurons(mlp.records))
-            return self._divided.load_mlp(mlp, device, kernels)
+            return self._divided.load_mlp(mlp, device, kernels, place)
 
-        super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, load_mlp, runs_ahead=False)
+        super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, load_mlp, False, plan)
         self._worker = processor.cold_worker(records, self._divided.memory, self._divided.layout, options.threads)
         self._number = 0  # of the step that ran last
         self.reset()

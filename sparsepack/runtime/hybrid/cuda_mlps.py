@@ -8,7 +8,8 @@ token, and asks through memory that both reach (`runtime/hybrid/handover.py`).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links
 from sparsepack.placement.ways import Traffic
 from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
+from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
@@ -54,12 +56,38 @@ class CudaResidency(Residency):
         self.version.fill_(number)
 
 
+class Staging:
+    """A buffer on the GPU which a stream of its own fills while another is read."""
+
+    def __init__(self, room: CudaNeurons, kernels: Kernels) -> None:
+        self.room, self._kernels = room, kernels
+        self._filled, self._free = kernels.new_event(), kernels.new_event()
+
+    def fill(self, records: CudaNeurons, stream: Any) -> CudaNeurons:
+        """Bring records from the host, once the buffer is free. Returns where they will lie."""
+        there = self.room.piece(0, len(records.records))
+        with self._kernels.on_stream(stream):
+            self._free.wait()
+            there.records.copy_(records.records, non_blocking=True)
+            self._filled.record()
+        return there
+
+    def wait(self) -> None:
+        """The current stream waits until the buffer is filled."""
+        self._filled.wait()
+
+    def free(self) -> None:
+        """The buffer may be filled anew when what is on the current stream has ended."""
+        self._free.record()
+
+
 class CudaDivided:
     """What the divided MLPs of a model share.
 
     shape -- blocks, neurons of each; hidden: channels; most -- how many neurons may be resident
     links -- by which the list is divided
     activity -- as `CudaHybridDecoder` takes it
+    staged -- bytes of each of the two buffers through which prefill brings records to the GPU
 
     layout, memory -- the hand-over, as the processor sees it
     """
@@ -73,6 +101,7 @@ class CudaDivided:
         device: torch.device,
         kernels: Kernels,
         activity: Tensor | None = None,
+        staged: int = STAGED_BYTES,
     ) -> None:
         blocks, neurons = shape
         self._kernels, self._shape = kernels, shape
@@ -90,17 +119,18 @@ class CudaDivided:
         self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
         self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
         self._replayed = None if activity is None else self._in_words(activity, device)
-        at_once = min(neurons, max(STAGED_BYTES // record_bytes(hidden), 1), kernels.neurons_at_once(hidden))
-        self.staging = [kernels.new_neurons(at_once, hidden, device) for _ in range(2)]
+        at_once = min(neurons, max(staged // record_bytes(hidden), 1))
+        self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
+        self.copies = kernels.new_stream()
         self._prefilled: list[list[np.ndarray]] = [[] for _ in range(blocks)]
         self._loaded = 0
 
-    def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> "DividedNeuronMlp":
-        """The next block's MLP: its gate on the GPU, its records in the host's memory."""
+    def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> "DividedNeuronMlp":
+        """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
         assert isinstance(mlp, stored.NeuronMlp)
         block = self._loaded
         records = self.load_records(mlp.records, device)
-        return DividedNeuronMlp(load_gate(mlp, device, kernels), records, block, self.division(block), self)
+        return DividedNeuronMlp(load_gate(mlp, device, kernels, place), records, block, self.division(block), self)
 
     def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
         """Those of the next block, to the host's memory."""
@@ -218,15 +248,25 @@ class DividedNeuronMlp(NeuronMlp):
     def memories(self) -> tuple[CudaNeurons, CudaNeurons]:
         return self.shared.slots, self.records
 
-    def pieces(self, kernels: Kernels) -> Iterator[CudaNeurons]:
-        """The records come to the GPU in two buffers in turns."""
-        staging, records = self.shared.staging, self.records
-        at_once = len(staging[0].records)
-        for number, first in enumerate(range(0, len(records.records), at_once)):
-            from_host = records.piece(first, at_once)
-            there = staging[number % 2].records[: len(from_host.records)]
-            there.copy_(from_host.records, non_blocking=True)
-            yield CudaNeurons(there, records.fp16_scale)
+    def pieces(self, at_once: int) -> Iterator[CudaNeurons]:
+        """The records come to the GPU in two buffers in turns, the next ones while those before are multiplied."""
+        staging, scale = self.shared.staging, self.records.fp16_scale
+        at_once = min(at_once, len(staging[0].room.records))
+        starts = range(0, len(self.records.records), at_once)
+        for each in staging:
+            each.free()  # when what is on the stream has ended
+
+        def fill(number: int) -> CudaNeurons:
+            return staging[number % 2].fill(self.records.piece(starts[number], at_once), self.shared.copies)
+
+        following = fill(0)
+        for number in range(len(starts)):
+            piece = following
+            if number + 1 < len(starts):
+                following = fill(number + 1)
+            staging[number % 2].wait()
+            yield replace(piece, fp16_scale=scale)
+            staging[number % 2].free()
 
     def saw(self, gate: Product) -> None:
         self.shared.saw(self.block, gate)

@@ -67,7 +67,9 @@ class Matrix:
         return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
-def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False) -> Matrix:
+def load_zigzag(
+    matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False, place: Any = None
+) -> Matrix:
     assert not gate or matrix.rows % 512 == 0
     return Matrix(
         decode_matrix(matrix),
@@ -78,7 +80,7 @@ def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: 
     )
 
 
-def load_rows(matrix: PackedMatrix, device: Any) -> Matrix:
+def load_rows(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Matrix:
     return Matrix(decode_matrix(matrix), matrix.rows, matrix.columns)
 
 
@@ -347,6 +349,9 @@ class Event:
     def synchronize(self) -> None:
         assert self.at
 
+    def wait(self) -> None:
+        assert self.at
+
     def query(self) -> bool:
         return self.at > 0
 
@@ -365,6 +370,8 @@ class SimulatedKernels(kernel_set.Kernels):
     device_name = staticmethod(lambda device: "simulated")
     synchronize = staticmethod(lambda device: None)
     new_stream = new_graph_pool = staticmethod(lambda: None)
+    on_stream = staticmethod(lambda stream: nullcontext())
+    on_card = in_host_memory = staticmethod(lambda loaded: loaded)
     new_event = staticmethod(lambda enable_timing=False: Event())
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan, plan_within
 from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import dispatch, operations
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
-from sparsepack.runtime.hybrid import cuda_mlps
+from sparsepack.runtime.hybrid import cuda_decoder
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
 
@@ -53,11 +55,13 @@ def decoder(
     cached: float,
     links: Links = EVEN,
     activity: Tensor | None = None,
+    plan: Plan | None = None,
     **options: Any,
 ) -> CudaHybridDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
-    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, kernels=kernels, activity=activity)
+    plan = plan or planned(packed, 64, "f32", chosen)
+    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, plan, kernels=kernels, activity=activity)
 
 
 def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -125,7 +129,7 @@ def test_a_text_is_counted_as_the_processors_decoder_counts_it(kernels: Kernels)
 
 @pytest.mark.parametrize("staged", [1 << 20, 4 * 288])
 def test_prefill_streams_the_records(kernels: Kernels, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_mlps, "STAGED_BYTES", staged)
+    monkeypatch.setattr(cuda_decoder, "STAGED_BYTES", staged)
     packed = model()
     expected = Engine(packed, backend="reference").teacher_forced([*IDS.tolist(), *IDS[:3].tolist()], 13)
     engine = decoder(packed, kernels, 0.3)
@@ -207,3 +211,14 @@ def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> N
         assert counted is not None
         assert counted.needed == sum(int(bits[n].sum()) for n in expected)
         seen.clear()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
+def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels, share: float) -> None:
+    """From where nothing but keys, values and buffers lies on the card to where all does."""
+    packed = model(num_hidden_layers=3)
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
+    parts = parts_of(packed, 64, "f32")
+    plan = plan_within(parts, parts.least + int(share * parts.weights))
+    engine = decoder(packed, kernels, 0.3, plan=plan)
+    assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED

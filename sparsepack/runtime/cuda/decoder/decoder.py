@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan
 from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
@@ -51,6 +52,7 @@ class CudaDecoder:
     new_cache  -- what attends
     load_mlp   -- what copies MLPs to the GPU
     runs_ahead -- whether a step may begin before the host has read its token
+    plan       -- of a budget: what lies in the host's memory, and how much prefill may take; None: there is none
 
     Raises `UserError` where the cuda backend cannot run, for an unknown cache type, for an architecture that its
     kernels do not know, and where the GPU has too little shared memory for so many sequences.
@@ -67,15 +69,18 @@ class CudaDecoder:
         new_cache: NewCache = new_cache,
         load_mlp: LoadMlp = load_mlp,
         runs_ahead: bool = True,
+        plan: Plan | None = None,
     ) -> None:
         self._kernels, self._context = kernels, context
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = load_attention(packed, self._device, context, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
-            self._model = load_model(packed, self._device, kernels, load_mlp)
+            self._model = load_model(packed, self._device, kernels, load_mlp, plan)
             self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
-            self._prefill = Prefill(self._model, self._cache, kernels)
+            work = None if plan is None or plan.budget is None else plan.parts.work
+            self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
+            self._positions = None if work is None else work.positions
             self._stream = kernels.new_stream()
             self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 and runs_ahead else None
         self._ids = Mirror(self._step.ids, kernels)
@@ -227,8 +232,9 @@ class CudaDecoder:
         return chosen
 
     def _prefill_pieces(self, ids: Tensor) -> list[Tensor]:
-        """The ids on the GPU, int32, at most PREFILL_TOKENS together; copied at once, as the host waits for a copy."""
-        return [piece for piece in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(piece)]
+        """The ids on the GPU, int32, as many together as prefill takes; copied at once: the host waits for a copy."""
+        positions = self._positions or PREFILL_TOKENS
+        return [piece for piece in torch.split(ids.to(self._device, torch.int32), positions) if len(piece)]
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
         """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden]."""

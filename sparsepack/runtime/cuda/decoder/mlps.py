@@ -12,6 +12,7 @@ from sparsepack.formats import packed as stored
 from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
 from sparsepack.runtime.cuda.decoder.sites import Columns, CudaSite, load_sites
+from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
@@ -61,8 +62,9 @@ class CudaMlp(Protocol):
     def step(self, step: MlpStep, room: Any, kernels: Kernels) -> Iterator[Launch]:
         """The kernels of the MLP, from `step.of.between` to `step.of.y`, which is the residual and the MLP's output."""
 
-    def new_scratch(self, more: Sequence[CudaZigzag], device: torch.device, kernels: Kernels) -> Tensor:
-        """The scratch for prefill, of this MLP and of `more` matrices: float16."""
+    @property
+    def decoded(self) -> int:
+        """How many weights prefill decodes together at best, beside those of `matrices`."""
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
         """What the MLP makes of x [S, hidden]; parts of it may have been added to the residual, float32 [S, hidden],
@@ -97,8 +99,9 @@ class DenseMlp:
         mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
-    def new_scratch(self, more: Sequence[CudaZigzag], device: torch.device, kernels: Kernels) -> Tensor:
-        return kernels.new_scratch([*more, *self.matrices], device)
+    @property
+    def decoded(self) -> int:
+        return 0
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
         into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
@@ -125,9 +128,8 @@ class NeuronMlp:
         """Where listed neurons have their records: the first memory of `add_neurons`, and its `host`."""
         return self.records, None
 
-    def pieces(self, kernels: Kernels) -> Iterator[CudaNeurons]:
-        """All records on the GPU, in their order, so many at a time; a piece lasts until the next one."""
-        at_once = kernels.neurons_at_once(self.records.hidden)
+    def pieces(self, at_once: int) -> Iterator[CudaNeurons]:
+        """All records on the GPU, in their order, at most so many at a time; a piece lasts until the next one."""
         for first in range(0, len(self.records.records), at_once):
             yield self.records.piece(first, at_once)
 
@@ -163,17 +165,16 @@ class NeuronMlp:
         y = of.y.view(texts, -1)
         yield partial(kernels.add_neurons, first, room, residual, y, host=host, division=self.division)
 
-    def new_scratch(self, more: Sequence[CudaZigzag], device: torch.device, kernels: Kernels) -> Tensor:
-        count, hidden = len(self.records.records), self.records.hidden
-        records = 2 * hidden * min(count, kernels.neurons_at_once(hidden))
-        return kernels.new_scratch([*more, *self.matrices], device, at_least=records)
+    @property
+    def decoded(self) -> int:
+        return 2 * self.records.hidden * len(self.records.records)
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
         gate = kernels.multiply(self.gate.matrix, x, scratch)
         self.saw(gate)
         product: Product | None = None
         first = 0
-        for piece in self.pieces(kernels):
+        for piece in self.pieces(kernels.neurons_at_once(self.records.hidden, scratch)):
             if product is not None:
                 kernels.add(residual, product)
             count = len(piece.records)
@@ -183,26 +184,27 @@ class NeuronMlp:
         return product
 
 
-LoadMlp = Callable[[stored.Mlp, torch.device, Kernels], CudaMlp]
-"""Such a function copies a block's MLP to a GPU; it is called for one block after the other."""
+LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]
+"""Such a function copies a block's MLP to a GPU, its gate where it shall lie; it is called for one block after the
+other."""
 
 
-def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels) -> CudaMlp:
-    """Copy a block's MLP to a GPU, all of it."""
-    return _LOADERS[mlp.kind](mlp, device, kernels)
+def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    """Copy a block's MLP to a GPU, all of its records into the GPU's memory."""
+    return _LOADERS[mlp.kind](mlp, device, kernels, place)
 
 
-def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels) -> CudaMlp:
-    return DenseMlp(load_sites(mlp.sites, device, kernels))
+def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    return DenseMlp(load_sites(mlp.sites, device, kernels, place))
 
 
-def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels) -> CudaMlp:
-    return NeuronMlp(load_gate(mlp, device, kernels), kernels.load_neurons(mlp.records, device))
+def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    return NeuronMlp(load_gate(mlp, device, kernels, place), kernels.load_neurons(mlp.records, device))
 
 
-def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels) -> CudaSite:
-    """Copy the gate of an MLP by neurons to a GPU."""
-    return CudaSite(kernels.load_zigzag(mlp.gate, device), Columns(), Columns())
+def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaSite:
+    """Copy the gate of an MLP by neurons to a GPU, where it shall lie."""
+    return CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns())
 
 
-_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels], CudaMlp]] = {DENSE: _dense, NEURONS: _neurons}
+_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {DENSE: _dense, NEURONS: _neurons}

@@ -9,8 +9,10 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.families import ATTENTION_SITES
+from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites, load_vector
+from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.kv_cache import AttentionShape, attention_shape
@@ -52,17 +54,41 @@ class CudaModel:
         return ACTIVATIONS[self.architecture.activation]
 
 
-def load_model(packed: PackedModel, device: torch.device, kernels: Kernels, load_mlp: LoadMlp = load_mlp) -> CudaModel:
-    """Copy a model to a GPU, its MLPs by a function of its own, and wait until it is there."""
-    embedding = kernels.load_rows(packed.embedding, device)
+def load_model(
+    packed: PackedModel,
+    device: torch.device,
+    kernels: Kernels,
+    load_mlp: LoadMlp = load_mlp,
+    plan: Plan | None = None,
+) -> CudaModel:
+    """Copy a model to a GPU, its MLPs by a function of its own, and wait until it is there.
+
+    plan -- what of it lies in the host's memory; None: nothing
+    """
+
+    def place(on_card: bool) -> Place:
+        return kernels.on_card if on_card else kernels.in_host_memory
+
+    def layer(number: int, of: PackedLayer) -> CudaLayer:
+        here, gate_here = (
+            plan is None or number < first for first in ((plan.attention, plan.gates) if plan else (0, 0))
+        )
+        attn_norm, mlp_norm = (load_vector(of.norms[name], device) for name in ("attn_norm", "mlp_norm"))
+        basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=place(here))
+        attention = load_sites(of.attention, device, kernels, place(here))
+        return CudaLayer(attention, load_mlp(of.mlp, device, kernels, place(gate_here)), attn_norm, mlp_norm, basis)
+
     tied = packed.output is packed.embedding
+    output_here = plan is None or plan.output
+    embedding_here = output_here if tied else plan is None or plan.embedding
+    embedding = kernels.load_rows(packed.embedding, device, place=place(embedding_here))
     model = CudaModel(
         architecture=packed.architecture,
         names=(*ATTENTION_SITES, *packed.mlp_kind.counted),
         device=device,
-        layers=tuple(_layer(layer, device, kernels, load_mlp) for layer in packed.layers),
+        layers=tuple(layer(number, of) for number, of in enumerate(packed.layers)),
         embedding=embedding,
-        output=embedding if tied else kernels.load_rows(packed.output, device),
+        output=embedding if tied else kernels.load_rows(packed.output, device, place=place(output_here)),
         output_norm=load_vector(packed.output_norm, device),
     )
     kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
@@ -79,10 +105,3 @@ def load_attention(packed: PackedModel, device: torch.device, context: int, sequ
     ]
     pairs = [(of.get("q_norm"), of.get("k_norm")) for of in norms]
     return attention_shape(a, pairs, cos.to(device), sin.to(device), sequences, packed.attention)
-
-
-def _layer(layer: PackedLayer, device: torch.device, kernels: Kernels, load_mlp: LoadMlp) -> CudaLayer:
-    attn_norm, mlp_norm = (load_vector(layer.norms[name], device) for name in ("attn_norm", "mlp_norm"))
-    basis = None if layer.basis is None else kernels.load_rows(layer.basis, device)
-    attention, mlp = load_sites(layer.attention, device, kernels), load_mlp(layer.mlp, device, kernels)
-    return CudaLayer(attention, mlp, attn_norm, mlp_norm, basis)

@@ -13,13 +13,13 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 
 class Prefill:
     """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
-    and weights in float16 take at most `zigzag.SCRATCH_BYTES`, which are kept."""
+    and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`), which are kept."""
 
-    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels) -> None:
+    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, most: int | None = None) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
         matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
-        self._scratch = model.layers[0].mlp.new_scratch(matrices, model.device, kernels)
+        self._scratch = kernels.new_scratch(matrices, model.device, model.layers[0].mlp.decoded, most)
 
     def run(self, ids: Tensor, sequence: int) -> Tensor:
         """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedSite
+from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
@@ -37,15 +38,17 @@ class CudaSite:
     sparse: Columns
 
 
-def load_sites(sites: Mapping[str, PackedSite], device: torch.device, kernels: Kernels) -> dict[str, CudaSite]:
-    """Copy sites to a GPU. Rows of gate and up are interleaved where they fill whole bands: a product can then finish
-    both."""
-    return {name: _site(site, device, name == "mlp_in", kernels) for name, site in sites.items()}
+def load_sites(
+    sites: Mapping[str, PackedSite], device: torch.device, kernels: Kernels, place: Place
+) -> dict[str, CudaSite]:
+    """Copy sites to a GPU, their matrices where they shall lie. Rows of gate and up are interleaved where they fill
+    whole bands: a product can then finish both."""
+    return {name: _site(site, device, name == "mlp_in", kernels, place) for name, site in sites.items()}
 
 
-def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels) -> CudaSite:
+def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, place: Place) -> CudaSite:
     gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
-    load = partial(kernels.load_zigzag, site.matrix, device)
+    load = partial(kernels.load_zigzag, site.matrix, device, place=place)
     bias = None if site.bias is None else load_vector(site.bias, device)
     dense = Columns(bias=bias)
     if site.rule is None:

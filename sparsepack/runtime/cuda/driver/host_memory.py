@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import addressof, c_char
 from typing import Any
@@ -68,6 +69,21 @@ def host_tensors(
         return []
     whole = _tensor(_pinned(count * step, device, purpose), device)
     return [whole[n * step : n * step + each].view(dtype).view(shape) for n in range(count)]
+
+
+Place = Callable[[Tensor], Tensor]
+"""Such a function says where what was loaded to a GPU shall lie, and brings it there."""
+
+
+def on_card(loaded: Tensor) -> Tensor:
+    """It stays in the GPU's memory."""
+    return loaded
+
+
+def in_host_memory(loaded: Tensor) -> Tensor:
+    """It lies in the host's memory, where kernels read it over the bus. Raises `UserError` as `host_tensors`."""
+    (there,) = host_tensors(1, tuple(loaded.shape), loaded.dtype, loaded.device, "weights")
+    return there.copy_(loaded)
 
 
 def shared_memory(size: int, device: torch.device, purpose: str) -> tuple[np.ndarray, Tensor]:

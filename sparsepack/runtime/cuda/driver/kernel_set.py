@@ -28,6 +28,7 @@ class Kernels:
     device_name = staticmethod(torch.cuda.get_device_name)
     synchronize = staticmethod(torch.cuda.synchronize)
     new_stream = staticmethod(torch.cuda.Stream)
+    on_stream = staticmethod(torch.cuda.stream)
     new_event = staticmethod(torch.cuda.Event)
     new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
     captured = staticmethod(graph.captured)
@@ -43,6 +44,8 @@ class Kernels:
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     host_tensors = staticmethod(host_memory.host_tensors)
     shared_memory = staticmethod(host_memory.shared_memory)
+    on_card = staticmethod(host_memory.on_card)
+    in_host_memory = staticmethod(host_memory.in_host_memory)
     token_slots = staticmethod(offload.token_slots)
 
     # Steps.

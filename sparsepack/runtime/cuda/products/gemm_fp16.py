@@ -52,11 +52,15 @@ class Product:
         return replace(self, sums=self.sums[:, of], bias=None if self.bias is None else self.bias[of])
 
 
-def new_scratch(matrices: Iterable[CudaZigzag], device: torch.device, at_least: int = 0) -> Tensor:
-    """A buffer for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`, or
-    `at_least` so many numbers."""
-    largest = max(m.columns * BAND_ROWS * min(_bands(m), _bands_at_once(m)) for m in matrices)
-    return torch.empty(max(largest, at_least), dtype=torch.float16, device=device)
+def new_scratch(
+    matrices: Iterable[CudaZigzag], device: torch.device, at_least: int = 0, most: int | None = None
+) -> Tensor:
+    """A buffer for what `multiply` dequantises of any of these matrices, or `at_least` so many numbers: float16, at
+    most so many bytes (None: `zigzag.SCRATCH_BYTES`), but no less than a band takes."""
+    most = (zigzag.SCRATCH_BYTES if most is None else most) // 2
+    of_bands = [(m.columns * BAND_ROWS, _bands(m)) for m in matrices]
+    largest = max([at_least, *(band * bands for band, bands in of_bands)])
+    return torch.empty(max([min(largest, most), *(band for band, _ in of_bands)]), dtype=torch.float16, device=device)
 
 
 def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
@@ -67,7 +71,7 @@ def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | 
     scratch -- of `new_scratch`; products on one stream may share it
     """
     sums = torch.empty(len(x.values), matrix.rows, device=x.values.device)
-    step = _bands_at_once(matrix)
+    step = len(scratch) // (matrix.columns * BAND_ROWS)
     for first in range(0, _bands(matrix) if len(sums) else 0, step):
         bands = min(step, _bands(matrix) - first)
         weights = scratch[: matrix.columns * bands * BAND_ROWS].view(matrix.columns, -1)
@@ -90,10 +94,6 @@ def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
 
 def _bands(matrix: CudaZigzag) -> int:
     return -(-matrix.rows // BAND_ROWS)
-
-
-def _bands_at_once(matrix: CudaZigzag) -> int:
-    return max(zigzag.SCRATCH_BYTES // (2 * BAND_ROWS * matrix.columns), 1)
 
 
 def to_scaled_fp16(

@@ -302,9 +302,9 @@ def _macros(values: dict[str, int]) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def neurons_at_once(hidden: int) -> int:
-    """How many records `multiply_neurons` decodes at a time, so that they fit `zigzag.SCRATCH_BYTES` as float16."""
-    return max(zigzag.SCRATCH_BYTES // (4 * hidden), 1)
+def neurons_at_once(hidden: int, scratch: Tensor) -> int:
+    """How many records `multiply_neurons` decodes at a time in a scratch: at least one, where `new_scratch` made it."""
+    return len(scratch) // (2 * hidden)
 
 
 def multiply_neurons(neurons: CudaNeurons, gate: Product, x: ScaledFp16, activation: int, scratch: Tensor) -> Product:

@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.q4_k import scales_and_mins
 from sparsepack.runtime.cuda.driver.flag_in_data import workspace
+from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.cuda.products.tile_config import (
@@ -63,9 +64,11 @@ def load_zigzag(
     config: CudaTileConfig | None = None,
     *,
     gate: bool = False,
+    place: Place = on_card,
 ) -> CudaZigzag:
     """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to whole tiles.
 
+    place -- where the matrix shall lie: products read it there
     gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
     """
     if matrix.type != ZIGZAG:
@@ -79,7 +82,7 @@ def load_zigzag(
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
     d, dmin = largest_ends(blocks)
     gate_bands = blocks.shape[0] // 2 if gate else 0
-    tiled = _tiled(headers_in_order(blocks), config.tile_bands, gate)
+    tiled = place(_tiled(headers_in_order(blocks), config.tile_bands, gate))
     return CudaZigzag(
         tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale(d, dmin)
     )
