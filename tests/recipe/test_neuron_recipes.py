@@ -92,10 +92,6 @@ NO_NEURONS = "cached: the artifact's MLPs are not stored by neurons; expected pa
         ("pack.format=zigzag-q4_k", f"eval.{NO_NEURONS}"),
         ("pack.format=zigzag-q4_k eval=null generate=null", f"bench.{NO_NEURONS}"),
         (
-            "device=cuda eval=null bench=null",
-            "generate.cached: the cuda backend does not divide neurons",
-        ),
-        (
             "generate.cached=null generate.vram=8GB",
             "generate.vram: the cpu backend does not divide neurons so; expected",
         ),
