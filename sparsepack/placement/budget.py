@@ -2,7 +2,8 @@
 
     always on the card        keys and values of all texts, buffers
     on the card while it fits output | attention, block by block | gates, block by block | slots | embedding
-    in the host's memory      the rest, and the records of all neurons where not every neuron has a slot
+    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, twice: pinned
+                              for the bus, and as the processor's kernels read them
 
 What stands last leaves the card first, and of attention and gates the last blocks. Kernels read over the bus what lies
 in the host's memory: of the embedding a row for a token, of gates and attention all. So slots have only what is left
@@ -186,7 +187,7 @@ class Plan:
 
     @property
     def host(self) -> Mapping[str, int]:
-        """Bytes in the host's memory, pinned, by what they are."""
+        """Bytes in the host's memory, by what they are; all are pinned but the processor's records."""
         parts = self.parts
         return {
             "embedding": (not self.embedding) * parts.embedding,
@@ -194,6 +195,7 @@ class Plan:
             "attention": sum(parts.attention[self.attention :]),
             "gates": sum(parts.gates[self.gates :]),
             "records": 0 if self.whole else parts.records,
+            "records for the processor": 0 if self.whole else parts.records,
         }
 
     @property
@@ -203,7 +205,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """All that is to lie in the host's memory, pinned."""
+        """All that is to lie in the host's memory."""
         return sum(self.host.values())
 
     @property
