@@ -244,7 +244,7 @@ class CudaDivided:
         return bits
 
     def forget(self) -> None:
-        """Of a prefill that was interrupted nothing counts."""
+        """Forget what was seen of a prefill that was interrupted."""
         for rows in self._prefilled:
             rows.clear()
 
