@@ -37,9 +37,12 @@ from replayed import Activity, tiled
 from synthetic import Size, random_ids
 from turns import in_turns
 
+from sparsepack.errors import UserError
+from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.budget import Parts, bytes_in, in_words
 from sparsepack.placement.ways import per_token, per_token_in_words
+from sparsepack.runtime.cuda.links import measure, measured_links
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
 from sparsepack.runtime.hybrid.plan import parts_of
@@ -84,6 +87,24 @@ def decode_seconds(engine: Engine, prompt: Sequence[int], new: int) -> float:
         id = engine.decode_next(id, sampler)
     engine.synchronise()
     return (time.perf_counter() - start) / new
+
+
+def links_of(size: Size, threads: int) -> str:
+    """How fast the links of a size's records are, measured unless they were; where noise hides them, that they were
+    not, and the engine divides by those of a named machine."""
+    device = torch.device("cuda")
+    known = measured_links(threads, size.hidden, device)
+    if known is None:
+        try:
+            measure([size.hidden], device, threads)
+        except UserError as error:
+            return f"links not measured: {error}"
+        known = measured_links(threads, size.hidden, device)
+    assert known is not None
+    record = record_bytes(size.hidden)
+    speeds = {"slots": known.resident, "bus": known.bus, "processor": known.worker}
+    said = ", ".join(f"{name} {speed * record / 1e9:.1f} GB/s" for name, speed in speeds.items())
+    return f"links, both sides at work: {said}, handing over {known.handover * 1e6:.1f} us"
 
 
 def ours(
@@ -156,6 +177,7 @@ def anchor_of(shape: str, parts: Parts, budget: int) -> dict[str, list[float]]:
 @click.option("--tokens", default=128, show_default=True, help="That are timed in a round.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--threads", default=min(16, os.cpu_count() or 1), show_default=True, help="Of the processor, for both.")
+@click.option("--tune/--no-tune", default=True, help="Measure the links first, where nobody has on this machine.")
 @click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("/tmp/sparsepack-bench"), show_default=True)
 @json_option
@@ -167,6 +189,7 @@ def main(
     tokens: int,
     rounds: int,
     threads: int,
+    tune: bool,
     llama_bench: Path | None,
     work: Path,
     json_path: Path | None,
@@ -188,6 +211,8 @@ def main(
     differences = check(size)
     click.echo(f"logits differ from the reference backend's by: {differences}")
     freed()
+    if tune:
+        click.echo(links_of(size, threads))
     peer = None
     if llama_bench is None:
         click.echo("no --llama-bench: the peer was not run")
@@ -213,6 +238,8 @@ def main(
         rows = [row_of(f"llama.cpp, {name}", speeds, best, {}) for name, speeds in theirs.items()]
         for name, of in found.items():
             rows.append(row_of(f"ours, {name}", [1 / seconds for seconds in of["seconds"]], best, of))
+        loading = max(of["loading"] for of in found.values())
+        click.echo(f"loaded in {loading:.0f} s")
         told = [f"{name}: {per_token_in_words(of)}" for name, of in found.items() if "bytes" in of]
         ran = {of["description"] for of in found.values()}
         click.echo(markdown(Table(HEAD, rows, f"{size.name} in {in_words(budget)}", [*told, *sorted(ran)])))

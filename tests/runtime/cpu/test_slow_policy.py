@@ -61,7 +61,7 @@ def packed(active: np.ndarray) -> np.ndarray:
     data=st.data(),
     steps=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=25),
     levels=st.sampled_from([1, 2, 1000]),
-    margin=st.sampled_from([0.0, 0.02, 0.2]),
+    margin=st.sampled_from([0.0, 0.02, 0.2, 2.0]),
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
