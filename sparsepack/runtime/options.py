@@ -33,7 +33,6 @@ class EngineOptions:
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
     sequences  -- texts that are decoded together, a token of each at a time; None: as many as the backend decodes
                   together, where memory has room for them
-    vram       -- what model, keys and values and buffers may take of a GPU's memory, as in 8GB, in place of `cached`
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
     activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
@@ -64,16 +63,22 @@ class EngineOptions:
     )
     cached: float | None = option(
         "Give this share of the neurons slots, and compute the others by a second worker, as with a GPU that has no "
-        "room for all: says how often a neuron had a slot. So far both are on the CPU, which is slower than without. "
-        "For files of the format neuron-q4_k (default: no such division).",
+        "room for all: says how often a neuron had a slot. On device cpu both are on the CPU, which is slower than "
+        "without. For files of the format neuron-q4_k (default: no such division).",
         default=None,
         least=0,
         most=1,
         counts=(not_with("runtime", "transformers"),),
     )
-    vram: str | None = None
+    vram: str | None = option(
+        "What the model, keys and values and buffers may take of the GPU's memory, 8GB for one, in place of --cached: "
+        "what has no room lies in the host's memory, and neurons have slots where room is left. The driver's own 0.6GB "
+        "come on top. For files of the format neuron-q4_k on device cuda (default: all lies on the GPU).",
+        default=None,
+        counts=(not_with("cached"), not_with("runtime", "transformers")),
+    )
     policy: str | None = option(
-        f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
+        f"What moves neurons between slots, with --cached or --vram: as simulate takes it (default: {DEFAULT_POLICY}).",
         default=None,
         choices=ONLINE,
         counts=(only_with("cached", others=(only_with("vram"),)),),
@@ -102,10 +107,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         _ = self.vram_bytes
-        if self.vram is not None and self.cached is not None:
-            raise UserError(f"vram {self.vram}: it does nothing with cached {self.cached}; leave one of them out")
-        if self.cached is not None and (self.sequences or 1) > 1:
-            raise UserError(f"cached with {self.sequences} sequences: slots follow one text; leave one of them out")
+        if self.divided and (self.sequences or 1) > 1:
+            name = "cached" if self.vram is None else "vram"
+            raise UserError(f"{name} with {self.sequences} sequences: slots follow one text; leave one of them out")
         if self.cached is not None and self.threads == 1:
             raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 

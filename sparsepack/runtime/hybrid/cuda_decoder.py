@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from sparsepack.runtime.cuda.driver.host_memory import Place
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
 from sparsepack.runtime.hybrid.handover import HandOver, next_number
-from sparsepack.runtime.hybrid.placing import placing_of
+from sparsepack.runtime.hybrid.placing import Placing, placing_of
 from sparsepack.runtime.options import EngineOptions
 
 ASSUMED = "pcie5"
@@ -81,7 +82,10 @@ class CudaHybridDecoder(CudaDecoder):
     ) -> None:
         device = kernels.usable(device)
         self._plan = plan
-        self._placing = placing_of(packed, options, plan, slow)
+        self._placed: Callable[[str | None], Placing] = lambda policy: placing_of(
+            packed, replace(options, policy=policy), plan, slow
+        )
+        self._placing = self._placed(options.policy)
         self._known = options.links or measured
         links = self._known or MACHINES[ASSUMED].rates(plan.parts.record).links
         staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
@@ -116,6 +120,11 @@ class CudaHybridDecoder(CudaDecoder):
     def description(self) -> str:
         return f"{super().description}, {self.threads} threads beside it, {self._placing.description}"
 
+    def follow(self, policy: str) -> None:
+        """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
+        self._placing = self._placed(policy)
+        self.reset()
+
     def reset(self) -> None:
         super().reset()
         self._divided.forget()
@@ -136,8 +145,13 @@ class CudaHybridDecoder(CudaDecoder):
             traffic = self._divided.keep_traffic()
             self._answered(lambda: self._captured_step(sparse))
             self._divided.forget_step(traffic)
-        self._answered(lambda: super(CudaHybridDecoder, self)._begin(ids, sparse))
+        self._answered(lambda: self._step_and_prepare(ids, sparse))
         self._token_boundary(self._divided.step_bits(self._number), prompt=0)
+
+    def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
+        super()._begin(ids, sparse)
+        if (moves := self._placing.follows.ahead()) is not None:
+            self._divided.prepare(moves)
 
     def _answered(self, run: Callable[[], object]) -> None:
         """Run a step, once, and wait until both sides have ended it."""

@@ -31,7 +31,7 @@ class Placing:
     @property
     def description(self) -> str:
         """For people: `30 % of the neurons with slots, slow`."""
-        return f"{100 * self.share:.4g} % of the neurons with slots{f', {self.name}' if self.name else ''}"
+        return f"{100 * self.share:.3g} % of the neurons with slots{f', {self.name}' if self.name else ''}"
 
 
 def placing_of(

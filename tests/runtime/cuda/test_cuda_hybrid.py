@@ -21,6 +21,7 @@ from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import cuda_decoder
 from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.hybrid.plan import parts_of, planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.sampling import Sampler, Sampling
@@ -56,12 +57,14 @@ def decoder(
     links: Links = EVEN,
     activity: Tensor | None = None,
     plan: Plan | None = None,
+    slow: Callable[..., Any] | None = None,
     **options: Any,
 ) -> CudaHybridDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
-    plan = plan or planned(packed, 64, "f32", chosen)
-    return CudaHybridDecoder(packed, operations, device, 64, "f32", chosen, plan, kernels=kernels, activity=activity)
+    plan = plan or planned(packed, 128, "f32", chosen)
+    given = {"slow": slow, "kernels": kernels, "activity": activity}
+    return CudaHybridDecoder(packed, operations, device, 128, "f32", chosen, plan, **given)
 
 
 def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
@@ -96,6 +99,35 @@ def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: flo
     engine.reset()
     reference.dense = True
     assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
+
+
+def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followed natively, decisions are known before they are due."""
+    ids, native = IDS.repeat(5), operations.slow_policy()
+    prepared = list[int]()
+    at_once, beside = (decoder(model(), kernels, 0.3, policy="slow", slow=slow) for slow in (None, native))
+    prepare = beside._divided.prepare
+
+    def counted(moves: Moves) -> None:
+        prepared.append(len(moves.coming))
+        prepare(moves)
+
+    monkeypatch.setattr(beside._divided, "prepare", counted)
+    monkeypatch.setattr(beside._placing.follows, "ahead", lambda: waited(beside))
+    for _ in range(2):
+        assert torch.equal(steps(beside, ids), steps(at_once, ids))
+        assert beside.hit_counts == at_once.hit_counts
+        beside.reset()
+        at_once.reset()
+    assert sum(prepared) > 0
+
+
+def waited(engine: CudaHybridDecoder) -> Moves | None:
+    """What is ahead, as soon as the policy has counted all tokens: on a machine that is busy it may come too late."""
+    assert engine.hit_counts is not None
+    return type(engine._placing.follows).ahead(engine._placing.follows)
 
 
 @pytest.mark.parametrize("policy", ["static", "slow", "lru", "momentum-letter"])
@@ -218,7 +250,7 @@ def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels,
     """From where nothing but keys, values and buffers lies on the card to where all does."""
     packed = model(num_hidden_layers=3)
     expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
-    parts = parts_of(packed, 64, "f32")
+    parts = parts_of(packed, 128, "f32")
     plan = plan_within(parts, parts.least + int(share * parts.weights))
     engine = decoder(packed, kernels, 0.3, plan=plan)
     assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED
