@@ -109,7 +109,7 @@ def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """Of x, and nothing of the others."""
+    """Asks for the gradient of x alone."""
     # An operation, since compilers trace the gradients of models that will never ask for them.
     of_x = torch.ops.sparsepack.slid_linear_gradient(gradient, ctx.columns)
     return of_x, None, None, None, None, [None] * ctx.prepared, None, None
