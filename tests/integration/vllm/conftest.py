@@ -1,5 +1,5 @@
-"""vLLM is in an environment of its own: `make test-vllm`."""
+"""vLLM is in an environment of its own, `make test-vllm`; elsewhere these tests are left out."""
 
-import pytest
+import importlib.util
 
-pytest.importorskip("vllm", reason="no vLLM here; `make test-vllm` has it")
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
