@@ -19,6 +19,9 @@ from sparsepack.packing import PackRequest, pack, plan_of
 from sparsepack.pruning.options import PruneOptions
 
 TINY = "shipped:tiny"
+AS_LIKELY = 0.02
+"""Of the standard deviation of logits: where vLLM and transformers add up in another order, an input of a Linear can be
+rounded to the next step, and the likelier of two tokens whose logits differ by less become the other."""
 PROMPTS = [
     *(
         "Once upon a time",
@@ -78,19 +81,19 @@ def assert_greedy(folder: Path, written: list[list[int]], margin: float = 0) -> 
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=["eager", "compiled"])
-@pytest.mark.parametrize("model", ["tiny", "books"])
+@pytest.mark.parametrize(("model", "margin"), [("tiny", 0), ("books", AS_LIKELY)])
 def test_tokens_are_those_of_transformers(
-    model: str, options: dict[str, object], request: pytest.FixtureRequest
+    model: str, margin: float, options: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
     folder: Path = request.getfixturevalue(model)
-    assert_greedy(folder, in_vllm(folder, PROMPTS, **options))
+    assert_greedy(folder, in_vllm(folder, PROMPTS, **options), margin)
 
 
 @pytest.mark.parametrize("model", ["tiny", "books"])
 def test_two_ranks_choose_other_tokens_only_where_two_are_as_likely(model: str, request: pytest.FixtureRequest) -> None:
     """Inputs of a Linear whose columns are shared out are quantised by each rank, with a scale of its own."""
     folder: Path = request.getfixturevalue(model)
-    assert_greedy(folder, in_vllm(folder, PROMPTS, enforce_eager=True, tensor_parallel_size=2), margin=0.02)
+    assert_greedy(folder, in_vllm(folder, PROMPTS, enforce_eager=True, tensor_parallel_size=2), AS_LIKELY)
 
 
 def test_a_lora_adapter_is_refused_in_a_line_of_the_log(tiny: Path) -> None:
