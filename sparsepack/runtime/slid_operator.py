@@ -10,7 +10,8 @@
     prepared  -- what `prepare` made of the weights for the type of x
     keep, of  -- the pattern of the weights
 
-y is of the type of x [..., rows]. NVIDIA GPUs have kernels (`runtime.cuda.slide`), other devices the reference.
+y is of the type of x [..., rows]; of a token with an input that is not finite, no output is. NVIDIA GPUs have kernels
+(`runtime.cuda.slide`), other devices the reference.
 
 To torch this is one operation that depends on its arguments alone: `torch.compile` keeps a model whole, and CUDA graphs
 capture it once it ran with as many tokens. There is no gradient: asking for one is a `UserError`. Tensors that do not
@@ -59,11 +60,13 @@ def prepare(matrix: SlidMatrix, dtype: torch.dtype, tokens: int = 0) -> list[Ten
 
 def _by_reference(x: Tensor, *weights: Any) -> Tensor:
     matrix, bias, _ = _taken_apart(x, *weights)
-    q, scale = reference.quantise_slide(x.reshape(-1, matrix.columns), matrix.how, matrix.values.dtype)
+    inputs = x.reshape(-1, matrix.columns)
+    finite = inputs.isfinite().all(-1, keepdim=True)
+    q, scale = reference.quantise_slide(torch.where(finite, inputs, 0), matrix.how, matrix.values.dtype)
     y = reference.slide_matmul(matrix, q, scale)
     if bias is not None:
         y = y + bias.float()
-    return y.to(x.dtype).view(*x.shape[:-1], len(matrix.values))
+    return torch.where(finite, y, torch.nan).to(x.dtype).view(*x.shape[:-1], len(matrix.values))
 
 
 def _on_gpu(x: Tensor, *weights: Any) -> Tensor:
@@ -109,7 +112,7 @@ def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """Of x, and nothing of the others."""
+    """Asks for the gradient of x alone."""
     # An operation, since compilers trace the gradients of models that will never ask for them.
     of_x = torch.ops.sparsepack.slid_linear_gradient(gradient, ctx.columns)
     return of_x, None, None, None, None, [None] * ctx.prepared, None, None

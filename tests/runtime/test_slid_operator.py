@@ -63,6 +63,21 @@ def test_it_computes_what_the_reference_says(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_that_is_not_finite_spoils_itself_alone(spoilt: float, dtype: torch.dtype, device: str) -> None:
+    """An engine that warms up runs on memory that nobody has written to."""
+    m, x = moved(matrix(32, 64, Pattern(6, 8), dtype), device), torch.randn(3, 4, 64).bfloat16().to(device)
+    prepared = prepare(m, x.dtype)
+    wanted = slid_linear(x, m, None, prepared)
+    x[1, 2, 17] = spoilt
+    found = slid_linear(x, m, None, prepared)
+    assert not found[1, 2].isfinite().any()
+    found[1, 2] = wanted[1, 2]
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(32, 64), (21, 100)])
 def test_torch_finds_no_fault_with_it(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
