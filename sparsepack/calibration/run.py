@@ -183,7 +183,6 @@ def _of_block(
     statistics: Statistics = {}
     of_batch: Statistics = {}
     run_of_batch: Statistics = {}
-    rounds = iter(range(dealt.rounds))
 
     def collect(_: int, site: str, x: torch.Tensor) -> None:
         x = x[:, options.sinks :]
@@ -201,8 +200,7 @@ def _of_block(
     def read(states: torch.Tensor) -> None:
         collectors.count(run_of_batch, "residual", "residual", states[:, options.sinks :], epsilon)
 
-    def batch_done() -> None:
-        having = dealt.having(next(rounds))
+    def batch_done(having: int) -> None:
         for found in dealt.workers.in_order({**of_batch, **run_of_batch}, having):
             collectors.add_to(statistics, {name: found[name] for name in of_batch})
             collectors.add_to(of_run, {name: found[name] for name in run_of_batch})
@@ -215,5 +213,5 @@ def _of_block(
         stream_hooks(stream.block, family, read),
         stream.watched(watch),
     ):
-        stream.pass_on(hidden, options.batch, batch_done)
+        stream.pass_on(hidden, options.batch, dealt.after_each(batch_done))
     return statistics

@@ -112,12 +112,13 @@ class ResumeState:
     fingerprint -- of everything the result depends on; the state of a run with another one is removed
     most        -- how many decoder blocks can be finished; None: any number
     parts       -- the values that were committed last, by part; empty for a run that begins
+    workers     -- who keep it together
     seconds     -- what saving blocks took so far
     """
 
     def __init__(self, path: Path | None, fingerprint: str, most: int | None = None, workers: Workers = ALONE) -> None:
         self.path, self.fingerprint, self._most = path if workers.first else None, fingerprint, most
-        self._workers = workers
+        self.workers = workers
         self.parts: dict[str, Any] = {}
         self._files: dict[str, dict[str, str]] = {}  # name -> the part it is of, and its SHA-256
         self._unneeded: list[Path] = []
@@ -194,9 +195,10 @@ class ResumeState:
         return self.kept(f"block-{layer:05}")
 
     def hidden(self, name: str = "hidden", dealt: Dealt | None = None) -> torch.Tensor | None:
-        """The hidden states after the last finished block, if there is one; this worker's where windows are `dealt`."""
-        whole = self.load(f"{name}-{self.done:05}")["hidden"] if self.done and self._workers.first else None
-        return whole if dealt is None else dealt.scattered(whole)
+        """The hidden states after the last finished block, if there is one; this worker's where windows are `dealt`,
+        else all of them."""
+        whole = self.load(f"{name}-{self.done:05}")["hidden"] if self.done and self.workers.first else None
+        return self.workers.from_first(whole) if dealt is None else dealt.scattered(whole)
 
     def kept_after(self, name: str) -> dict[str, torch.Tensor]:
         """What `keep_after` has kept after the last finished block."""
@@ -221,7 +223,7 @@ class ResumeState:
     def due(self, layer: int) -> bool:
         """Whether `save_block` of a block will commit: now and then, and the last one."""
         due = layer + 1 == self._most or time.monotonic() - self._saved >= self._pause
-        return bool(self._workers.told_by_first(due))
+        return bool(self.workers.told_by_first(due))
 
     def save_block(
         self,

@@ -8,6 +8,7 @@ A part is what is run at one time. In round r the workers have the parts r * cou
 found there is added in the order of the workers, so all together in the order of the parts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,16 @@ class Dealt:
         """How many workers have a part in a round: so many of the first ones."""
         return min(self.workers.count, self.parts - round * self.workers.count)
 
+    def after_each(self, done: Callable[[int], object]) -> Callable[[], None]:
+        """A function to call after each of this worker's parts, which calls `done` with how many workers had a part in
+        that round."""
+        rounds = iter(range(self.rounds))
+
+        def part_done() -> None:
+            done(self.having(next(rounds)))
+
+        return part_done
+
     def own(self, whole: Tensor) -> Tensor:
         """This worker's rows of a tensor [rows, ...], in their order."""
         if self.workers.count == 1:
@@ -62,7 +73,7 @@ class Dealt:
         return torch.cat([whole[self._at(part)] for part in self._of(self.workers.number)])
 
     def gathered(self, own: Tensor) -> Tensor | None:
-        """At the first worker the tensor [rows, ...] of which every worker gives its own rows; elsewhere None."""
+        """The tensor [rows, ...] of which every worker gives its own rows, at the first worker; elsewhere None."""
         workers = self.workers
         if workers.count == 1:
             return own

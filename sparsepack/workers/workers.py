@@ -7,14 +7,16 @@ seconds.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import WorkerLost, WorkersError
+
+T = TypeVar("T")
 
 LIMIT = 3600.0
 """An exchange waits for so many seconds at most: for the slowest worker's part, or for the hash of a large model."""
@@ -96,8 +98,41 @@ class Workers:
                         f"({_short(value)}); give all workers the same command, files and versions"
                     )
 
+    def each(self, items: Sequence[T], work: Callable[[T], Any]) -> list[Any]:
+        """`work(item)` of every item, JSON-able, at all workers: each is done by one of them."""
+        mine = [work(item) for item in items[self.number :: self.count]]
+        said = self.told(mine)
+        return [said[number % self.count][number // self.count] for number in range(len(items))]
+
+    def summed(self, counts: Tensor) -> Tensor:
+        """The sum over workers of whole numbers on the CPU, at all of them: exact, whatever the order."""
+        if self.link is None:
+            return counts
+        assert not counts.is_floating_point()
+        total = None
+        for found in self.in_order({"": counts}, self.count):
+            total = found[""] if total is None else total + found[""]
+        made = self.from_first(total)
+        assert made is not None
+        return made
+
+    def from_first(self, tensor: Tensor | None) -> Tensor | None:
+        """The first worker's tensor on the CPU at all of them; None where it has none. What others give is not looked
+        at."""
+        if self.link is None:
+            return tensor
+        kind = self.told_by_first(None if tensor is None else [list(tensor.shape), str(tensor.dtype)])
+        if kind is None:
+            return None
+        if self.first:
+            assert tensor is not None
+            for other in range(1, self.count):
+                self.send(tensor, other)
+            return tensor.cpu()
+        return self.received(torch.empty(kind[0], dtype=getattr(torch, kind[1].removeprefix("torch."))), 0)
+
     def in_order(self, tensors: Mapping[str, Tensor], having: int) -> Iterator[Mapping[str, Tensor]]:
-        """At the first worker what each of the first `having` workers found, in their order; elsewhere nothing.
+        """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
 
         tensors -- what this one found, on any device; all have the same names, types and shapes
         """

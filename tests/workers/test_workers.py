@@ -83,3 +83,25 @@ def test_an_exchange_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch)
     error = together(2, lambda workers: workers.told("x") if workers.first else None)[0]
     assert isinstance(error, WorkerLost)
     assert "worker 1 of 2 on here has not answered" in str(error)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_whole_numbers_are_summed_and_work_is_shared(count: int) -> None:
+    def work(workers: Workers) -> Any:
+        counts = torch.arange(5) + 2**60 // (workers.number + 1)
+        calls: list[int] = []
+        squares = workers.each(range(7), lambda item: calls.append(item) or item**2)
+        return workers.summed(counts).tolist(), squares, calls
+
+    found = together(count, work)
+    total = sum(2**60 // (number + 1) for number in range(count))
+    for sums, squares, _ in found:
+        assert sums == [count * n + total for n in range(5)]
+        assert squares == [n**2 for n in range(7)]
+    assert sorted(item for _, _, calls in found for item in calls) == list(range(7))
+
+
+@pytest.mark.parametrize("tensor", [None, torch.randn(3, 2), torch.randn(4).bfloat16(), torch.empty(0, 3)])
+def test_a_tensor_of_the_first_comes_to_all(tensor: torch.Tensor | None) -> None:
+    for found in together(3, lambda workers: workers.from_first(tensor if workers.first else None)):
+        assert (found is None) if tensor is None else torch.equal(found, tensor) and found.dtype == tensor.dtype
