@@ -1,7 +1,7 @@
 """`prune`: a model one block at a time, each block on what the pruned ones before it give.
 
-After each block its new tensors and the hidden states that enter the next one are kept beside the output, in
-`.NAME.unfinished`, from which a run that was killed goes on.
+Now and then the new tensors of the blocks that are done and the hidden states that enter the next one are saved beside
+the output, in `.NAME.unfinished`, from which a run that was killed goes on.
 """
 
 import json
@@ -29,6 +29,7 @@ from sparsepack.models.records.pruned import RECORD, Pruned, PrunedMatrix
 from sparsepack.models.records.rule import SiteKey
 from sparsepack.models.sites import chosen_sites
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import spread_windows
 from sparsepack.option import check_type
@@ -105,13 +106,14 @@ def _run(
     matters."""
     stream = BlockStream(checkpoint, options.device, arithmetic(options.dtype, checkpoint.dtype, options.device))
     matrices = [TypeAdapter(PrunedMatrix).validate_json(json.dumps(row)) for row in resume.value("matrices", [])]
-    hidden = None if windows is None else resume.hidden()
-    if hidden is None and windows is not None:
-        hidden = stream.embed(windows)
+    hidden = None if windows is None else stream.states(windows, resume.hidden())
     batches = 0 if hidden is None else -(-len(hidden) // options.batch)
     each = 1 + 2 * batches
     shorter = None if hidden is None else Shorter("--windows", len(hidden))
-    with progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance:
+    with (
+        bound_told("pruning", stream, resume),
+        progress("pruning", checkpoint.layers * each, resume.done * each, each, shorter) as advance,
+    ):
         for layer in range(resume.done, checkpoint.layers):
             here = {site: patterns[layer, site] for site in SITES if (layer, site) in patterns}
             stream.load(layer)

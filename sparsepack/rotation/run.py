@@ -154,7 +154,7 @@ def _run(
             other.load(layer, found)
             other.pass_on(turned, 1, lambda: None)
             other.unload()
-            resume.keep_hidden(layer, turned, "turned")
+            resume.keep_hidden(turned, "turned")
             resume.save_block(layer, found, hidden)
             advance()
     for stream in (model, other):

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
+from sparsepack.placement.budget import bytes_in
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -32,8 +33,12 @@ class EngineOptions:
     cache_type -- of keys and values, one that the backend has: "bf16", "f16", or "f32" for comparisons; None: its first
     sequences  -- texts that are decoded together, a token of each at a time; None: as many as the backend decodes
                   together, where memory has room for them
+    vram       -- what model, keys and values and buffers may take of a GPU's memory, as in 8GB, in place of `cached`
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
+    activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
+                  text means nothing: uint8 tensor [steps, blocks, neurons / 8, rounded up], a bit for each neuron as it
+                  is stored, the lowest bit first; after the last step the first one again. For device cuda, with slots
 
     Raises `UserError` for a value out of range, and for a policy where nothing has slots.
     """
@@ -66,11 +71,12 @@ class EngineOptions:
         most=1,
         counts=(not_with("runtime", "transformers"),),
     )
+    vram: str | None = None
     policy: str | None = option(
         f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
         default=None,
         choices=ONLINE,
-        counts=(only_with("cached"),),
+        counts=(only_with("cached", others=(only_with("vram"),)),),
     )
     hold: bool = option(
         "Scale thresholds from token to token so that each text skips the share that the file was packed for, on "
@@ -81,9 +87,23 @@ class EngineOptions:
     )
     begin: Callable[..., Any] | None = None
     links: Links | None = None
+    activity: object = None
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """What `vram` says. Raises `PlacementError`."""
+        return None if self.vram is None else bytes_in(self.vram)
+
+    @property
+    def divided(self) -> bool:
+        """Whether some neurons have slots, and others may have none."""
+        return self.cached is not None or self.vram is not None
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
+        _ = self.vram_bytes
+        if self.vram is not None and self.cached is not None:
+            raise UserError(f"vram {self.vram}: it does nothing with cached {self.cached}; leave one of them out")
         if self.cached is not None and (self.sequences or 1) > 1:
             raise UserError(f"cached with {self.sequences} sequences: slots follow one text; leave one of them out")
         if self.cached is not None and self.threads == 1:

@@ -2,7 +2,7 @@
 
 Each block is run once per site: the sites before it sparse, the score at this site counted, the run cut short there.
 Only the second half of every window is sparse and counted, its first half is dense context: what decoding after a
-dense prefill sees (design, protocol `decode`). After each block its rows and the hidden states are kept.
+dense prefill sees (design, protocol `decode`). Now and then the rows of all blocks and the hidden states are saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from sparsepack.files.resume import ResumeState
 from sparsepack.models.families import SITES
 from sparsepack.models.records.rule import CURVE_SHARES, Rules, SiteKey, SiteRule, sparsify
 from sparsepack.models.stock.blocks import BlockStream
+from sparsepack.models.stock.bound import bound_told
 from sparsepack.models.stock.hooks import SiteFunction, site_hooks
 from sparsepack.progress import Shorter, progress
 from sparsepack.sparsity.thresholds import rules_of_json, rules_to_json
@@ -30,12 +31,13 @@ def sequential_thresholds(
 ) -> dict[SiteKey, SiteRule]:
     """Rules of all sites so that each realises its target sparsity on `windows` [N, S]."""
     layers, batches = stream.source.layers, -(-len(windows) // batch)
-    rules, hidden = finished_rules(resume), resume.hidden()
-    if hidden is None:
-        hidden = stream.embed(windows)
+    rules, hidden = finished_rules(resume), stream.states(windows, resume.hidden())
     done = len(rules) // len(SITES)
     shorter = Shorter("--windows", len(windows))
-    with progress("thresholds", layers * batches, done * batches, batches, shorter) as advance:
+    with (
+        bound_told("thresholds", stream, resume),
+        progress("thresholds", layers * batches, done * batches, batches, shorter) as advance,
+    ):
         for layer in range(done, layers):
             stream.load(layer)
             found = _block_rules(stream, layer, hidden, choose(layer, stream), batch)

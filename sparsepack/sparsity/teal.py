@@ -120,5 +120,5 @@ class _Greedy:
             given = greedy_sparsities(stream, layer, self.hidden, self.weights, self.options.sparsity, base)
         upstream = given if self.options.upstream == "sparse" else dict.fromkeys(SITES, 0.0)
         self.hidden = run_at(stream, layer, self.hidden, upstream, base)
-        self.resume.keep_hidden(layer, self.hidden, "greedy")
+        self.resume.keep_hidden(self.hidden, "greedy")
         return {site: replace(base[site], sparsity=given[site]) for site in SITES}

@@ -6,15 +6,13 @@ from typing import Any, Protocol
 
 import torch
 
-from sparsepack.files.resume import ResumeState
+from sparsepack.files.resume import ResumeState, pause_after
 from sparsepack.progress import Shorter, progress
 
 Loss = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A loss takes windows of token ids [B, S] on the device and returns divergence and sparsity, differentiable."""
 
 _STIFFNESS, _DUAL_RATE = 10.0, 0.3  # augmented Lagrangian that holds the sparsity
-_SAVE_EVERY = 20.0
-"""The state is saved after so many seconds, or so many times as long as saving it takes, if that is more than one."""
 
 
 class TrainingOptions(Protocol):
@@ -54,7 +52,7 @@ class Training:
         )
         if "learning" in resume.parts:
             self._resume()
-        self.saved, self.pause = time.monotonic(), _SAVE_EVERY
+        self.saved, self.pause = time.monotonic(), pause_after(0)
 
     def run(self, label: str, windows: torch.Tensor, loss: Loss) -> None:
         """Take the steps that are left, on stretches of `windows` [N, S]."""
@@ -98,7 +96,7 @@ class Training:
         values = {"step": self.step, "price": self.price, "groups": adam["param_groups"]}
         self.resume.commit("learning", **values, schedule=self.schedule.state_dict())
         self.saved = time.monotonic()
-        self.pause = _SAVE_EVERY * max(1.0, self.saved - began)
+        self.pause = pause_after(self.saved - began)
 
     @torch.no_grad()
     def _resume(self) -> None:

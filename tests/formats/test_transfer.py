@@ -10,11 +10,11 @@ from codec_cases import relative_error
 from devices import DEVICES, needs_cuda
 from small_rules import rules
 
+from sparsepack.files import transfer
 from sparsepack.files.gguf import read_gguf
-from sparsepack.formats import transfer
+from sparsepack.files.transfer import host_pieces, stacked_on, tensors_at_once
 from sparsepack.formats.codecs import q4_k_device, q6_k
 from sparsepack.formats.plain import plan as plain_gguf
-from sparsepack.formats.transfer import host_pieces, stacked_on, tensors_at_once
 from sparsepack.formats.zigzag import plan as zigzag_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 

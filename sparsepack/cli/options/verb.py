@@ -14,8 +14,12 @@ import click
 
 from sparsepack.errors import UserError
 from sparsepack.option import Condition, idle
+from sparsepack.workers.environment import several
 
 F = TypeVar("F", bound=Callable[..., Any])
+ARGUMENTS = "sparsepack.arguments"
+"""Under this name click's context has the arguments of the whole command line."""
+
 _GROUPS: dict[click.Parameter, str] = {}
 """The heading under which the help shows an option, where that is another than "Options"."""
 
@@ -64,6 +68,9 @@ class Verb(click.Command):
         def flag(name: str) -> str:
             return max(options[name].opts, key=len) if name in options else name.replace("_", "-")
 
+        names = {str(each.name) for each in self.params}
+        if several() and "output" in names and "devices" not in names:
+            raise UserError(f"{self.name} runs in one process; start it without torchrun")
         for line in idle(given, ctx.params.get, counts, flag):
             raise UserError(line)
         for parameter in self.params:

@@ -9,8 +9,8 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 
 from sparsepack.files.parallel import parallel_map
+from sparsepack.files.transfer import host_pieces
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, tensors_of
-from sparsepack.formats.transfer import host_pieces
 
 
 def offsets(start: int, tensors: Iterable[PlannedTensor], alignment: int = 1) -> list[int]:

@@ -248,7 +248,7 @@ def test_slots_may_change_while_the_worker_still_has_work_of_an_interrupted_pref
     for nobody in (1, 0, 1):
         resident = divided.residency.resident
         resident[:, nobody:] = False
-        divided.place(resident, anew=False)
+        divided.residency.change(resident, divided._copy)
     left[0]()
     engine.reset()
     assert torch.equal(engine.prefill(IDS), expected)

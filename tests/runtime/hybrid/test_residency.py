@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsepack.runtime.hybrid import residency as module
-from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
+from sparsepack.runtime.hybrid.residency import NOWHERE, Residency, ranges_of_blocks
 
 SHAPE = (3, 40)
 seeds = st.integers(0, 2**32 - 1)
@@ -19,12 +19,13 @@ class Slots:
         self.residency, self.left = residency, until
         self.content = np.full((residency.slots, 2), NOWHERE)
 
-    def copy(self, block: int, neurons: np.ndarray, slots: np.ndarray) -> None:
+    def copy(self, neurons: np.ndarray, slots: np.ndarray) -> None:
+        assert (np.diff(neurons) > 0).all()
         for neuron, slot in zip(neurons, slots, strict=True):
             if not self.left:
                 raise KeyboardInterrupt
             self.left -= 1
-            self.content[slot] = block, neuron
+            self.content[slot] = divmod(neuron, SHAPE[1])
 
     def check(self) -> None:
         where = np.argwhere(self.residency.table != NOWHERE)
@@ -91,3 +92,22 @@ def test_more_neurons_than_slots_are_refused() -> None:
         residency.change(
             np.eye(*SHAPE, dtype=np.bool_) | (np.arange(40) == 39) & (np.arange(3)[:, None] == 0), Slots(residency).copy
         )
+
+
+def test_moves_are_those_of_the_whole_change() -> None:
+    one, other = Residency(SHAPE, 60), Residency(SHAPE, 60)
+    now = np.zeros(SHAPE, np.bool_)
+    for seed in range(20):
+        wanted = chosen(seed, 60)
+        coming, going = (np.flatnonzero(each).astype(np.int32) for each in (wanted & ~now, now & ~wanted))
+        one.move(coming, going, Slots(one).copy)
+        other.change(wanted, Slots(other).copy)
+        now = wanted
+        assert np.array_equal(one.table, other.table)
+
+
+@given(st.lists(st.integers(0, 119), unique=True).map(sorted))
+def test_ranges_of_blocks_are_those_of_each_block(neurons: list[int]) -> None:
+    found = list(ranges_of_blocks(np.array(neurons, np.int32), 40))
+    assert [n for block, first, last in found for n in neurons[first:last] if n // 40 == block] == neurons
+    assert len({block for block, _, _ in found}) == len(found) == len({n // 40 for n in neurons})
