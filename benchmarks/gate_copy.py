@@ -51,7 +51,7 @@ from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import NeuronMlp, PackedModel
 from sparsepack.models.families import MLP_MID
 from sparsepack.models.stock.hooks import site_hooks
-from sparsepack.placement.machine import BUFFERS, DRAM, HBM, MACHINES, SCATTERED, SHAPES, Machine, Shape, dense_split
+from sparsepack.placement.machine import MACHINES, SHAPES, Machine, Shape, dense_split
 from sparsepack.placement.placement import across_blocks, budget_of
 from sparsepack.runtime.reference.neurons import ReferenceCopy, load_gate_copy, may_be_active
 from sparsepack.tables import Table, markdown
@@ -234,43 +234,44 @@ def speeds(
     counts -- how often each neuron was listed, and active, at so many tokens: [2, blocks, neurons]
     """
     listed, density = (float(each.sum()) / tokens / frequency.size for each in counts)
-    hbm, host = HBM * machine.hbm * 1e9, DRAM * machine.dram * 1e9
-    worker = min(SCATTERED * host, (machine.cpu or machine.dram) * 1e9)
-    bus, both = machine.pcie * 1e9, min(worker + machine.pcie * 1e9, host)
-    room = vram - shape.attention - shape.cache - BUFFERS
+    parts, row = shape.parts, shape.row_bytes
+    rates = machine.rates(parts.record)
+    beside = parts.output + sum(parts.attention) + parts.cache
+    room = vram - parts.work.bytes - beside
+    both = min((rates.links.worker + rates.links.bus) * parts.record, rates.host)
 
     def speed(near: float, slots: float, far: float, listed_far: float = 0.0, listed_by: float = 1.0) -> float:
         """near: bytes read whole on the GPU beside attention and cache; far: seconds for what is read whole of host
         memory; listed_far: bytes of all gates that are read there where they are listed and have no slot."""
         listed_hit, hit = hit_rates(counts, frequency, slots)
         gates = listed * (1 - listed_hit) * listed_far / listed_by
-        active = density * shape.neurons * shape.record_bytes
-        mlp = max(active * hit / hbm, active * (1 - hit) / both)
-        handover = shape.layers * machine.handover_us * 1e-6 if hit < 1 else 0.0
-        return 1 / ((shape.attention + shape.cache + near) / hbm + far + gates + mlp + handover)
+        active = density * parts.all_neurons * parts.record
+        mlp = max(active * hit / rates.card, active * (1 - hit) / both)
+        handover = parts.blocks * rates.links.handover if hit < 1 else 0.0
+        return 1 / ((beside + near) / rates.card + far + gates + mlp + handover)
 
     def slots(bytes_left: float, each: float) -> float:
-        return min(1.0, max(0.0, bytes_left) / each / shape.neurons)
+        return min(1.0, max(0.0, bytes_left) / each / parts.all_neurons)
 
-    near = min(shape.gates, room)
-    rest = slots(room - near, shape.record_bytes)
+    near = min(sum(parts.gates), room)
+    rest = slots(room - near, parts.record)
     found: dict[str, float | None] = {
-        "llama.cpp": dense_split(machine, shape, vram),
-        "gates near": speed(near, rest, 0.0) if near == shape.gates else None,
-        "gates far, by the bus": speed(near, rest, (shape.gates - near) / bus),
-        "gates far, by both": speed(near, rest, (shape.gates - near) / both),
+        "llama.cpp": dense_split(rates, parts, vram),
+        "gates near": speed(near, rest, 0.0) if near == sum(parts.gates) else None,
+        "gates far, by the bus": speed(near, rest, (sum(parts.gates) - near) / rates.bus),
+        "gates far, by both": speed(near, rest, (sum(parts.gates) - near) / both),
     }
-    weights = shape.neurons * shape.hidden
-    for name, table_bits, row, by in (
-        ("copy, bus", TABLE_BITS, shape.hidden / 2, bus),
-        ("copy, Q4_K", 0.0, shape.row_bytes, both),
-        ("copy, Q6_K", 0.0, shape.row_bytes * 6.5625 / 4.5, both),
+    weights = parts.all_neurons * shape.hidden
+    for name, table_bits, gate, by in (
+        ("copy, bus", TABLE_BITS, shape.hidden / 2, rates.bus),
+        ("copy, Q4_K", 0.0, row, both),
+        ("copy, Q6_K", 0.0, row * 6.5625 / 4.5, both),
     ):
         whole = (bits + table_bits) / 8 * weights
         part = min(1.0, room / whole)
-        rest = slots(room - whole, shape.record_bytes + row)
-        far = (1 - part) * shape.gates / both
-        found[name] = speed(part * whole, rest, far, part * shape.neurons * row, by)
+        rest = slots(room - whole, parts.record + gate)
+        far = (1 - part) * sum(parts.gates) / both
+        found[name] = speed(part * whole, rest, far, part * parts.all_neurons * gate, by)
     return found
 
 

@@ -28,7 +28,7 @@ active in sessions of the calibration text. The model of time says how fast mode
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,9 @@ from sparsepack.models.families import MLP_MID, SITES
 from sparsepack.models.records.rule import Rules, SiteRule
 from sparsepack.models.stock.hooks import site_hooks
 from sparsepack.models.tokenizer.windows import session_windows
+from sparsepack.placement.budget import Parts, Plan, plan_within
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.machine import (
-    BUFFERS,
-    DRAM,
-    HBM,
-    MACHINES,
-    SCATTERED,
-    SHAPES,
-    Machine,
-    Shape,
-    dense_split,
-    tokens_per_second,
-)
+from sparsepack.placement.machine import MACHINES, SCATTERED, SHAPES, Rates, dense_split, tokens_per_second
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import play
 from sparsepack.progress import progress
@@ -82,27 +72,15 @@ Thresholds = Mapping[tuple[int, str], Tensor]
 """(layer, site or GATE) -> histogram of the magnitudes there, int64 [bins]."""
 
 
-@dataclass(frozen=True)
-class NeuronShape(Shape):
-    """A shape whose records are of so many rows of the three that a neuron has; the other rows are always near."""
-
-    record_rows: int = 2
-
-    @property
-    def record_bytes(self) -> int:
-        return int(self.record_rows * self.row_bytes)
-
-    @property
-    def gates(self) -> float:
-        return (3 - self.record_rows) * self.neurons * self.row_bytes
-
-
 RECORD_ROWS = {GATE: 2, BOTH: 1}
+"""So many rows of the three of a neuron are read where it is active alone; the others are always read."""
 
 
-def shape_of(name: str, rule: str) -> NeuronShape:
-    """A shape of the model of time, divided as the rule has it."""
-    return NeuronShape(**vars(SHAPES[name]), record_rows=RECORD_ROWS[rule])
+def parts_of(name: str, rule: str) -> Parts:
+    """What a shape of the model of time takes, its neurons divided as the rule has it: `gates` is what is always read."""
+    known, rows = SHAPES[name].parts, RECORD_ROWS[rule]
+    always = (3 - rows) * known.gates[0]
+    return replace(known, gates=(always,) * known.blocks, record=known.record * rows // RECORD_ROWS[GATE])
 
 
 @contextmanager
@@ -245,67 +223,66 @@ def hottest(played: Played) -> str:
     return " / ".join(f"{order[: round(share * order.size)].sum() / order.sum():.3f}" for share in (0.1, 0.3, 0.5))
 
 
-def split_by_layers(machine: Machine, shape: Shape, vram: float, attention: float, mlp: float) -> float:
+def split_by_layers(rates: Rates, parts: Parts, vram: float, beside: float, mlp: float) -> float:
     """Tokens per second where as many weights as fit are on the GPU and the rest on the processor, as in `dense_split`,
-    and both sides read these shares of the weights of attention and MLP."""
-    whole = 3 * shape.neurons * shape.row_bytes
-    weights = shape.attention + whole
-    near = max(0.0, min(weights, vram - shape.cache - BUFFERS))
-    read = (attention * shape.attention + mlp * whole) / weights
-    gpu = (near * read + shape.cache) / (HBM * machine.hbm * 1e9)
-    return 1 / (gpu + (weights - near) * read / (SCATTERED * DRAM * machine.dram * 1e9))
+    and both sides read these shares of the weights beside the MLPs and of the MLPs."""
+    whole = sum(parts.gates) + parts.records
+    weights = parts.weights - parts.embedding
+    near = max(0.0, min(weights, vram - parts.least))
+    read = (beside * (weights - whole) + mlp * whole) / weights
+    gpu = (near * read + parts.cache) / rates.card
+    return 1 / (gpu + (weights - near) * read / (SCATTERED * rates.host))
 
 
-def far_last(machine: Machine, shape: NeuronShape, vram: float, density: float) -> float:
+def far_last(rates: Rates, parts: Parts, vram: float, density: float) -> float:
     """Tokens per second where records are what is far away first, and of those on either side `density` is read."""
-    records, whole = shape.neurons * shape.record_bytes, shape.attention + shape.gates
-    room = max(0.0, vram - shape.cache - BUFFERS)
+    whole = parts.weights - parts.embedding - parts.records
+    room = max(0.0, vram - parts.least)
     near_whole = min(whole, room)
-    near = min(records, room - near_whole)
-    gpu = (near_whole + density * near + shape.cache) / (HBM * machine.hbm * 1e9)
-    host = (whole - near_whole + density * (records - near) / SCATTERED) / (DRAM * machine.dram * 1e9)
-    return 1 / (gpu + host + (shape.layers * machine.handover_us * 1e-6 if near < records else 0.0))
+    near = min(parts.records, room - near_whole)
+    gpu = (near_whole + density * near + parts.cache) / rates.card
+    host = (whole - near_whole + density * (parts.records - near) / SCATTERED) / rates.host
+    return 1 / (gpu + host + (parts.blocks * rates.links.handover if near < parts.records else 0.0))
 
 
 def speeds(played: Played, columns: float) -> Iterator[dict[str, Any]]:
     """Tokens per second of each shape, budget and machine; `columns` is the share of columns of the same accuracy."""
-    density = played.density
+    density, rows = played.density, RECORD_ROWS[played.rule]
+    mlp = (3 - rows + density * rows) / 3
     for name, budgets in BUDGETS.items():
-        shape = shape_of(name, played.rule)
-        mlp = (3 - shape.record_rows + density * shape.record_rows) / 3
+        parts = parts_of(name, played.rule)
         for gigabytes in budgets:
-            vram = 1e9 * gigabytes
-            share = min(1.0, (vram - shape.least) // shape.record_bytes / shape.neurons)
+            vram = round(1e9 * gigabytes)
+            plan = plan_within(parts, vram)
             found: dict[str, dict[str, Any]] = {}
-            if share >= 0:
-                found = {ANY: {"hit_rate": {"value": share}, "moves": 0.0}}
-                found |= {policy: played.outcome(policy, share) for policy in PLACED}
+            if plan.gates == parts.blocks:
+                found = {ANY: {"hit_rate": {"value": plan.share}, "moves": 0.0}}
+                found |= {policy: played.outcome(policy, plan.share) for policy in PLACED}
             for machine_name, machine in MACHINES.items():
+                rates = machine.rates(parts.record)
                 yield {
                     "rule": played.rule,
                     "share": played.share,
                     "shape": name,
                     "vram": gigabytes,
                     "machine": machine_name,
-                    "slots": share if found else None,
-                    "llama.cpp": dense_split(machine, SHAPES[name], vram),
-                    "columns, by layers": split_by_layers(machine, SHAPES[name], vram, columns, columns),
-                    "rule, by layers": split_by_layers(machine, SHAPES[name], vram, 1.0, mlp),
-                    "rule, far last": far_last(machine, shape, vram, density),
-                    **_placed(machine, shape, density, found, played.frequency.size),
+                    "slots": plan.share if found else None,
+                    "llama.cpp": dense_split(rates, parts, vram),
+                    "columns, by layers": split_by_layers(rates, parts, vram, columns, columns),
+                    "rule, by layers": split_by_layers(rates, parts, vram, 1.0, mlp),
+                    "rule, far last": far_last(rates, parts, vram, density),
+                    **_placed(rates, plan, density, found, played.frequency.size),
                 }
 
 
 def _placed(
-    machine: Machine, shape: Shape, density: float, found: Mapping[str, Mapping[str, Any]], neurons: int
+    rates: Rates, plan: Plan, density: float, found: Mapping[str, Mapping[str, Any]], neurons: int
 ) -> dict[str, float | None]:
     """Tokens per second with slots, by policy."""
     speeds: dict[str, float | None] = dict.fromkeys((ANY, *PLACED, "slow and bus"))
     for policy, bus in [(policy, False) for policy in found] + [("slow", True)] * bool(found):
         hit_rate, moved = found[policy]["hit_rate"]["value"], found[policy]["moves"] / neurons
-        speeds[f"{policy} and bus" if bus else policy] = tokens_per_second(
-            machine, shape, density, hit_rate, moved, bus
-        )
+        speeds[f"{policy} and bus" if bus else policy] = tokens_per_second(rates, plan, density, hit_rate, moved, bus)
     return speeds
 
 
