@@ -77,7 +77,7 @@ RECORD_ROWS = {GATE: 2, BOTH: 1}
 
 
 def parts_of(name: str, rule: str) -> Parts:
-    """What a shape of the model of time takes, its neurons divided as the rule has it: `gates` is what is always read."""
+    """What a shape of the model of time takes, neurons divided as the rule has it; `gates` is what is always read."""
     known, rows = SHAPES[name].parts, RECORD_ROWS[rule]
     always = (3 - rows) * known.gates[0]
     return replace(known, gates=(always,) * known.blocks, record=known.record * rows // RECORD_ROWS[GATE])
