@@ -9,7 +9,8 @@ if ggml.library() is None:
 
 from gate_copy import hit_rates, speeds
 
-from sparsepack.placement.machine import MACHINES, SHAPES, Machine, share_in, tokens_per_second
+from sparsepack.placement.budget import plan_of_share
+from sparsepack.placement.machine import MACHINES, SHAPES, Machine, tokens_per_second
 
 TOKENS = 1000
 FREQUENCY = np.linspace(0.9, 0.02, 400).reshape(4, 100)
@@ -29,10 +30,13 @@ def test_slots_serve_the_most_frequent() -> None:
 @pytest.mark.parametrize("vram", [20e9, 24e9, 32e9])
 def test_gates_near_are_the_model_of_simulate(machine: Machine, vram: float) -> None:
     shape = SHAPES["70b"]
+    parts = shape.parts
     found = speeds(machine, shape, vram, 2, COUNTS, FREQUENCY, TOKENS)
-    hit = hit_rates(COUNTS, FREQUENCY, share_in(vram, shape))[1]
+    share = (vram - parts.least - parts.output - sum(parts.attention) - sum(parts.gates)) / parts.records
+    hit = hit_rates(COUNTS, FREQUENCY, share)[1]
     density = float(COUNTS[1].sum()) / TOKENS / FREQUENCY.size
-    expected = tokens_per_second(machine, shape, density, hit, 0.0, over_the_bus=True)
+    plan, rates = plan_of_share(parts, share), machine.rates(parts.record)
+    expected = tokens_per_second(rates, plan, density, hit, 0.0, over_the_bus=True)
     assert found["gates near"] == pytest.approx(expected, rel=1e-6)
     assert found["gates far, by both"] == found["gates near"]
 
@@ -44,13 +48,12 @@ def test_what_does_not_fit_has_no_speed_or_a_part_of_it_far(machine: Machine) ->
     for name in ("gates far, by the bus", "gates far, by both"):
         rates = [each[name] for each in of]
         assert rates == sorted(rates), "more room is never slower"
-    shape = SHAPES["70b"]
-    none = speeds(machine, shape, shape.least - shape.gates, 1, COUNTS, FREQUENCY, TOKENS)
-    for name in (
-        "copy, bus",
-        "copy, Q4_K",
-        "copy, Q6_K",
-    ):  # where no copies fit all gates are far, and are read by both sides
+    parts = SHAPES["70b"].parts
+    # Where no copies fit, all gates are far and are read by both sides.
+    none = speeds(
+        machine, SHAPES["70b"], parts.least + parts.output + sum(parts.attention), 1, COUNTS, FREQUENCY, TOKENS
+    )
+    for name in ("copy, bus", "copy, Q4_K", "copy, Q6_K"):
         assert none[name] == pytest.approx(none["gates far, by both"])
 
 

@@ -50,7 +50,7 @@ class HybridDecoder(OperationsDecoder):
         slow: Callable[..., Any] | None = None,
     ) -> None:
         if device.type != "cpu":
-            raise UserError(f"cached on device {device}: two workers share the CPU so far; use device cpu")
+            raise UserError(f"cached on device {device}: this backend's two workers share the CPU; use device cpu")
         first, second = divided(options.threads or torch.get_num_threads())
         self._plan = plan_of_share(parts_of(packed, context, cache_type or "f32"), options.cached or 0.0)
         self._placing = placing_of(packed, options, self._plan, slow)
