@@ -54,16 +54,17 @@ def decoder(
     packed: PackedModel,
     kernels: Kernels,
     cached: float,
-    links: Links = EVEN,
+    links: Links | None = EVEN,
     activity: Tensor | None = None,
     plan: Plan | None = None,
+    measured: Links | None = None,
     slow: Callable[..., Any] | None = None,
     **options: Any,
 ) -> CudaHybridDecoder:
     chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
     device = torch.device("cuda")
     plan = plan or planned(packed, 128, "f32", chosen)
-    given = {"slow": slow, "kernels": kernels, "activity": activity}
+    given = {"measured": measured, "slow": slow, "kernels": kernels, "activity": activity}
     return CudaHybridDecoder(packed, operations, device, 128, "f32", chosen, plan, **given)
 
 
@@ -221,6 +222,64 @@ def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
         engine._worker = Stopping()
     with pytest.raises(UserError, match=r"the processor beside the GPU: .*; load the model again"):
         engine.step([3], True)
+
+
+def test_where_the_links_come_from_is_told(kernels: Kernels) -> None:
+    def said(**links: Links | None) -> str:
+        return decoder(model(), kernels, 0.3, **links).description
+
+    assert said().endswith("with slots, slow, links given")
+    assert said(links=None, measured=EVEN).endswith("with slots, slow, links measured")
+    assert said(links=None).endswith("with slots, slow, links assumed as of pcie5")
+
+
+class Reached:
+    """A native object, some of whose methods are others."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+
+INTERRUPTED: dict[str, tuple[Callable[[CudaHybridDecoder], Any], str]] = {
+    "before the worker is called": (lambda engine: engine._worker, "begin"),
+    "before the step is launched": (lambda engine: engine._ids, "write"),
+    "while the worker computes": (lambda engine: engine._worker, "end"),
+    "before the policy is told": (lambda engine: engine._divided, "step_bits"),
+    "before neurons move": (lambda engine: engine._divided, "move"),
+    "while the table changes": (lambda engine: engine._divided.residency, "agree"),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
+@pytest.mark.parametrize("before", [0, 4])
+def test_an_interrupted_step_leaves_a_decoder_that_goes_on(
+    kernels: Kernels, when: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends both sides; a conversation goes on with the text as it was."""
+    packed = model()
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 0)
+    engine, undisturbed = (decoder(packed, kernels, 0.3, policy="lru") for _ in range(2))
+    engine._worker = Reached(engine._worker)
+    for id in IDS[:before].tolist():
+        engine.step([id], True)
+    owner, name = INTERRUPTED[when]
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner(engine), name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step([int(IDS[before])], True)
+    assert largest(steps(engine, IDS[before:]), expected[before:]) < ROUNDED
+    assert engine.hit_counts is not None
+    assert engine.hit_counts.tokens == 13 - before, "counted anew"
+    engine.reset()
+    assert torch.equal(steps(engine, IDS), steps(undisturbed, IDS))
+    assert engine.hit_counts == undisturbed.hit_counts
 
 
 def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:

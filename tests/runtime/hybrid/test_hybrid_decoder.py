@@ -27,6 +27,7 @@ from sparsepack.placement.policy_run import play
 from sparsepack.runtime import operations_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.hybrid import mlps
+from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -229,6 +230,29 @@ def test_an_interrupted_step_leaves_an_engine_that_can_be_reset() -> None:
         with pytest.raises(KeyboardInterrupt):
             engine.step(1)
     assert torch.equal(run(engine, 3), expected)
+
+
+def test_a_text_goes_on_after_moves_that_were_interrupted() -> None:
+    """The policy knows of them; they were not made."""
+    engine = engine_of(model(), "cpu", cached=0.3, policy="lru")
+    divided = engine._decoder._mlps  # type: ignore[attr-defined]
+
+    def interrupted(moves: Moves) -> None:
+        raise KeyboardInterrupt
+
+    run(engine, 3, IDS[:7])
+    for done in (7, 8):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(divided, "move", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step(IDS[done])
+        assert engine.common(IDS) == 0, "the cache is not known"
+        engine.keep(IDS[:8])
+        engine.prefill(IDS[: done + 1])
+    found = torch.stack([engine.step(id) for id in IDS[9:]])
+    assert difference(found, dense_logits("cpu")[9:]) < EXACT["cpu"]
+    assert engine.hit_counts is not None
+    assert engine.hit_counts.tokens == len(IDS) - 9
 
 
 def test_slots_may_change_while_the_worker_still_has_work_of_an_interrupted_prefill() -> None:
