@@ -102,16 +102,17 @@ class EngineOptions:
         return None if self.vram is None else bytes_in(self.vram)
 
     @property
-    def divided(self) -> bool:
-        """Whether some neurons have slots, and others may have none."""
-        return self.cached is not None or self.vram is not None
+    def divided_by(self) -> str | None:
+        """The option by which some neurons have slots, and others may have none: `cached` or `vram`."""
+        return "cached" if self.cached is not None else "vram" if self.vram is not None else None
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
         _ = self.vram_bytes
-        if self.divided and (self.sequences or 1) > 1:
-            name = "cached" if self.vram is None else "vram"
-            raise UserError(f"{name} with {self.sequences} sequences: slots follow one text; leave one of them out")
+        if self.divided_by and (self.sequences or 1) > 1:
+            raise UserError(
+                f"{self.divided_by} with {self.sequences} sequences: slots follow one text; leave one of them out"
+            )
         if self.cached is not None and self.threads == 1 and self.device == "cpu":
             raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 

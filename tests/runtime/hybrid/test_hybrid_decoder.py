@@ -31,8 +31,9 @@ from sparsepack.runtime.hybrid.following import Moves
 from sparsepack.runtime.sampling import Sampler, Sampling
 
 IDS = torch.randint(300, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-EXACT = {"reference": 1e-5, "cpu": 2e-3}
-"""Relative, of all logits. The cpu backend multiplies in 16 bits and keeps keys and values in half precision."""
+EXACT = {"reference": 1e-5, "cpu": 2e-3, "cuda": 1e-2}
+"""Relative, of all logits. The cpu backend multiplies in 16 bits and keeps keys and values in half precision; the cuda
+backend rounds what enters the products of prefill, so that an input near its threshold may fall on the other side."""
 
 every_backend = every_backend_that(lambda row: row.slots)
 links = st.builds(Links, *[st.sampled_from([1e-3, 1.0, 1e3])] * 3, st.sampled_from([0.0, 1.0, 1e9]))
