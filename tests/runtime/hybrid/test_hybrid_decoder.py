@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from packed_models import by_neurons, random_model, stock_logits, stock_model
 from tokenizers import Tokenizer
 from torch import Tensor
+from watched_policies import Watched, start_of
 
 from sparsepack.errors import UserError
 from sparsepack.files.text import read_text
-from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
-from sparsepack.placement.placement import Placement, budget_of
+from sparsepack.placement.placement import Placement
 from sparsepack.placement.policies import POLICIES, Policy, Start
 from sparsepack.placement.policy_run import play
 from sparsepack.runtime import operations_decoder
@@ -137,24 +138,6 @@ def test_a_dense_engine_reads_every_neuron(backend: str) -> None:
     assert set(engine.activity().values()) == {1.0}
 
 
-class Watched:
-    """A policy that writes down what it sees."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.rows = policy, list[np.ndarray]()
-
-    def begin(self, start: Start) -> tuple[Placement, Any]:
-        self.rows.clear()
-        placement, mover = self.policy(start)
-
-        def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
-            assert token == len(self.rows)
-            self.rows.append(needed.copy())
-            return resident if mover is None else mover(token, needed, resident)
-
-        return placement, move
-
-
 @every_backend
 @pytest.mark.parametrize("policy", ONLINE)
 def test_what_is_served_and_moved_is_what_the_simulator_says(backend: str, policy: str) -> None:
@@ -183,13 +166,6 @@ def test_who_is_served_is_who_is_active_in_the_stock_model() -> None:
     assert engine.hit_counts is not None
     records = sum(n for (_, name), n in engine.counts().active.items() if name == "mlp_records")
     assert engine.hit_counts.needed == records
-
-
-def start_of(packed: PackedModel, needed: np.ndarray, prompt: int, cached: float) -> Start:
-    """What the simulator knows, by the model's numbers."""
-    stored = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
-    frequency = np.stack([block.frequency[block.order.argsort()].double().numpy() for block in stored])
-    return Start(frequency, budget_of(cached, frequency), needed, prompt)
 
 
 def dies(after: int, ffn: Callable[..., Tensor]) -> Callable[..., Tensor]:
