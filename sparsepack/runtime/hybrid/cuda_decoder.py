@@ -18,6 +18,7 @@ from sparsepack.placement.counts import HitCounts
 from sparsepack.placement.links import Links
 from sparsepack.placement.machine import MACHINES
 from sparsepack.placement.ways import Ways
+from sparsepack.progress import counted
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import NewCache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
@@ -120,7 +121,8 @@ class CudaHybridDecoder(CudaDecoder):
 
     @property
     def description(self) -> str:
-        return f"{super().description}, {self.threads} threads beside it, {self._placing.description}, {self._links}"
+        beside = counted(self.threads, "thread")
+        return f"{super().description}, {beside} beside it, {self._placing.description}, {self._links}"
 
     def follow(self, policy: str) -> None:
         """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
