@@ -108,17 +108,16 @@ class EvalRequest:
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
-        if self.engine.divided:
-            self._check_slots()
+        if self.engine.divided_by:
+            self._check_slots(self.engine.divided_by)
         if self.engine.hold:
             self._check_hold()
 
-    def _check_slots(self) -> None:
-        name = "cached" if self.engine.vram is None else "vram"
+    def _check_slots(self, name: str) -> None:
         if self.runtime == "transformers":
-            able = " or ".join(row.name for row in BACKENDS.values() if row.slots)
+            able = " or ".join(row.name for row in BACKENDS.values() if row.divides(name))
             raise UserError(f"{name}: transformers gives neurons no slots; give --backend {able}")
-        if self.protocol == "dense":
+        if self.protocol == "dense" and name == "cached":  # a card that is too small needs its budget all the same
             raise UserError(f"{name}: protocol dense decodes nothing that slots could serve; take decode or all")
 
     def _check_hold(self) -> None:

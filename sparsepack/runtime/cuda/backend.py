@@ -35,7 +35,7 @@ def decoder(
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
     cache = partial(new_cache, offload=options.offload)
-    if not options.divided:
+    if not options.divided_by:
         return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
     plan, device = planned(packed, context, cache_type, options), gpu.usable(device)
     with within_budget(plan, device):

@@ -59,6 +59,10 @@ class CudaResidency(Residency):
 
     def _flip(self, prepared: Any) -> None:
         super()._flip(prepared)
+        self.agree()
+
+    def agree(self) -> None:
+        """Let the version that is in force here be in force on the GPU."""
         self.version.fill_(self._force[0])
 
 
@@ -191,9 +195,11 @@ class CudaDivided:
         return Traffic(resident, bus, worker, handed, waited / 1e9)
 
     def begin_text(self, number: int) -> None:
-        """Count anew; the step that ran last has this number."""
+        """Count anew; the step that ran last has this number. No step may run."""
+        self.forget()
         self._traffic.zero_()
-        self._number[1] = number
+        self._number.fill_(number)
+        self.residency.agree()
 
     def keep_traffic(self) -> Tensor:
         """What `forget_step` takes to forget the next step."""
