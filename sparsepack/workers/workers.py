@@ -131,6 +131,17 @@ class Workers:
             return tensor.cpu()
         return self.received(torch.empty(kind[0], dtype=getattr(torch, kind[1].removeprefix("torch."))), 0)
 
+    def all_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The first worker's named tensors at all of them, on the CPU where they come from elsewhere."""
+        if self.link is None:
+            return dict(tensors)
+        made = {}
+        for name in self.told_by_first([*tensors]):
+            found = self.from_first(tensors.get(name))
+            assert found is not None
+            made[name] = found
+        return made
+
     def in_order(self, tensors: Mapping[str, Tensor], having: int) -> Iterator[Mapping[str, Tensor]]:
         """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
 
