@@ -48,9 +48,9 @@ def random_model(size: Size, layers: int | None = None, device: str = "cuda") ->
     return PackedModel(
         architecture=architecture_of(config, None),
         layers=tuple(layer() for _ in range(config.num_hidden_layers)),
-        embedding=_random_rows(size.vocabulary, size.hidden, 1.0, generator),
+        embedding=random_rows(size.vocabulary, size.hidden, 1.0, generator),
         output_norm=norm(),
-        output=_random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator),
+        output=random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator),
         config_json=config.to_json_string(),
         tokenizer_json="{}",
         manifest={"model": {"name": f"random {size.name}"}},
@@ -59,18 +59,23 @@ def random_model(size: Size, layers: int | None = None, device: str = "cuda") ->
 
 def random_zigzag(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
     """Weights between -7.5 and 7.5 steps, with the standard deviation scale / sqrt(columns)."""
-    shape = (zigzag.bands(rows), columns, 144)
-    blocks = torch.randint(0, 256, shape, dtype=torch.uint8, device=generator.device, generator=generator)
-    step = scale * columns**-0.5 / 4.61  # the standard deviation of 0 .. 15
-    # Scales and minima are all 32; d varies by a tenth from column to column, dmin = 7.5 d.
-    varied = step / 32 * (1 + 0.1 * torch.randn(shape[:2], device=generator.device, generator=generator))
-    blocks[..., :4] = torch.stack([varied, 7.5 * varied], dim=-1).half().view(torch.uint8)
-    blocks[..., 4:12] = 160
-    blocks[..., 12:16] = 0
+    blocks = random_superblocks((zigzag.bands(rows), columns), scale * columns**-0.5, generator)
     return PackedMatrix(blocks, ZIGZAG, rows, columns)
 
 
-def _random_rows(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
+def random_superblocks(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Superblocks of Q4_K, uint8 [*shape, 144], whose weights have a standard deviation."""
+    blocks = torch.randint(0, 256, (*shape, 144), dtype=torch.uint8, device=generator.device, generator=generator)
+    step = deviation / 4.61  # the standard deviation of 0 .. 15
+    # Scales and minima are all 32; d varies by a tenth from superblock to superblock, dmin = 7.5 d.
+    varied = step / 32 * (1 + 0.1 * torch.randn(shape, device=generator.device, generator=generator))
+    blocks[..., :4] = torch.stack([varied, 7.5 * varied], dim=-1).half().view(torch.uint8)
+    blocks[..., 4:12] = 160
+    blocks[..., 12:16] = 0
+    return blocks
+
+
+def random_rows(rows: int, columns: int, scale: float, generator: torch.Generator) -> PackedMatrix:
     parts = [
         encode_rows(
             scale * torch.randn(min(16384, rows - at), columns, device=generator.device, generator=generator), "Q6_K"

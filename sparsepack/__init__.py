@@ -21,6 +21,7 @@ __all__ = [
     "Generation",
     "Model",
     "PackRequest",
+    "PlaceOptions",
     "PruneOptions",
     "RecipeOutcome",
     "RefitOptions",
@@ -34,6 +35,7 @@ __all__ = [
     "evaluate",
     "load",
     "pack",
+    "place",
     "prune",
     "push",
     "report",
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from sparsepack.formats.verify import verify
     from sparsepack.loading import Model, load
     from sparsepack.packing import PackRequest, pack
+    from sparsepack.placement.options import PlaceOptions
+    from sparsepack.placing import place
     from sparsepack.pruning.options import PruneOptions
     from sparsepack.pruning.run import prune
     from sparsepack.publish.card import model_card as card
@@ -87,6 +91,7 @@ _HOMES = {
     "Generation": "sparsepack.runtime.generate",
     "Model": "sparsepack.loading",
     "PackRequest": "sparsepack.packing",
+    "PlaceOptions": "sparsepack.placement.options",
     "PruneOptions": "sparsepack.pruning.options",
     "RecipeOutcome": "sparsepack.recipe.run",
     "RefitOptions": "sparsepack.refit.options",
@@ -100,6 +105,7 @@ _HOMES = {
     "evaluate": "sparsepack.eval.run",
     "load": "sparsepack.loading",
     "pack": "sparsepack.packing",
+    "place": "sparsepack.placing",
     "prune": "sparsepack.pruning.run",
     "push": "sparsepack.publish.hub",
     "report": "sparsepack.publish.page:report_page",

@@ -15,6 +15,7 @@ from sparsepack.bench.options import BenchSettings
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways, per_token, per_token_in_words
 from sparsepack.progress import progress, say
 from sparsepack.runtime.backend_module import opened
 from sparsepack.runtime.backends import backend_named
@@ -53,7 +54,8 @@ def bench_decode(
     pieces of `ids` one after the other, and their rows count the tokens of all. Rows of decoding tests also have
     `bytes_per_token` (stored bytes needed, see `traffic.bytes_per_token`), `realised_sparsity` (share of the block
     weights skipped), the same `_of_sparse_sites`, and `bandwidth_share` (bytes_per_token * avg_ts over the memory's
-    measured bandwidth).
+    measured bandwidth). Where neurons have slots, `served` has how many did of those that were active, and of sparse
+    ones `per_token` what a token took (`placement.ways.per_token`), in the last repetition.
 
     Raises `UserError` for a text shorter than a test or a test longer than the model's context.
     """
@@ -76,13 +78,18 @@ def bench_decode(
         say(f"runtime: {engine.description}", *engine.notes)
         expected = expected or _expected(engine, modes, texts[0])
         check = {mode: _difference(engine, mode, texts[0], expected[mode]) for mode in modes}
-        samples, activities, hit_counts = _measured(engine, tests, texts, settings.repetitions)
+        samples, activities, served = _measured(engine, tests, texts, settings.repetitions)
         bandwidth = read_bandwidth(engine.device)
         rows = [_row(packed, engine, settings, filename, t, samples[t], activities[t], bandwidth) for t in tests]
     for test, row in zip(tests, rows, strict=True):
-        if (of_test := hit_counts.get(test)) is not None:
-            row["served"] = of_test.to_json()
-            notes.append(f"{test.name}, {test.mode}: {of_test.in_words}")
+        if (of_test := served.get(test)) is not None:
+            hits, ways = of_test
+            row["served"] = hits.to_json()
+            note = f"{test.name}, {test.mode}: {hits.in_words}"
+            if test.mode == "sparse":
+                row["per_token"] = per_token(ways, hits, row["median_ns"] / 1e9 / test.n_gen)
+                note += f"; {per_token_in_words(row['per_token'])}"
+            notes.append(note)
     same_threads = " at the same number of threads" if engine.device.type == "cpu" else ""
     return {
         "schema": SCHEMA,
@@ -162,11 +169,11 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
 
 def _measured(
     engine: Engine, tests: Sequence[_Test], texts: Sequence[Sequence[int]], repetitions: int
-) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, HitCounts]]:
-    """Nanoseconds of every repetition, the activity (the same in all of them), and the hits of slots."""
+) -> tuple[dict[_Test, list[int]], dict[_Test, traffic.Activity], dict[_Test, tuple[HitCounts, Ways]]]:
+    """Nanoseconds of every repetition, the activity (the same in all of them), and what slots served."""
     samples: dict[_Test, list[int]] = {test: [] for test in tests}
     activities: dict[_Test, traffic.Activity] = {}
-    hit_counts: dict[_Test, HitCounts] = {}
+    served: dict[_Test, tuple[HitCounts, Ways]] = {}
     if engine.device.type != "cpu":  # where a first run takes memory and loads what it runs
         for test in tests:
             _timed(engine, test, texts)
@@ -175,10 +182,10 @@ def _measured(
             for test in tests:
                 samples[test].append(_timed(engine, test, texts))
                 activities[test] = engine.activity()
-                if test.n_gen and engine.hit_counts is not None:
-                    hit_counts[test] = engine.hit_counts
+                if test.n_gen and engine.hit_counts is not None and engine.ways is not None:
+                    served[test] = engine.hit_counts, engine.ways
                 advance()
-    return samples, activities, hit_counts
+    return samples, activities, served
 
 
 def _timed(engine: Engine, test: _Test, texts: Sequence[Sequence[int]]) -> int:
@@ -226,6 +233,7 @@ def _row(
         "n_depth": 0,
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(statistics.mean(samples_ns)),
+        "median_ns": round(statistics.median(samples_ns)),
         "stddev_ns": round(_deviation(samples_ns)),
         "avg_ts": avg_ts,
         "stddev_ts": _deviation(samples_ts),

@@ -17,6 +17,7 @@ from sparsepack.cli.verbs.evaluate import evaluate
 from sparsepack.cli.verbs.generate import generate
 from sparsepack.cli.verbs.inspect import inspect
 from sparsepack.cli.verbs.pack import pack
+from sparsepack.cli.verbs.place import place
 from sparsepack.cli.verbs.prune import prune
 from sparsepack.cli.verbs.push import push
 from sparsepack.cli.verbs.report import report
@@ -78,7 +79,7 @@ def main() -> None:
 main.add_verbs("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
 main.add_verbs("Check", inspect, verify, evaluate, bench)
 main.add_verbs("Run", generate, serve, tune)
-main.add_verbs("Study", trace, simulate)
+main.add_verbs("Study", trace, simulate, place)
 main.add_verbs("Publish", report, card, push)
 for verb in main.commands.values():
     add_quiet(verb)

@@ -108,17 +108,18 @@ class EvalRequest:
                     f"backend {self.runtime}: takes a zigzag artifact's own thresholds and types; "
                     "leave out --thresholds and --dtype"
                 )
-        if self.engine.cached is not None:
+        if self.engine.divided:
             self._check_slots()
         if self.engine.hold:
             self._check_hold()
 
     def _check_slots(self) -> None:
+        name = "cached" if self.engine.vram is None else "vram"
         if self.runtime == "transformers":
             able = " or ".join(row.name for row in BACKENDS.values() if row.slots)
-            raise UserError(f"cached: transformers gives neurons no slots; give --backend {able}")
+            raise UserError(f"{name}: transformers gives neurons no slots; give --backend {able}")
         if self.protocol == "dense":
-            raise UserError("cached: protocol dense decodes nothing that slots could serve; take decode or all")
+            raise UserError(f"{name}: protocol dense decodes nothing that slots could serve; take decode or all")
 
     def _check_hold(self) -> None:
         if self.runtime == "transformers":

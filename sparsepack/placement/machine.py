@@ -1,8 +1,9 @@
 """How fast a machine would decode: a model of its time, in which memory is read and nothing else takes time.
 
-A token reads attention, the keys and values, and the gates of all neurons from the GPU's memory; of the active neurons
-the up row and the down column, from there where they have slots, otherwise from host memory, which the processor
-reads, or the processor and the GPU over the bus together. It is a bound: kernels and launches come on top.
+A token reads attention, the keys and values, and the gates of all neurons from the GPU's memory, or over the bus what
+of them has no room there; of the active neurons the up row and the down column, from the GPU's memory where they have
+slots, otherwise from host memory, which the processor reads, or the processor and the GPU over the bus together. It is
+a bound: kernels and launches come on top.
 """
 
 import json
@@ -12,15 +13,31 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sparsepack.errors import PlacementError
+from sparsepack.placement.budget import Parts, Plan, work_of
 from sparsepack.placement.links import Links
 
 HBM, DRAM, SCATTERED = 0.7, 0.9, 0.85
 """Kernels reach these shares of the bandwidth of the GPU's memory, of the host's memory, and of the host's where they
 read scattered records."""
-BUFFERS = 0.8e9
-"""Weights and cache cannot have this many bytes of the GPU's memory."""
 _MOST = 1e9
 """A machine has at most this many GB/s or microseconds: more are a slip, and too many have no place in a float."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What kernels reach: links, and bytes a second of the GPU's memory, of the bus and of the host's memory."""
+
+    links: Links
+    card: float
+    bus: float
+    host: float
+
+
+def measured_rates(links: Links, record_bytes: int) -> Rates:
+    """What kernels reach by links that were measured: all is read as fast as records, and the host's memory serves
+    processor and bus at the speeds that were measured while both read it."""
+    card, bus, worker = (speed * record_bytes for speed in (links.resident, links.bus, links.worker))
+    return Rates(links, card, bus, bus + worker)
 
 
 @dataclass(frozen=True)
@@ -37,11 +54,12 @@ class Machine:
     cpu: float | None = None
     handover_us: float = 20.0
 
-    def links(self, record_bytes: int) -> Links:
+    def rates(self, record_bytes: int) -> Rates:
         """What kernels reach of these bandwidths, for records of so many bytes."""
         hbm, dram, bus = HBM * self.hbm * 1e9, DRAM * self.dram * 1e9, self.pcie * 1e9
         worker = min(SCATTERED * dram, (self.cpu or self.dram) * 1e9)
-        return Links(hbm / record_bytes, bus / record_bytes, worker / record_bytes, self.handover_us * 1e-6)
+        links = Links(hbm / record_bytes, bus / record_bytes, worker / record_bytes, self.handover_us * 1e-6)
+        return Rates(links, hbm, bus, dram)
 
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
@@ -83,8 +101,8 @@ class Shape:
 
     @property
     def attention(self) -> float:
-        """Bytes of q, k, v and o of all blocks, and of the output matrix."""
-        return (2 * self.hidden + 256 * self.kv_heads) * self.row_bytes * self.layers + self.vocabulary * self.row_bytes
+        """Bytes of q, k, v and o of a block."""
+        return (2 * self.hidden + 256 * self.kv_heads) * self.row_bytes
 
     @property
     def cache(self) -> float:
@@ -93,13 +111,33 @@ class Shape:
 
     @property
     def gates(self) -> float:
-        """Bytes of the gates of all blocks."""
-        return self.neurons * self.row_bytes
+        """Bytes of the gates of a block."""
+        return self.intermediate * self.row_bytes
 
     @property
-    def least(self) -> float:
-        """Bytes that must be in the GPU's memory, whoever has slots."""
-        return self.attention + self.cache + self.gates + BUFFERS
+    def parts(self) -> Parts:
+        """What such a model takes, as `placement.budget` plans it; its embedding is not its output."""
+        words = int(self.vocabulary * self.row_bytes)
+        weights = 2 * words + int(self.layers * (self.attention + 3 * self.gates))
+        work = work_of(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            blocks=self.layers,
+            vocabulary=self.vocabulary,
+            texts=1,
+            record=self.record_bytes,
+            model=weights,
+        )
+        return Parts(
+            embedding=words,
+            output=words,
+            attention=(int(self.attention),) * self.layers,
+            gates=(int(self.gates),) * self.layers,
+            record=self.record_bytes,
+            neurons=self.intermediate,
+            cache=int(self.cache),
+            work=work,
+        )
 
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
@@ -138,39 +176,62 @@ def machine_of(name: str) -> Machine:
     return machine
 
 
-def share_in(vram: float, shape: Shape) -> float:
-    """The share of the neurons that have slots in so many bytes. Raises `PlacementError`: too few for the rest."""
-    if vram < shape.least:
-        raise PlacementError(
-            f"--vram {vram / 1e9:g}GB: attention, gates, cache and buffers need {shape.least / 1e9:.1f}GB; "
-            "expected at least that"
-        )
-    return min(1.0, (vram - shape.least) // shape.record_bytes / shape.neurons)
+@dataclass(frozen=True)
+class TokenSeconds:
+    """What a token takes by the model of time: seconds for each part, of which `slots` and `host` go on at once.
+
+    card     -- reading what is always read from the GPU's memory; bus: what of it lies in the host's
+    slots    -- reading active neurons out of slots; host: out of host memory, both ways together
+    handover -- of inputs and results, all blocks
+    """
+
+    card: float
+    bus: float
+    slots: float
+    host: float
+    handover: float
+
+    @property
+    def together(self) -> float:
+        """What the whole token takes."""
+        return self.card + self.bus + max(self.slots, self.host) + self.handover
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name."""
+        return asdict(self)
 
 
 def tokens_per_second(
-    machine: Machine, shape: Shape, density: float, hit_rate: float, moved: float, over_the_bus: bool
+    rates: Rates, plan: Plan, density: float, hit_rate: float, moved: float, over_the_bus: bool
 ) -> float:
-    """How fast it decodes.
+    """How fast a model decodes; see `seconds_per_token`."""
+    return 1 / seconds_per_token(rates, plan, density, hit_rate, moved, over_the_bus).together
+
+
+def seconds_per_token(
+    rates: Rates, plan: Plan, density: float, hit_rate: float, moved: float, over_the_bus: bool
+) -> TokenSeconds:
+    """What a token takes of a model of which a plan says what lies where.
 
     density -- share of the neurons that a token needs; hit_rate -- share of these that have slots
     moved   -- share of all neurons that come to the GPU with a token
     over_the_bus -- the GPU reads a part of what has no slot from host memory itself, beside the processor
     """
-    links = machine.links(shape.record_bytes)
-    needed = density * shape.neurons
-    offloaded, moves = needed * (1 - hit_rate), moved * shape.neurons
+    links, parts = rates.links, plan.parts
+    needed = density * parts.all_neurons
+    offloaded, moves = needed * (1 - hit_rate), moved * parts.all_neurons
     alone = max(offloaded / links.worker, moves / links.bus)
     together = max((offloaded + moves) / (links.worker + links.bus), moves / links.bus)
-    from_host = (offloaded + moves) * shape.record_bytes / (DRAM * machine.dram * 1e9)
+    from_host = (offloaded + moves) * parts.record / rates.host
     host = max(together if over_the_bus else alone, from_host)
-    fixed = (shape.attention + shape.cache + shape.gates) / (HBM * machine.hbm * 1e9)
-    handover = shape.layers * links.handover if offloaded else 0.0
-    return 1 / (fixed + max(needed * hit_rate / links.resident, host) + handover)
+    card, bus = plan.always_read
+    handover = parts.blocks * links.handover if offloaded else 0.0
+    return TokenSeconds(card / rates.card, bus / rates.bus, needed * hit_rate / links.resident, host, handover)
 
 
-def dense_split(machine: Machine, shape: Shape, vram: float) -> float:
+def dense_split(rates: Rates, parts: Parts, vram: float) -> float:
     """Tokens per second of a dense model of whose weights as many as fit are on the GPU, the rest on the processor."""
-    weights = shape.attention + 3 * shape.gates
-    near = max(0.0, min(weights, vram - shape.cache - BUFFERS))
-    return 1 / ((near + shape.cache) / (HBM * machine.hbm * 1e9) + (weights - near) / (DRAM * machine.dram * 1e9))
+    weights = parts.weights - parts.embedding
+    near = max(0.0, min(weights, vram - parts.least))
+    return 1 / ((near + parts.cache) / rates.card + (weights - near) / rates.host)

@@ -47,11 +47,13 @@ does."""
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A policy, what it is in a few words, and whether it may look ahead."""
+    """A policy, what it is in a few words, whether it may look ahead, and the settings of one that is slow: engines
+    then follow a text natively."""
 
     begin: Policy
     summary: str
     clairvoyant: bool = False
+    slow: "Slow | None" = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Slow:
     def __post_init__(self) -> None:
         if not 0 <= self.delay < self.every:
             raise PlacementError(f"delay {self.delay}: expected at least 0, and less than every, {self.every}")
+
+    def factors(self, size: int = 1) -> tuple[np.float32, np.float32]:
+        """What a decision multiplies scores with, and what each time that one of `size` neurons was needed adds."""
+        decay = np.float32(self.decay**self.every)
+        return decay, (np.float32(1) - decay) / np.float32(self.every * size)
 
 
 def _static(start: Start) -> tuple[Placement, None]:
@@ -155,8 +162,7 @@ def slow(settings: Slow | None = None) -> Policy:
     def begin(start: Start) -> tuple[Placement, Mover]:
         score = start.frequency.astype(np.float32)
         counts = np.zeros(score.shape, np.float32)
-        decay = np.float32(chosen.decay**chosen.every)
-        gain = (np.float32(1) - decay) / np.float32(chosen.every * start.size)
+        decay, gain = chosen.factors(start.size)
         decided: list[np.ndarray] = []
 
         def move(token: int, needed: np.ndarray, resident: np.ndarray) -> np.ndarray:
@@ -194,12 +200,17 @@ def _times(needed: np.ndarray) -> np.ndarray:
     return times
 
 
+NOBODY_MOVES = Slow(margin=2.0)
+"""Scores lie between 0 and 1, none is better by so much: what follows a text natively serves slots that stay, too."""
+
 POLICIES: Mapping[str, PolicyRow] = MappingProxyType(
     {
-        "static": PolicyRow(_static, "slots by calibrated frequency, across blocks; nothing moves"),
+        "static": PolicyRow(_static, "slots by calibrated frequency, across blocks; nothing moves", slow=NOBODY_MOVES),
         "static-same-share": PolicyRow(_static_same_share, "the same with as many slots in each block"),
         "static-after-prompt": PolicyRow(_static_after_prompt, "placed anew once, when the prompt is known"),
-        "slow": PolicyRow(slow(), "momentum with a long memory: across blocks, every 16 tokens, by a margin"),
+        "slow": PolicyRow(
+            slow(), "momentum with a long memory: across blocks, every 16 tokens, by a margin", slow=Slow()
+        ),
         "lru": PolicyRow(_lru, "the least recently used goes"),
         "lfu": PolicyRow(_lfu, "the least often used in this session goes"),
         "momentum": PolicyRow(

@@ -30,6 +30,7 @@ class Backend:
     tunes       -- whether `sparsepack tune` can measure what suits the machine
     mlps        -- the kinds of MLPs that it runs
     slots       -- whether some of these neurons can have slots of their own
+    budgets     -- whether what has no room in a device's memory can lie in the host's
     holds       -- whether the share that is skipped can be held at the target
     """
 
@@ -44,6 +45,7 @@ class Backend:
     tunes: bool = False
     mlps: tuple[MlpKind, ...] = (DENSE,)
     slots: bool = False
+    budgets: bool = False
     holds: bool = False
 
     def check_device(self, device: torch.device | str) -> None:
@@ -101,6 +103,9 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 offloads=True,
                 tunes=True,
+                mlps=(DENSE, NEURONS),
+                slots=True,
+                budgets=True,
                 holds=True,
             ),
         )

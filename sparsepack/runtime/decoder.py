@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.hold import Hold
 from sparsepack.runtime.kv_cache import AttentionShape, CacheState, attention_shape
 from sparsepack.runtime.reference import attention as reference_attention
@@ -42,6 +43,10 @@ class Decoder(Protocol):
     @property
     def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
+
+    @property
+    def ways(self) -> Ways | None:
+        """By which way neurons were computed in the steps since the reset; None: there are no slots."""
 
     @property
     def scales(self) -> tuple[float, ...]:

@@ -13,11 +13,13 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.models.records.skipped import Skipped
 from sparsepack.models.records.sparse_attention import SparseFrom
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.backend_module import chosen_backend, opened
 from sparsepack.runtime.backends import Backend, backend_named
 from sparsepack.runtime.decoder import Decoder, stepped
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.hold import hold_of
+from sparsepack.runtime.hybrid.plan import context_within
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.room import cache_bytes, free_bytes, texts_with_room
 from sparsepack.runtime.sampling import Sampler
@@ -63,12 +65,13 @@ class Engine:
         self.packed = packed
         self.architecture = packed.architecture
         self.device = torch.device(options.device)
-        self.context = _checked_context(options.context, packed.architecture.context)
         self.dense = options.dense
         self.backend, self.notes = chosen_backend(options, packed)
         row = backend_named(self.backend)
         check_features(row, options, packed)
         cache_type = row.checked_cache_type(options.cache_type)
+        self.context = checked_context(options.context, packed.architecture.context)
+        self._fit_context(options, cache_type)
         self._offload = options.offload
         self._module = opened(row)
         self._decoder = self._with_room(row, cache_type, options)
@@ -77,12 +80,23 @@ class Engine:
             self._decoder.hold(self._hold)
         self._ids: list[list[int]] = [[] for _ in self.positions]
 
+    def _fit_context(self, options: EngineOptions, cache_type: str) -> None:
+        """Take a context that leaves room for the model, where a budget was given and no context; the notes say so."""
+        if options.context is None and options.vram_bytes is not None:
+            asked = self.context
+            self.context = context_within(self.packed, asked, cache_type, options.sequences or 1, options.vram_bytes)
+            if self.context < asked:
+                self.notes += (
+                    f"note: context of {self.context:,} tokens, whose keys and values take at most a quarter of "
+                    f"{options.vram}; --context takes more",
+                )
+
     def _with_room(self, row: Backend, cache_type: str, options: EngineOptions) -> Decoder:
         """The decoder of as many sequences as are asked for; for None, of as many as have room."""
         opened_for = partial(self._module.decoder, self.packed, self.device, self.context, cache_type)
         if options.sequences is not None:
             return opened_for(options)
-        most = 1 if options.cached is not None else row.sequences
+        most = 1 if options.divided else row.sequences
         of_one = cache_bytes(self.architecture, self.context, cache_type)
         sequences = texts_with_room(most, of_one, free_bytes(self.device))
         while sequences > 1:
@@ -128,6 +142,11 @@ class Engine:
     def hit_counts(self) -> HitCounts | None:
         """What decoded tokens needed since the reset, and how much of it had slots; None: there are no slots."""
         return self._decoder.hit_counts
+
+    @property
+    def ways(self) -> Ways | None:
+        """By which way the neurons of steps since the reset were computed; None: there are no slots."""
+        return self._decoder.ways
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -343,7 +362,7 @@ def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped:
     }
 
 
-def _checked_context(asked: int | None, made_for: int) -> int:
+def checked_context(asked: int | None, made_for: int) -> int:
     """The context to make room for; raises `UserError` for one that the model was not made for."""
     context = min(made_for, DEFAULT_CONTEXT) if asked is None else asked
     if not 1 <= context <= made_for:

@@ -65,10 +65,14 @@ def check_holds(packed: PackedModel) -> None:
     hold_of(packed)
 
 
-def check_by_count(packed: PackedModel) -> None:
-    """Raise `UserError` for a model whose MLPs have no neurons that could have slots."""
-    if not packed.mlp_kind.by_count:
-        raise UserError("cached: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+def check_by_count(name: str) -> Callable[[PackedModel], None]:
+    """What raises `UserError` for a model whose MLPs have no neurons that could have slots. name -- of the option"""
+
+    def check(packed: PackedModel) -> None:
+        if not packed.mlp_kind.by_count:
+            raise UserError(f"{name}: the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+
+    return check
 
 
 SEQUENCES = Feature(
@@ -101,7 +105,14 @@ FEATURES = (
         asked=lambda options, packed: options.cached is not None,
         there=lambda row, options, packed: row.slots,
         refusal="cached: the {row.name} backend gives neurons no slots; use backend {names}",
-        check_model=check_by_count,
+        check_model=check_by_count("cached"),
+    ),
+    Feature(
+        asked=lambda options, packed: options.vram is not None,
+        there=lambda row, options, packed: row.budgets,
+        refusal="vram {options.vram}: the {row.name} backend has no memory of a GPU to divide; use device {devices}, "
+        "or cached",
+        check_model=check_by_count("vram"),
     ),
     Feature(
         asked=lambda options, packed: options.hold,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways
 from sparsepack.progress import counted
 from sparsepack.runtime.decoder import among_all, attention_of, stepped
 from sparsepack.runtime.hold import HeldStep, HeldTexts, Hold
@@ -67,6 +68,10 @@ class OperationsDecoder:
 
     @property
     def hit_counts(self) -> HitCounts | None:
+        return None
+
+    @property
+    def ways(self) -> Ways | None:
         return None
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
+from sparsepack.placement.budget import bytes_in
 from sparsepack.placement.links import Links
 from sparsepack.placement.names import ONLINE
 from sparsepack.runtime.backends import BACKENDS
@@ -34,6 +35,9 @@ class EngineOptions:
                   together, where memory has room for them
     begin      -- a `placement.policies.Policy` of one's own, in place of one with a name
     links      -- how fast the two workers of `cached` are; None: as measured on this machine, or else equally fast
+    activity   -- for benchmarks: who is active in each step since a reset in place of what the gates say, so that the
+                  text means nothing: uint8 tensor [steps, blocks, neurons / 8, rounded up], a bit for each neuron as it
+                  is stored, the lowest bit first; after the last step the first one again. For device cuda, with slots
 
     Raises `UserError` for a value out of range, and for a policy where nothing has slots.
     """
@@ -59,18 +63,25 @@ class EngineOptions:
     )
     cached: float | None = option(
         "Give this share of the neurons slots, and compute the others by a second worker, as with a GPU that has no "
-        "room for all: says how often a neuron had a slot. So far both are on the CPU, which is slower than without. "
-        "For files of the format neuron-q4_k (default: no such division).",
+        "room for all: says how often a neuron had a slot. On device cpu both are on the CPU, which is slower than "
+        "without. For files of the format neuron-q4_k (default: no such division).",
         default=None,
         least=0,
         most=1,
         counts=(not_with("runtime", "transformers"),),
     )
+    vram: str | None = option(
+        "What the model, keys and values and buffers may take of the GPU's memory, 8GB for one, in place of --cached: "
+        "what has no room lies in the host's memory, and neurons have slots where room is left. The driver's own 0.6GB "
+        "come on top. For files of the format neuron-q4_k on device cuda (default: all lies on the GPU).",
+        default=None,
+        counts=(not_with("cached"), not_with("runtime", "transformers")),
+    )
     policy: str | None = option(
-        f"What moves neurons between slots, with --cached: as simulate takes it (default: {DEFAULT_POLICY}).",
+        f"What moves neurons between slots, with --cached or --vram: as simulate takes it (default: {DEFAULT_POLICY}).",
         default=None,
         choices=ONLINE,
-        counts=(only_with("cached"),),
+        counts=(only_with("cached", others=(only_with("vram"),)),),
     )
     hold: bool = option(
         "Scale thresholds from token to token so that each text skips the share that the file was packed for, on "
@@ -81,11 +92,24 @@ class EngineOptions:
     )
     begin: Callable[..., Any] | None = None
     links: Links | None = None
+    activity: object = None
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """What `vram` says. Raises `PlacementError`."""
+        return None if self.vram is None else bytes_in(self.vram)
+
+    @property
+    def divided(self) -> bool:
+        """Whether some neurons have slots, and others may have none."""
+        return self.cached is not None or self.vram is not None
 
     def __post_init__(self) -> None:
         check_options(self, UserError, but=("backend",))  # which the table of backends is asked for
-        if self.cached is not None and (self.sequences or 1) > 1:
-            raise UserError(f"cached with {self.sequences} sequences: slots follow one text; leave one of them out")
+        _ = self.vram_bytes
+        if self.divided and (self.sequences or 1) > 1:
+            name = "cached" if self.vram is None else "vram"
+            raise UserError(f"{name} with {self.sequences} sequences: slots follow one text; leave one of them out")
         if self.cached is not None and self.threads == 1:
             raise UserError("cached: its two workers need a thread each; give --threads 2 or more, or leave it out")
 

@@ -1,10 +1,10 @@
 """What a simulation is asked for. Nothing heavy is imported here: the command line reads the defaults."""
 
-import re
 from dataclasses import dataclass
 
 from sparsepack.errors import PlacementError
 from sparsepack.option import check_options, not_with, only_with, option
+from sparsepack.placement.budget import bytes_in
 from sparsepack.placement.names import EXTRA, POLICIES, SINGLE
 
 ORDERS = ("frequency", "random", "metis")
@@ -45,7 +45,8 @@ class SimulateOptions:
         counts=(only_with("machine"),),
     )
     vram: str | None = option(
-        "The GPU's memory, 24GB for one, instead of --cached: slots are what it has beside all else (default: no).",
+        "What the model, its cache and buffers may take of the GPU's memory, 24GB for one, instead of --cached: slots "
+        "are what it has beside all else (default: no).",
         default=None,
         counts=(only_with("machine"),),
     )
@@ -80,11 +81,6 @@ class SimulateOptions:
         return found
 
     @property
-    def vram_bytes(self) -> float | None:
-        """What `vram` says, GB being 10^9 bytes. Raises `PlacementError`."""
-        if self.vram is None:
-            return None
-        found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) ?([GM])B", self.vram, re.IGNORECASE)
-        if not found:
-            raise PlacementError(f"--vram {self.vram}: expected gigabytes or megabytes, as in 24GB")
-        return float(found[1]) * (1e9 if found[2] in "gG" else 1e6)
+    def vram_bytes(self) -> int | None:
+        """What `vram` says. Raises `PlacementError`."""
+        return None if self.vram is None else bytes_in(self.vram)

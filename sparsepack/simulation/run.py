@@ -11,8 +11,9 @@ import torch
 from sparsepack.calibration.folder import Calibration
 from sparsepack.errors import PlacementError
 from sparsepack.eval.standard_error import mean
+from sparsepack.placement.budget import Plan, plan_of_share, plan_within
 from sparsepack.placement.counts import HitCounts
-from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, share_in, tokens_per_second
+from sparsepack.placement.machine import SHAPES, Machine, dense_split, machine_of, tokens_per_second
 from sparsepack.placement.oracles import bound
 from sparsepack.placement.policies import POLICIES, Start
 from sparsepack.placement.policy_run import play
@@ -59,7 +60,10 @@ def simulate(
     options.check()
     machine = None if options.machine is None else machine_of(options.machine)
     vram = options.vram_bytes
-    shares = options.shares if vram is None else (share_in(vram, SHAPES[options.shape]),)
+    parts = SHAPES[options.shape].parts
+    plans = [plan_of_share(parts, share) for share in options.shares] if vram is None else [plan_within(parts, vram)]
+    shares = options.shares if vram is None else tuple(plan.share for plan in plans)
+    plan_of = dict(zip(shares, plans, strict=True))
     setting = _Setting(options.policies, shares, options.group)
     trace = trace if isinstance(trace, Trace) else load(trace)
     made = calibration if isinstance(calibration, Calibration | Trace) else calibration_or_trace(calibration)
@@ -74,7 +78,7 @@ def simulate(
     results = [
         {"cached": share, "places": round(share * frequency.size), "policy": name}
         | _summary(found, outcomes[share, setting.policies[0]], options.group)
-        | _speeds(machine, options.shape, density, found, options.group, frequency.size)
+        | _speeds(machine, plan_of[share], density, found, options.group, frequency.size)
         for (share, name), found in outcomes.items()
     ]
     return {
@@ -88,7 +92,7 @@ def simulate(
         "policies": {name: POLICIES[name].summary for name in setting.policies},
         "results": results,
         "bounds": [{"cached": share, "price": price, "value": value} for (share, price), value in limits.items()],
-        "machine": _machine(machine, options, shares),
+        "machine": _machine(machine, options, plans),
     }
 
 
@@ -173,26 +177,26 @@ def _summary(outcomes: Sequence[HitCounts], first: Sequence[HitCounts], group: i
 
 
 def _speeds(
-    machine: Machine | None, shape: str, density: float, outcomes: Sequence[HitCounts], group: int, neurons: int
+    machine: Machine | None, plan: Plan, density: float, outcomes: Sequence[HitCounts], group: int, neurons: int
 ) -> dict[str, Any]:
     if machine is None:
         return {}
     total = _total(outcomes)
     moved = group * total.moves / total.tokens / neurons
     by = {"processor": False, "and_bus": True}
-    given = (machine, SHAPES[shape], density, total.hit_rate, moved)
+    given = (machine.rates(plan.parts.record), plan, density, total.hit_rate, moved)
     return {"tokens_per_second": {name: tokens_per_second(*given, over) for name, over in by.items()}}
 
 
-def _machine(machine: Machine | None, options: SimulateOptions, shares: Sequence[float]) -> dict[str, Any] | None:
+def _machine(machine: Machine | None, options: SimulateOptions, plans: Sequence[Plan]) -> dict[str, Any] | None:
     if machine is None:
         return None
-    shape = SHAPES[options.shape]
-    vram = [shape.least + share * shape.neurons * shape.record_bytes for share in shares]
+    parts = SHAPES[options.shape].parts
+    vram = [options.vram_bytes or plan.card_bytes for plan in plans]
     return {
         "name": options.machine,
         **asdict(machine),
         "shape": options.shape,
-        "vram": [options.vram_bytes or each for each in vram],
-        "dense_split": [dense_split(machine, shape, options.vram_bytes or each) for each in vram],
+        "vram": vram,
+        "dense_split": [dense_split(machine.rates(parts.record), parts, each) for each in vram],
     }

@@ -16,9 +16,14 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, decode_matr
 from sparsepack.runtime import backend_module
 from sparsepack.runtime.backends import BACKENDS, backend_named
 from sparsepack.runtime.cpu.dispatch import FORCED
+from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS
+from sparsepack.runtime.cuda.products import neurons
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product
+from sparsepack.runtime.cuda.products.neurons import CudaNeurons
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
 from sparsepack.runtime.operations import Operations
+from sparsepack.runtime.reference import products as reference
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,35 @@ class CudaProducts:
         return KERNELS.matmul(matrix, x)
 
 
+class CudaNeuronOperations:
+    """The operations on neurons by the kernels that the cuda decoder launches."""
+
+    load_neurons = staticmethod(neurons.load_neurons)
+    new_neurons = staticmethod(neurons.new_neurons)
+    copy_neurons = staticmethod(neurons.copy_neurons)
+    collect = staticmethod(reference.collect)
+
+    def neuron_ffn(self, loaded: CudaNeurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
+        listed = neurons.new_active_neurons(len(loaded.records), loaded.hidden, 1, x.device)
+        index = indices[: int(count)]
+        listed.index[: len(index)] = index
+        listed.gates[0, : len(index)] = gate[index.long()]
+        listed.counts.fill_(len(index))
+        listed.x.copy_(x[None])
+        y = torch.zeros(1, loaded.hidden, device=x.device)
+        KERNELS.add_neurons(loaded, listed, y, y)
+        return y[0]
+
+    def neuron_matmul(self, loaded: CudaNeurons, x: Tensor, gate: Tensor) -> Tensor:
+        """By ReLU, which leaves these gates as they are."""
+        scaled = KERNELS.to_scaled_fp16(x)
+        scratch = torch.empty(2 * loaded.hidden * len(loaded.records), dtype=torch.float16, device=x.device)
+        gates = Product(gate / scaled.factor[:, None], scaled.factor, 1.0, None)
+        y = torch.zeros(len(x), loaded.hidden, device=x.device)
+        KERNELS.add(y, KERNELS.multiply_neurons(loaded, gates, scaled, ACTIVATIONS["relu"], scratch))
+        return y
+
+
 @dataclass(frozen=True)
 class Backend:
     """many -- bounds of `zigzag_matmul`"""
@@ -104,6 +138,11 @@ class Backend:
         assert isinstance(self.products, ChainedProducts)
         return self.products.operations
 
+    @property
+    def neurons(self) -> Any:
+        """Operations of which those on neurons are there."""
+        return CudaNeuronOperations() if isinstance(self.products, CudaProducts) else self.operations
+
 
 OF_OPERATIONS = [
     pytest.param(("reference", "cpu"), id="reference"),
@@ -118,9 +157,8 @@ OF_OPERATIONS = [
         if row.name not in ("reference", "cpu") and hasattr(backend_module.opened(row), "operations")
     ),
 ]
-every_backend = pytest.mark.parametrize(
-    "backend", [*OF_OPERATIONS, pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)], indirect=True
-)
+CUDA = pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu)
+every_backend = pytest.mark.parametrize("backend", [*OF_OPERATIONS, CUDA], indirect=True)
 """Tests that it marks get a `Backend` as `backend`, a fixture of conftest.py."""
 every_backend_of_operations = pytest.mark.parametrize("backend", OF_OPERATIONS, indirect=True)
 """Those whose decoders chain the functions of `runtime/operations.py`."""

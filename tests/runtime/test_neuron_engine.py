@@ -1,23 +1,26 @@
 """Engines on models whose MLPs are stored by neurons, against the stock model: skipping changes nothing."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
+from backends import SHARE, TOLERANCE, device_of, engine_of, every_backend_that, largest_difference
 from packed_models import by_neurons, random_model, stock_logits, stock_model, with_rules
 from tokenizers import Tokenizer
 
 from sparsepack.errors import UserError
 from sparsepack.eval.engine_subject import EngineScorer
 from sparsepack.files.text import read_text
-from sparsepack.formats.mlp_kinds import NEURONS
+from sparsepack.formats.mlp_kinds import DENSE, NEURONS
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime import operations_decoder
+from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu import decoder as native_decoder
-from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -100,15 +103,16 @@ def test_no_active_neuron_leaves_the_residual(backend: str) -> None:
 def test_long_texts_pass_in_chunks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = models("odd count of neurons")
     whole = engine_of(packed, backend).teacher_forced(IDS, 6)
-    for module in (operations_decoder, native_decoder):
+    for module in (operations_decoder, native_decoder, cuda_decoder):
         monkeypatch.setattr(module, "PREFILL_TOKENS", 4)
     assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, 6), whole) < TOLERANCE[backend]
 
 
 def test_a_backend_that_does_not_run_them_says_so() -> None:
     packed, _ = models("grouped queries")
-    with pytest.raises(UserError, match="the cuda backend does not run models by neurons; use backend"):
-        Engine(packed, backend="cuda", device="cuda")
+    toy = replace(backend_named("reference"), name="toy", mlps=(DENSE,))
+    with pytest.raises(UserError, match="the toy backend does not run models by neurons; use backend reference or cpu"):
+        check_features(toy, EngineOptions(), packed)
 
 
 @every_backend
@@ -128,7 +132,7 @@ def test_a_trained_model_says_the_same_with_neurons_left_out(backend: str, train
 @every_backend
 def test_eval_counts_the_neurons_that_steps_skip(backend: str) -> None:
     packed, _ = models("grouped queries")
-    scorer = EngineScorer(packed, EngineOptions(backend=backend))
+    scorer = EngineScorer(packed, EngineOptions(backend=backend, device=device_of(backend_named(backend))))
     scorer.hidden(torch.tensor([IDS]), None, torch.tensor([6]))
     realised = scorer.realised()
     assert set(realised) == {(0, "mlp_records"), (1, "mlp_records")}

@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operations_for_tests import Backend, Bounds, every_backend_of_operations, normal
+from operations_for_tests import Backend, Bounds, every_backend, normal
 from torch import Tensor
 
 from sparsepack.formats.codecs import neurons
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.runtime.operations_decoder import torch_threads
 
-pytestmark = every_backend_of_operations
+pytestmark = every_backend
 
 SHAPES = [(1, 256), (7, 256), (300, 512), (65, 768), (129, 1280), (40, 5120)]
 
@@ -28,10 +28,10 @@ def gates(count: int, active: int, seed: int = 3) -> Tensor:
 
 
 def ffn(backend: Backend, records: PackedMatrix, x: Tensor, gate: Tensor) -> Tensor:
-    loaded = backend.operations.load_neurons(records, backend.device)
+    loaded = backend.neurons.load_neurons(records, backend.device)
     gate = gate.to(backend.device)
-    indices, count = backend.operations.collect(gate, torch.zeros((), device=backend.device))
-    return backend.operations.neuron_ffn(loaded, x.to(backend.device), gate, indices, count).cpu()
+    indices, count = backend.neurons.collect(gate, torch.zeros((), device=backend.device))
+    return backend.neurons.neuron_ffn(loaded, x.to(backend.device), gate, indices, count).cpu()
 
 
 def assert_close(bounds: Bounds, y: Tensor, records: PackedMatrix, x: Tensor, gate: Tensor) -> None:
@@ -86,11 +86,11 @@ def test_inactive_records_and_indices_beyond_the_count_are_never_read(backend: B
     records, x, gate = packed(64, 256), normal(256, seed=5), gates(64, 64)
     blocks = records.blocks.clone()
     blocks[4:60, [1, 3, 145, 147]] = 0x7E  # d and dmin are NaN
-    loaded = backend.operations.load_neurons(PackedMatrix(blocks, "Q4_K", 64, 512), backend.device)
+    loaded = backend.neurons.load_neurons(PackedMatrix(blocks, "Q4_K", 64, 512), backend.device)
     indices = torch.full((64,), 1 << 30, dtype=torch.int32)
     indices[:3] = torch.tensor([2, 3, 61])
     count = torch.tensor(3, dtype=torch.int32)
-    y = backend.operations.neuron_ffn(loaded, *(v.to(backend.device) for v in (x, gate, indices, count))).cpu()
+    y = backend.neurons.neuron_ffn(loaded, *(v.to(backend.device) for v in (x, gate, indices, count))).cpu()
     kept = torch.zeros(64).index_put((indices[:3].long(),), gate[indices[:3].long()])
     assert_close(backend.bounds, y, records, x, kept)
 
@@ -119,8 +119,8 @@ def test_several_positions(backend: Backend, shape: tuple[int, int], batch: int,
     gate = normal(batch, shape[0], seed=8).clamp_min(0)
     gate[-1] = 0
     with torch_threads(threads):
-        loaded = backend.operations.load_neurons(records, backend.device)
-        y = backend.operations.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
+        loaded = backend.neurons.load_neurons(records, backend.device)
+        y = backend.neurons.neuron_matmul(loaded, x.to(backend.device), gate.to(backend.device)).cpu()
     assert_close(backend.many, y, records, x, gate)
     assert not y[-1].any()
 
@@ -128,28 +128,28 @@ def test_several_positions(backend: Backend, shape: tuple[int, int], batch: int,
 @pytest.mark.parametrize("hidden", [256, 1280])
 def test_copied_records_are_those_that_were_loaded(backend: Backend, hidden: int) -> None:
     records, x, gate = packed(70, hidden), normal(hidden, seed=2), gates(70, 30)
-    loaded = backend.operations.load_neurons(records, backend.device)
-    room = backend.operations.new_neurons(100, hidden, backend.device)
+    loaded = backend.neurons.load_neurons(records, backend.device)
+    room = backend.neurons.new_neurons(100, hidden, backend.device)
     taken = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:40].to(torch.int32)
     slots = torch.randperm(100, generator=torch.Generator().manual_seed(2))[:40].to(torch.int32)
-    backend.operations.copy_neurons(room, slots[:0], loaded, taken[:0])
+    backend.neurons.copy_neurons(room, slots[:0], loaded, taken[:0])
     nothing = torch.ones(100, device=backend.device)
-    y = backend.operations.neuron_matmul(room, x[None].to(backend.device), nothing[None])
+    y = backend.neurons.neuron_matmul(room, x[None].to(backend.device), nothing[None])
     assert not y.any(), "room is not empty"
-    backend.operations.copy_neurons(room, slots[:15], loaded, taken[:15])
-    backend.operations.copy_neurons(room, slots[15:], loaded, taken[15:])
+    backend.neurons.copy_neurons(room, slots[:15], loaded, taken[:15])
+    backend.neurons.copy_neurons(room, slots[15:], loaded, taken[15:])
     in_slots = torch.zeros(100).index_put((slots.long(),), gate[taken.long()])
-    y = backend.operations.neuron_matmul(room, x[None].to(backend.device), in_slots[None].to(backend.device)).cpu()
+    y = backend.neurons.neuron_matmul(room, x[None].to(backend.device), in_slots[None].to(backend.device)).cpu()
     kept = torch.zeros(70).index_put((taken.long(),), gate[taken.long()])
     assert_close(backend.many, y[0], records, x, kept)
 
 
 def test_records_keep_their_bits_when_they_are_copied(backend: Backend) -> None:
     records, x, gate = packed(64, 512), normal(512, seed=4).to(backend.device), gates(64, 20).to(backend.device)
-    loaded = backend.operations.load_neurons(records, backend.device)
-    room = backend.operations.new_neurons(64, 512, backend.device)
+    loaded = backend.neurons.load_neurons(records, backend.device)
+    room = backend.neurons.new_neurons(64, 512, backend.device)
     everybody = torch.arange(64, dtype=torch.int32)
-    backend.operations.copy_neurons(room, everybody, loaded, everybody)
-    indices, count = backend.operations.collect(gate, torch.zeros((), device=backend.device))
-    expected = backend.operations.neuron_ffn(loaded, x, gate, indices, count)
-    assert torch.equal(backend.operations.neuron_ffn(room, x, gate, indices, count), expected)
+    backend.neurons.copy_neurons(room, everybody, loaded, everybody)
+    indices, count = backend.neurons.collect(gate, torch.zeros((), device=backend.device))
+    expected = backend.neurons.neuron_ffn(loaded, x, gate, indices, count)
+    assert torch.equal(backend.neurons.neuron_ffn(room, x, gate, indices, count), expected)

@@ -38,7 +38,7 @@ def tuning_table(result: Mapping[str, Any]) -> str:
     return markdown(*parts)
 
 
-_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the second worker"}
+_LINKS = {"resident": "out of slots", "bus": "out of host memory", "worker": "by the worker beside"}
 
 
 def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
@@ -48,8 +48,10 @@ def _links_table(links: Sequence[Mapping[str, Any]]) -> Table:
             row["hidden"],
             *(f"{row['together'][name] / 1e6:.2f} ({row['alone'][name] / 1e6:.2f})" for name in _LINKS),
             f"{row['together']['handover'] * 1e6:.0f}",
+            *([f"{100 * row['alone']['bus'] / row['copies']:.0f} %"] if row["copies"] else []),
         ]
         for row in links
     ]
     header = ["channels", *(f"{name}, M/s" for name in _LINKS.values()), "handing over, us"]
+    header += ["the bus, of large copies"] if links[0]["copies"] else []
     return Table(header, rows, "neurons per second, both workers at once (one alone)")

@@ -22,8 +22,8 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
 
     Without PATHS: for those of Llamas of 1 and 8 billion parameters. What was found is kept below ~/.cache, and the
     runtime of the device uses it from then on (on the CPU at the same number of threads); output changes by rounding
-    only. Of artifacts by neurons it also measures, on the CPU, what --cached divides neurons by. Nothing else should
-    run meanwhile.
+    only. Of artifacts by neurons it also measures what neurons are divided by where only some have slots: on a GPU with
+    the processor beside it, and figures that other work hides are refused. Nothing else should run meanwhile.
     """
     from sparsepack.cli.tables.tuning import tuning_table
     from sparsepack.tuning import tune as measure

@@ -46,6 +46,6 @@ class NeuronArtifact(ZigzagArtifact):
     def programs(self) -> Iterator[Program]:
         for program in super().programs():
             if program.program == "sparsepack":
-                what = "runs it on CPUs, reading the records of active neurons alone while decoding"
+                what = "runs it on CPUs and NVIDIA GPUs, reading the records of active neurons alone while decoding"
                 program = Program(program.program, program.loads, what)
             yield program

@@ -32,10 +32,12 @@ def _problems(recipe: Recipe, asked: Eval) -> Iterator[str]:
         except UserError as error:
             yield f"eval.backend: {error}"
     yield from (problems := list(engine_problems(recipe, asked)))
-    if asked.cached is not None and not problems and not skips_neurons(recipe):
-        yield "eval.cached: transformers gives neurons no slots; expected eval.backend cpu or reference"
-    elif asked.cached is not None and not problems and set(protocols_of(recipe)) == {"dense"}:
-        yield "eval.cached: nothing is decoded that slots could serve; expected protocol decode or all"
+    divided = asked.cached is not None or asked.vram is not None
+    name = "cached" if asked.vram is None else "vram"
+    if divided and not problems and not skips_neurons(recipe):
+        yield f"eval.{name}: transformers gives neurons no slots; expected eval.backend cpu or reference"
+    elif divided and not problems and set(protocols_of(recipe)) == {"dense"}:
+        yield f"eval.{name}: nothing is decoded that slots could serve; expected protocol decode or all"
     if asked.told(EngineOptions)["hold"] and not problems:
         if asked.runtime == EvalRequest.runtime:
             able = " or ".join(row.name for row in BACKENDS.values() if row.holds)
@@ -107,7 +109,7 @@ def request_of(job: Job, asked: Eval, protocol: str) -> EvalRequest:
         device=recipe.device,
         # An engine computes in its own types; beside it the source model runs in what it would without a recipe.
         dtype=recipe.dtype if asked.runtime == EvalRequest.runtime else EvalRequest.dtype,
-        engine=replace(engine, cached=None, policy=None, hold=False) if protocol == "dense" else engine,
+        engine=replace(engine, cached=None, vram=None, policy=None, hold=False) if protocol == "dense" else engine,
         **own,
     )
 

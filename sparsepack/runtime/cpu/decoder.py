@@ -48,6 +48,7 @@ class NativeDecoder:
     """
 
     hit_counts = None
+    ways = None
 
     def __init__(
         self,

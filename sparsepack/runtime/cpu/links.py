@@ -7,9 +7,8 @@ from sparsepack.placement.links import Links
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cpu.dispatch import instruction_set
 from sparsepack.runtime.cpu.machine import cpu_info
-from sparsepack.runtime.hybrid.kept_links import keep_links, kept_links, links_path
+from sparsepack.runtime.hybrid.kept_links import kept_links, measure_and_keep
 from sparsepack.runtime.hybrid.measure import divided, measure_links
-from sparsepack.runtime.tuning import check_room
 
 
 def measured_links(threads: int, hidden: int) -> Links | None:
@@ -22,11 +21,9 @@ def measure(widths: Iterable[int], threads: int) -> list[dict[str, Any]]:
 
     Raises `UserError` without kernels, and `OutputError` where it cannot be kept, before anything is measured.
     """
-    wanted = [depends_on(threads, hidden) for hidden in dict.fromkeys(widths)]
-    for of in wanted:
-        check_room(links_path(of), 1)
     beside = operations.neuron_ffn_beside
-    return [keep_links(of, measure_links(operations, beside, of["threads"], of["hidden"])) for of in wanted]
+    wanted = [depends_on(threads, hidden) for hidden in widths]
+    return measure_and_keep(wanted, lambda of: measure_links(operations, beside, of["threads"], of["hidden"]))
 
 
 def depends_on(threads: int, hidden: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Kernels are given NumPy's views of tensors. For a tensor itself nanobind runs Py
 is raised there, which may be a user's Ctrl-C.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.runtime.backends import backend_named
 from sparsepack.runtime.cpu.dispatch import instruction_set, native, operations
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
+from sparsepack.runtime.cpu.machine import usable_cores
 from sparsepack.runtime.cpu.tile_config import tile_config
+from sparsepack.runtime.hybrid.handover import HandOver
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.operations import NeuronFfn
 
@@ -104,6 +107,40 @@ def neuron_ffn(neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Te
 def neuron_ffn_beside(threads: int) -> NeuronFfn:
     """`neuron_ffn` on so many threads of its own, which may run at the same time as all other operations."""
     return partial(_neuron_ffn, native().Operations(instruction_set(), threads))
+
+
+def cold_worker(
+    records: Sequence[Any], memory: np.ndarray, layout: HandOver, threads: int | None = None, limit: float = 60.0
+) -> Any:
+    """Threads that compute what a device asks for through a hand-over; see `runtime/hybrid/handover.py`.
+
+    records -- of each block, as `load_neurons` gives them
+    memory  -- uint8 [layout.size], which the device reads and writes too; zeros at first
+    threads -- at most as many as there are cores beside those of the caller and of the policy, which run meanwhile;
+               None: that many
+    limit   -- seconds that it waits for a request of a step that has begun: of a first one kernels are compiled
+
+    What it gives has `begin(number, texts=1)`, before the device asks for the first block of a step, and when both
+    sides have ended the step before; and `end(number)`, which waits for the worker alone. Both raise RuntimeError from
+    the moment when either side gave up; after Ctrl-C, or `interrupt()`, the next step begins anew as soon as the device
+    has ended. `stop()` ends the threads. `neurons` and `seconds` say what was computed, and how long that took. The
+    same requests have the same bits with as many threads.
+    """
+    most = worker_threads()
+    chosen = min(threads or most, most)
+    return native().ColdWorker(instruction_set(), list(records), memory, layout, chosen, limit)
+
+
+def slow_policy() -> Callable[..., Any]:
+    """What makes a native `SlowPolicy`, as `runtime/hybrid/following.py` takes it; a prompt is followed by as many
+    threads as a worker has, which has nothing to do meanwhile."""
+    return partial(native().SlowPolicy, threads=worker_threads())
+
+
+def worker_threads() -> int:
+    """How many threads a `cold_worker` has at most: all cores but the caller's and, where there are more, the policy's.
+    Threads that spin keep whoever shares their core from running."""
+    return max(1, usable_cores() - 2)
 
 
 def _neuron_ffn(kernels: Any, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:

@@ -2,19 +2,25 @@
 
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.driver import device as gpu
+from sparsepack.runtime.cuda.driver.memory import within_budget
+from sparsepack.runtime.cuda.links import measure as measure_links
+from sparsepack.runtime.cuda.links import measured_links
 from sparsepack.runtime.cuda.products.tune import measure
+from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.plan import planned
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
-__all__ = ["decoder", "describe", "synchronise", "tune", "usable"]
+__all__ = ["decoder", "describe", "synchronise", "tune", "tune_links", "usable"]
 
 
 def usable(device: torch.device) -> None:
@@ -29,7 +35,27 @@ def decoder(
     options: EngineOptions,
 ) -> cuda_decoder.CudaDecoder:
     cache = partial(new_cache, offload=options.offload)
-    return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
+    if not options.divided:
+        return cuda_decoder.CudaDecoder(packed, device, context, options.sequences or 1, cache_type, new_cache=cache)
+    plan, device = planned(packed, context, cache_type, options), gpu.usable(device)
+    with within_budget(plan, device):
+        if plan.whole and options.cached is None:
+            return cuda_decoder.CudaDecoder(packed, device, context, 1, cache_type, new_cache=cache, plan=plan)
+        measured = measured_links(options.threads, packed.architecture.hidden, device)
+        slow, activity = operations.slow_policy(), cast(Any, options.activity)
+        return CudaHybridDecoder(
+            packed,
+            operations,
+            device,
+            context,
+            cache_type,
+            options,
+            plan,
+            measured,
+            slow,
+            new_cache=cache,
+            activity=activity,
+        )
 
 
 def synchronise(device: torch.device) -> None:
@@ -45,3 +71,8 @@ def tune(
 ) -> dict[str, Any]:
     """See `cuda.tune.measure`."""
     return measure(shapes, device, gates)
+
+
+def tune_links(widths: Iterable[int], device: torch.device, threads: int | None) -> list[dict[str, Any]]:
+    """See `cuda.links.measure`."""
+    return measure_links(widths, device, threads)

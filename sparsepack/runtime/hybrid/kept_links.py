@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from sparsepack.files.atomic import write_json
 from sparsepack.placement.links import Links
 from sparsepack.runtime.hybrid.measure import MeasuredLinks
-from sparsepack.runtime.tuning import tuned_path
+from sparsepack.runtime.tuning import check_room, tuned_path
 
 SCHEMA = 2
 
@@ -26,6 +26,19 @@ def keep_links(of: Mapping[str, Any], measured: MeasuredLinks) -> dict[str, Any]
     content = {"schema": SCHEMA, **of, **asdict(measured)}
     write_json(path, content)
     return {**content, "path": str(path)}
+
+
+def measure_and_keep(
+    wanted: Iterable[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], MeasuredLinks]
+) -> list[dict[str, Any]]:
+    """Measure each of those that are wanted, once, keep it, and return what was found, JSON-able.
+
+    Raises `OutputError` where it cannot be kept, before anything is measured.
+    """
+    once = list({links_path(of): of for of in wanted}.values())
+    for of in once:
+        check_room(links_path(of), 1)
+    return [keep_links(of, measure(of)) for of in once]
 
 
 def kept_links(of: Mapping[str, Any]) -> Links | None:

@@ -40,10 +40,14 @@ Calls = Iterator[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What was measured: `together` is what the division goes by, `alone` is for people."""
+    """What was measured: `together` is what the division goes by, all else is for people.
+
+    copies -- neurons a second whose records large copies bring over the bus; None: there is no bus
+    """
 
     together: Links
     alone: Links
+    copies: float | None = None
 
 
 def divided(threads: int) -> tuple[int, int]:
@@ -61,11 +65,10 @@ def measure_links(
     threads    -- of both together
     """
     first, second = divided(threads)
-    count = -(-ROTATION // record_bytes(hidden))
-    count += -count % (ONE_IN * LISTED)
+    count = count_for(hidden)
     with closing(Worker()) as worker, torch_threads(first):
         handed = cycle([lambda: worker.take(worker.post(_nothing))])
-        host = operations.load_neurons(_records(count, hidden))
+        host = operations.load_neurons(records(count, hidden))
         slots = operations.new_neurons(count, hidden)
         everyone = torch.arange(count, dtype=torch.int32)
         operations.copy_neurons(slots, everyone, host, everyone)
@@ -94,20 +97,32 @@ def _nothing() -> None:
     """Do nothing: handing this over to the worker shows how long handing over takes."""
 
 
-def _records(count: int, hidden: int) -> PackedMatrix:
+def count_for(hidden: int) -> int:
+    """So many records that no cache has them all, a whole number of lists."""
+    count = -(-ROTATION // record_bytes(hidden))
+    return count + -count % (ONE_IN * LISTED)
+
+
+def records(count: int, hidden: int) -> PackedMatrix:
+    """Random records, as stored."""
     blocks = random_blocks((256 * count, 2 * hidden // 256))
     return PackedMatrix(blocks.flatten(1), "Q4_K", count, 2 * hidden)
 
 
-def _calls(ffn: NeuronFfn, neurons: Any, count: int, hidden: int, seed: int) -> Calls:
-    """Calls on lists of neurons, each neuron in one of them: when a list comes again, no cache has it any more."""
+def lists(count: int, seed: int) -> list[Tensor]:
+    """Lists of active neurons, int32 [LISTED] each, each neuron in one of them: when a list comes again, no cache has
+    its records any more."""
     generator = torch.Generator().manual_seed(seed)
-    x, gate = torch.randn(hidden, generator=generator), torch.ones(count)
     starts = torch.arange(0, count, ONE_IN * LISTED)
     within = torch.rand(len(starts), ONE_IN * LISTED, generator=generator).argsort(dim=1)
-    lists = (starts[:, None] + within).view(-1, LISTED).sort(dim=1).values.to(torch.int32)
-    order = torch.randperm(len(lists), generator=generator)  # lists of the same neighbours share pages
-    return cycle([_call(ffn, neurons, x, gate, lists[number]) for number in order.tolist()])
+    found = (starts[:, None] + within).view(-1, LISTED).sort(dim=1).values.to(torch.int32)
+    # Lists of the same neighbours share pages.
+    return list(found[torch.randperm(len(found), generator=generator)])
+
+
+def _calls(ffn: NeuronFfn, neurons: Any, count: int, hidden: int, seed: int) -> Calls:
+    x, gate = torch.randn(hidden, generator=torch.Generator().manual_seed(seed)), torch.ones(count)
+    return cycle([_call(ffn, neurons, x, gate, each) for each in lists(count, seed)])
 
 
 def _call(ffn: NeuronFfn, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor) -> Callable[[], Tensor]:

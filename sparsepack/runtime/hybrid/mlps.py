@@ -7,7 +7,8 @@ A resident neuron has a slot, an offloaded one has none. The sums of the three p
 active never depends on it.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import PackedMatrix
 from sparsepack.formats.codecs.neurons import record_bytes
 from sparsepack.placement.links import Links, over_the_bus
-from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
+from sparsepack.placement.ways import Traffic
+from sparsepack.runtime.hybrid.following import Moves
+from sparsepack.runtime.hybrid.residency import NOWHERE, Residency, ranges_of_blocks
 from sparsepack.runtime.hybrid.worker import Worker
 from sparsepack.runtime.operations import NeuronFfn, Operations
 
@@ -71,6 +74,7 @@ class DividedMlps:
         pieces = -(-shape[1] * record_bytes(hidden) // STAGED_BYTES)
         self._piece = -(-shape[1] // pieces)
         self._staging = [operations.new_neurons(self._piece, hidden) for _ in range(2)]
+        self.traffic = Traffic()
         self._seen: list[list[np.ndarray]] = [[] for _ in range(shape[0])]
 
     def load_neurons(self, records: PackedMatrix, device: torch.device | str = "cpu") -> HostNeurons:
@@ -79,20 +83,25 @@ class DividedMlps:
         self._blocks.append(HostNeurons(len(self._blocks), loaded, records.rows))
         return self._blocks[-1]
 
-    def place(self, resident: np.ndarray, *, anew: bool) -> None:
-        """Give slots: bool [blocks, neurons]. Between two tokens; `anew` when a text begins."""
-        (self.residency.restart if anew else self.residency.change)(resident, self._copy)
+    def place(self, resident: np.ndarray) -> None:
+        """Give slots when a text begins: bool [blocks, neurons]."""
+        self.residency.restart(resident, self._copy)
+
+    def move(self, moves: Moves) -> None:
+        """Give slots to some and take those of others, between two tokens."""
+        self.residency.move(moves.coming, moves.going, self._copy)
 
     def forget(self) -> None:
         """What was seen of a pass that begins, or was interrupted, counts no more."""
         for rows in self._seen:
             rows.clear()
 
-    def needed(self) -> Iterator[np.ndarray]:
-        """The neurons that were active at each position since `forget`: uint8 [blocks, neurons]."""
-        blocks = [np.concatenate(rows) for rows in self._seen if rows]  # none where no position passed
-        count = self.residency.table.shape[1]
-        return (np.unpackbits(np.stack(rows), axis=1, count=count) for rows in zip(*blocks, strict=True))
+    def needed(self) -> np.ndarray:
+        """The neurons that were active at each position since `forget`, as `following` has bits."""
+        blocks, neurons = self.residency.table.shape
+        if not all(self._seen):  # no position passed
+            return np.zeros((0, blocks, -(-neurons // 8)), np.uint8)
+        return np.stack([np.concatenate(rows) for rows in self._seen], axis=1)
 
     def neuron_ffn(self, neurons: HostNeurons, x: Tensor, gate: Tensor, indices: Tensor, count: Tensor) -> Tensor:
         """See `reference.neuron_ffn`: the same but for the order of the sum."""
@@ -108,7 +117,12 @@ class DividedMlps:
         self._slot_gates[slots.long()] = gate[resident.long()]
         y: Tensor = _part(self._operations.neuron_ffn, self._slots, x, self._slot_gates, slots.sort().values)()
         y = y + _part(self._operations.neuron_ffn, neurons.records, x, gate, own)()
-        return y if number is None else y + self._worker.take(number)
+        begun = time.perf_counter()
+        if number is not None:
+            y = y + self._worker.take(number)
+        waited = time.perf_counter() - begun if number is not None else 0.0
+        self.traffic += Traffic(len(resident), len(own), len(beside), int(number is not None), waited)
+        return y
 
     def neuron_matmul(self, neurons: HostNeurons, x: Tensor, gate: Tensor) -> Tensor:
         """See `reference.neuron_matmul`: the same but for the order of the sum."""
@@ -140,11 +154,14 @@ class DividedMlps:
 
         return fill
 
-    def _copy(self, block: int, neurons: np.ndarray, slots: np.ndarray) -> None:
-        self.copy_neurons(self._slots, torch.from_numpy(slots), self._blocks[block].records, torch.from_numpy(neurons))
+    def _copy(self, neurons: np.ndarray, slots: np.ndarray) -> None:
+        count = self.residency.table.shape[1]
+        for block, first, last in ranges_of_blocks(neurons, count):
+            records = torch.from_numpy(neurons[first:last] - block * count)
+            self.copy_neurons(self._slots, torch.from_numpy(slots[first:last]), self._blocks[block].records, records)
 
     def _saw(self, block: int, gate: Tensor) -> None:
-        self._seen[block].append(np.packbits(gate.numpy() != 0, axis=1))
+        self._seen[block].append(np.packbits(gate.numpy() != 0, axis=1, bitorder="little"))
 
 
 def _part(ffn: NeuronFfn, neurons: Any, x: Tensor, gate: Tensor, indices: Tensor) -> Callable[[], Tensor]:

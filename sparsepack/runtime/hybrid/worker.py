@@ -3,7 +3,8 @@
     caller   work, then `posted` n       ...        waits for `done` n, then reads the result
     worker   waits for `posted` n, does the work, leaves the result, then `done` n
 
-Both numbers only rise, each is written by one side, and what they announce is there before them.
+Both numbers only rise, each is written by one side, and what they announce is there before them. It takes any piece of
+work, of any backend, copies too; the native worker of the cpu backend answers requests for native records alone.
 """
 
 import threading

@@ -79,5 +79,6 @@ std::string text(const char* format, Args... args) {
 // check_attention.cpp: attention, and what finds the tokens that it reads.
 void check_attention_kernels(const Kernels& k);
 void check_neuron_kernels(const Kernels& k);
+void check_cold_worker(const Kernels& k);
 
 }  // namespace sparsepack

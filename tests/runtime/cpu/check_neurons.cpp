@@ -97,9 +97,22 @@ void check_positions(const Kernels& k, const Neurons& n, int positions) {
     for (float& g : gate) g = g < 0.5f ? 0 : g;
     for (int s = 0; s < 2; s++) {
         y[s].assign((size_t)positions * hidden + 16, GUARD);
-        (s ? k : scalar_kernels).neuron_matmul(&n, x.data(), gate.data(), positions, y[s].data());
+        NeuronsWork work = {&n, (int32_t)n.count, nullptr, x.data(), gate.data(), positions, y[s].data()};
+        (s ? k : scalar_kernels).neuron_matmul(&work);
     }
-    check_near(y[1], y[0], k.name, text("%d neurons of %d bands, %d positions", (int)n.count, n.bands, positions));
+    std::string what = text("%d neurons of %d bands, %d positions", (int)n.count, n.bands, positions);
+    check_near(y[1], y[0], k.name, what);
+    // Every third neuron, listed: as if the gates of all others were zero.
+    std::vector<int32_t> indices;
+    for (int32_t i = 0; i < n.count; i += 3) indices.push_back(i);
+    y[1].assign(y[1].size(), GUARD);
+    NeuronsWork listed = {&n, (int32_t)indices.size(), indices.data(), x.data(), gate.data(), positions, y[1].data()};
+    k.neuron_matmul(&listed);
+    for (size_t i = 0; i < gate.size(); i++) gate[i] = i % n.count % 3 ? 0 : gate[i];
+    y[0].assign(y[0].size(), GUARD);
+    NeuronsWork all = {&n, (int32_t)n.count, nullptr, x.data(), gate.data(), positions, y[0].data()};
+    k.neuron_matmul(&all);
+    check(y[1] == y[0], k.name, what + ", listed");
 }
 
 }  // namespace

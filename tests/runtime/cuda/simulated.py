@@ -1,19 +1,21 @@
 """Kernels of the cuda backend in plain torch on the CPU, so that the chain of a decoder can be tested without a GPU.
 
 `KERNELS` is what a decoder takes; each function stands in for the one of its name. Those that it leaves as they are run
-under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu` or
-`kernels/products/zigzag_batch.cu` is computed from the macros and arguments that the kernel would get, in the order in
-which it would get them.
+under `launches`: a launch of `kernels/decoder/prefill.cu`, `kernels/products/gate.cu`,
+`kernels/products/zigzag_batch.cu` or `kernels/neurons` is computed from the macros and arguments that the kernel would
+get, in the order in which it would get them.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import simulated_neurons
 import torch
 from simulated_double_sparsity import (
     attend_double_sparsity,
@@ -32,7 +34,7 @@ from sparsepack.runtime.cuda.driver.flag_in_data import SENTINEL, WORKSPACE_WORD
 from sparsepack.runtime.cuda.driver.flag_in_data import flag_in_data_buffers as real_flag_in_data_buffers
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.cuda.products import tile_config, zigzag
+from sparsepack.runtime.cuda.products import neurons, tile_config, zigzag
 from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS, COLUMNS_AT_ONCE, CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hold import HeldText
@@ -65,7 +67,9 @@ class Matrix:
         return zigzag._tiled(bands, self.config.tile_bands, self.gate_bands > 0)
 
 
-def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False) -> Matrix:
+def load_zigzag(
+    matrix: PackedMatrix, device: Any, config: Any = None, *, gate: bool = False, place: Any = None
+) -> Matrix:
     assert not gate or matrix.rows % 512 == 0
     return Matrix(
         decode_matrix(matrix),
@@ -76,7 +80,7 @@ def load_zigzag(matrix: PackedMatrix, device: Any, config: Any = None, *, gate: 
     )
 
 
-def load_rows(matrix: PackedMatrix, device: Any) -> Matrix:
+def load_rows(matrix: PackedMatrix, device: Any, *, place: Any = None) -> Matrix:
     return Matrix(decode_matrix(matrix), matrix.rows, matrix.columns)
 
 
@@ -237,10 +241,13 @@ def _add_rows(defines: Any, grid: Any, x: Tensor, width: int, product: Any, *res
         _leave(x if norm is None else reference.rms_norm(x, norm, eps), half, factor)
 
 
-def _gate_rows(defines: Any, grid: Any, product: Tensor, width: int, *rest: Any) -> None:
-    *finish, half, factor = rest
-    assert (grid, product.shape[1]) == ((len(product),), 2 * width)
-    gate, up = _finished(product, *finish).chunk(2, dim=1)
+def _gate_rows(defines: Any, grid: Any, gate: Tensor, *rest: Any) -> None:
+    gate_pitch, gate_inverse, gate_bias, up, up_pitch, up_inverse, up_bias, width, product_factor, half, factor = rest
+    assert grid == (len(gate),)
+    assert gate.shape == up.shape == (len(gate), width)
+    assert (gate_pitch, up_pitch) == (gate.stride(0), up.stride(0))
+    gate = _finished(gate, product_factor, gate_inverse, gate_bias)
+    up = _finished(up, product_factor, up_inverse, up_bias)
     _leave(ACTIVATIONS[int(defines["ACTIVATION"])](gate) * up, half, factor)
 
 
@@ -312,6 +319,7 @@ LAUNCHED = {
     "split_heads": _split_heads,
     "gate": _gate,
     "zigzag_batch": _zigzag_batch,
+    **simulated_neurons.LAUNCHED,
 }
 
 
@@ -332,6 +340,25 @@ class Graph:
         self.replay = run
 
 
+class Event:
+    """All that ran before it is over when it is recorded."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at
+
+    def wait(self) -> None:
+        """For one that was never recorded nobody waits."""
+
+    def query(self) -> bool:
+        return self.at > 0
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
 def captured(run: Callable[[], None], stream: Any, pool: Any = None) -> Graph:
     run()
     return Graph(run)
@@ -343,7 +370,9 @@ class SimulatedKernels(kernel_set.Kernels):
     device_name = staticmethod(lambda device: "simulated")
     synchronize = staticmethod(lambda device: None)
     new_stream = new_graph_pool = staticmethod(lambda: None)
-    new_event = staticmethod(lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    on_stream = staticmethod(lambda stream: nullcontext())
+    on_card = in_host_memory = staticmethod(lambda loaded: loaded)
+    new_event = staticmethod(lambda enable_timing=False: Event())
     host_memory = staticmethod(torch.empty_like)
     host_values = staticmethod(lambda values: torch.tensor(values, dtype=torch.int32))
     captured = staticmethod(captured)
@@ -360,6 +389,7 @@ class SimulatedKernels(kernel_set.Kernels):
     attend_double_sparsity = staticmethod(attend_double_sparsity)
     attend_offloaded = staticmethod(attend_offloaded)
     host_tensors = staticmethod(lambda count, shape, *of: [torch.zeros(shape, dtype=of[0]) for _ in range(count)])
+    shared_memory = staticmethod(lambda size, *of: ((memory := np.zeros(size, np.uint8)), torch.from_numpy(memory)))
     product = staticmethod(product)
     pick_likeliest = staticmethod(pick_likeliest)
     matmul = staticmethod(matmul)
@@ -374,12 +404,12 @@ def launches() -> Iterator[None]:
     """Let functions that launch what is in `LAUNCHED` run on the CPU."""
     BUFFERS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense, gate_alone, zigzag):
+        for module in (dense, gate_alone, neurons, zigzag):
             patch.setattr(module, "kernel", _kernel)
             patch.setattr(module, "launch", _launch)
         for module in (shared_memory, tile_config, zigzag):
             patch.setattr(module, "shared_limit", lambda device: SHARED_MEMORY)
-        for module in (tile_config, zigzag):
+        for module in (neurons, tile_config, zigzag):
             patch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
         patch.setattr(zigzag, "workspace", lambda device: WORKSPACE)
         patch.setattr(dense, "dequantise", dequantise)

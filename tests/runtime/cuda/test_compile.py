@@ -58,6 +58,27 @@ VARIANTS = {
     "token_slots": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4",)],
+    "neuron_list": [
+        (
+            *(f"INPUTS={texts}", "ACTIVATION=1", f"ALL={everyone}", f"FLAG_IN_DATA={int(texts == 1)}"),
+            *(f"DIVIDED={divided}", f"REPLAYED={replayed}"),
+        )
+        for texts in (1, 3, 8)
+        for everyone in (0, 1)
+        for divided, replayed in ((0, 0), (1, 0), (1, 1))
+    ],
+    "neuron_ffn": [
+        (
+            *(f"INPUTS={texts}", f"GROUPS={groups}", f"ROUNDS={rounds}", f"SLICES={slices}"),
+            *(f"SLOTS={slots}", f"BATCH={batch}"),
+        )
+        for texts, groups, rounds, slices, slots, batch in (
+            (1, 10, 1, 2, 34, 20),
+            (4, 16, 1, 1, 8, 8),
+            (2, 17, 2, 1, 4, 4),
+            (3, 1, 1, 16, 64, 16),
+        )
+    ],
     "quantise_slide": [
         (
             *(f"INPUT={type}", "FP8=0", f"OF={of}", f"WINDOWS={of // 2 - 1}"),

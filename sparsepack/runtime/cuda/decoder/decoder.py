@@ -9,8 +9,12 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.ways import Ways
 from sparsepack.runtime.cuda.attention.caches import new_cache
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache
+from sparsepack.runtime.cuda.decoder.mlps import LoadMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.model import load_attention, load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
@@ -46,13 +50,13 @@ class CudaDecoder:
     cache_type -- of keys and values: "bf16", "f16", or "f32" for comparisons, where prefill is slow
     kernels    -- who computes
     new_cache  -- what attends
+    load_mlp   -- what copies MLPs to the GPU
+    runs_ahead -- whether a step may begin before the host has read its token
+    plan       -- of a budget: what lies in the host's memory, and how much prefill may take; None: there is none
 
     Raises `UserError` where the cuda backend cannot run, for an unknown cache type, for an architecture that its
     kernels do not know, and where the GPU has too little shared memory for so many sequences.
     """
-
-    threads = 1
-    hit_counts = None
 
     def __init__(
         self,
@@ -63,23 +67,40 @@ class CudaDecoder:
         cache_type: str = DEFAULT_CACHE_TYPE,
         kernels: Kernels = KERNELS,
         new_cache: NewCache = new_cache,
+        load_mlp: LoadMlp = load_mlp,
+        runs_ahead: bool = True,
+        plan: Plan | None = None,
     ) -> None:
         self._kernels, self._context = kernels, context
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = load_attention(packed, self._device, context, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
-            self._model = load_model(packed, self._device, kernels)
+            self._model = load_model(packed, self._device, kernels, load_mlp, plan)
             self._step = Step(self._model, self._cache, kernels, together=sequences > 1)
-            self._prefill = Prefill(self._model, self._cache, kernels)
+            work = None if plan is None or plan.budget is None else plan.parts.work
+            self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
+            self._positions = None if work is None else work.positions
             self._stream = kernels.new_stream()
-            self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 else None
+            self._ahead = RunAhead(self._step, kernels, self._stream) if sequences == 1 and runs_ahead else None
         self._ids = Mirror(self._step.ids, kernels)
         self._moving: Mirror | None = None
         self._steps: dict[tuple[bool, int | None], torch.cuda.CUDAGraph] = {}  # by `_key`
         self._stepped = 0
         if sequences > 1:
             self._check_shared_memory(sequences)
+
+    @property
+    def threads(self) -> int:
+        return 1
+
+    @property
+    def hit_counts(self) -> HitCounts | None:
+        return None
+
+    @property
+    def ways(self) -> Ways | None:
+        return None
 
     @property
     def description(self) -> str:
@@ -94,7 +115,11 @@ class CudaDecoder:
         return self._stepped
 
     def active(self) -> dict[tuple[int, str], int]:
-        return self._ahead.active() if self._ahead and self._ahead.begun else counted(self._step.active)
+        return (
+            counted(self._ahead.active, self._model.names)
+            if self._ahead and self._ahead.begun
+            else counted(self._step.active, self._model.names)
+        )
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -184,8 +209,9 @@ class CudaDecoder:
         return logits
 
     def _check_shared_memory(self, sequences: int) -> None:
-        sites = [site for layer in self._model.layers for site in layer.sites.values()]
-        most = min(self._kernels.most_inputs(site.matrix) for site in sites)
+        matrices = [site.matrix for layer in self._model.layers for site in layer.attention.values()]
+        matrices += [matrix for layer in self._model.layers for matrix in layer.mlp.matrices]
+        most = min(map(self._kernels.most_inputs, matrices))
         if sequences > most:
             raise UserError(
                 f"{sequences} sequences: this GPU's shared memory takes {most} of this model at once; take fewer"
@@ -206,8 +232,9 @@ class CudaDecoder:
         return chosen
 
     def _prefill_pieces(self, ids: Tensor) -> list[Tensor]:
-        """The ids on the GPU, int32, at most PREFILL_TOKENS together; copied at once, as the host waits for a copy."""
-        return [piece for piece in torch.split(ids.to(self._device, torch.int32), PREFILL_TOKENS) if len(piece)]
+        """The ids on the GPU, int32, as many together as prefill takes; copied at once: the host waits for a copy."""
+        positions = self._positions or PREFILL_TOKENS
+        return [piece for piece in torch.split(ids.to(self._device, torch.int32), positions) if len(piece)]
 
     def _dense(self, ids: Tensor, sequence: int) -> Tensor:
         """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden]."""
@@ -263,7 +290,7 @@ class CudaDecoder:
         graph = self._kernels.captured(lambda: self._step.run(sparse), self._stream)
         positions.known = None
         active, _, _, lasting = state_parts(before, len(self._cache.lengths))
-        self._step.active.copy_(active)
+        self._step.active.copy_(active.view_as(self._step.active))
         self._step.lasting.copy_(lasting)
         self._steps[self._key(sparse)] = graph
         return graph

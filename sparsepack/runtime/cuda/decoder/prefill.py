@@ -13,12 +13,13 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 
 class Prefill:
     """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
-    and weights in float16 take at most `zigzag.SCRATCH_BYTES`, which are kept."""
+    and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`), which are kept."""
 
-    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels) -> None:
+    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, most: int | None = None) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
-        matrices = [site.matrix for layer in model.layers for site in layer.sites.values()]
-        self._scratch = kernels.new_scratch(matrices, model.device)
+        matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
+        matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
+        self._scratch = kernels.new_scratch(matrices, model.device, model.layers[0].mlp.decoded, most)
 
     def run(self, ids: Tensor, sequence: int) -> Tensor:
         """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,
@@ -35,7 +36,8 @@ class Prefill:
                     x, update = kernels.matmul(layer.basis, x), None
                 attn_output = self._attention(number, kernels.to_scaled_fp16(x, update, layer.attn_norm, eps), sequence)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
-                update = self._mlp(layer, kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps))
+                normed = kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps)
+                update = layer.mlp.prefill(normed, x, model.activation, self._scratch, kernels)
         if update is not None:
             kernels.add(x, update)
         self._cache.advance(len(ids), sequence)
@@ -46,10 +48,6 @@ class Prefill:
         q = self._cache.append(number, self._product(self._model.layers[number], "attn_in", x), sequence)
         return self._cache.attend(number, q, sequence)
 
-    def _mlp(self, layer: CudaLayer, x: ScaledFp16) -> Product:
-        mid = self._kernels.gated(self._product(layer, "mlp_in", x), self._model.activation)
-        return self._product(layer, "mlp_mid", mid)
-
     def _product(self, layer: CudaLayer, name: str, x: ScaledFp16) -> Product:
-        site = layer.sites[name]
+        site = layer.attention[name]
         return self._kernels.multiply(site.matrix, x, self._scratch, site.dense.bias)

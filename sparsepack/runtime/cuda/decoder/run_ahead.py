@@ -3,8 +3,9 @@
 import math
 
 import torch
+from torch import Tensor
 
-from sparsepack.runtime.cuda.decoder.step import Step, counted, state_parts
+from sparsepack.runtime.cuda.decoder.step import Step, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.sampling import Sampler, Sampling, not_finite
 
@@ -37,9 +38,10 @@ class RunAhead:
         """Whether a step runs that nobody has asked for yet."""
         return self._begun is not None
 
-    def active(self) -> dict[tuple[int, str], int]:
-        """Columns that were active before the step that has begun, per (layer, site)."""
-        return counted(self._active)
+    @property
+    def active(self) -> Tensor:
+        """What `Step.active` was before the step that has begun, as the host has it."""
+        return self._active
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -56,7 +58,7 @@ class RunAhead:
     def undo(self) -> None:
         """Take back what the step that has begun counted, and what it holds."""
         self._begun = None
-        self._step.active.copy_(self._active, non_blocking=True)
+        self._step.active.copy_(self._active.view_as(self._step.active), non_blocking=True)
         self._step.lasting.copy_(self._lasting, non_blocking=True)
 
     def choose(self, sampler: Sampler, sparse: bool, following: torch.cuda.CUDAGraph | None) -> int:

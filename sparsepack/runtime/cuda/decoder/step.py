@@ -1,7 +1,7 @@
 """One token of each sequence through the model: five kernels a layer (more where gate and up do not fill whole bands,
 attention takes more than one, or the basis of the residual stream changes first), which wait for no host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.models.families import SITES
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
-from sparsepack.runtime.cuda.decoder.buffers import Buffers, flag_in_data_of_one, memory_of_several
+from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
+from sparsepack.runtime.cuda.decoder.buffers import flag_in_data_of_one, memory_of_several
 from sparsepack.runtime.cuda.decoder.held import CudaHeld, new_held
+from sparsepack.runtime.cuda.decoder.mlps import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.model import CudaModel
+from sparsepack.runtime.cuda.decoder.sites import CudaSite
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.products.zigzag import Input
 from sparsepack.runtime.hold import Hold
-
-Launch = Callable[[], object]
-"""The function launches a kernel with all that the kernel takes."""
 
 
 class Step:
@@ -28,9 +27,9 @@ class Step:
     ids    -- int32 [B]: the tokens to append; when a step has run, the likeliest next ones
     best   -- float32 [B]: their logits
     logits -- float32 [B, vocabulary]
-    active -- int64 [layers, sites]: columns that were active (in any sequence), summed over steps
+    active -- int64 [layers, names]: of each matrix the units that were active (in any sequence), summed over steps
     held   -- what is held of the sequences; None: nothing
-    state  -- int64 [layers * sites + 2 B]: active, ids, best and what lasts of `held` together, which one copy brings
+    state  -- int64 [layers * names + 2 B]: active, ids, best and what lasts of `held` together, which one copy brings
               to the host
 
     together -- products of any number of sequences at once, each after the kernel before has ended. False: there is one
@@ -41,12 +40,14 @@ class Step:
         a, sequences = model.architecture, len(cache.lengths)
         self._model, self._cache, self._kernels = model, cache, kernels
         self._multiply: Callable[..., None] = kernels.batch if together else kernels.gemv
-        self.state = torch.zeros(a.layers * len(SITES) + 2 * sequences, dtype=torch.int64, device=model.device)
+        self.state = torch.zeros(a.layers * len(model.names) + 2 * sequences, dtype=torch.int64, device=model.device)
         self.active, self.ids, self.best, self.lasting = state_parts(self.state, sequences)
+        self.active = self.active.view(a.layers, -1)
         self.held: CudaHeld | None = None
         self.logits = torch.empty(sequences, a.vocabulary, device=model.device)
         embedded = torch.empty(sequences, a.hidden, device=model.device)
         candidates = kernels.new_candidates(model.output, sequences)
+        self._room = model.layers[0].mlp.new_room(sequences, kernels)
         self._buffers = (memory_of_several if together else flag_in_data_of_one)(model, embedded, kernels)
         self._first = partial(kernels.embed, model.embedding, self.ids, embedded)
         self._last = partial(
@@ -79,34 +80,27 @@ class Step:
 
     def _layer(self, number: int, of: Buffers, sparse: bool) -> Iterator[Launch]:
         """The kernels of a decoder block."""
-        layer, cache, activation = self._model.layers[number], self._cache, self._model.activation
+        layer, cache = self._model.layers[number], self._cache
         sequences, eps = len(cache.lengths), float(self._model.architecture.norm_eps)
         product = partial(self._product, number, of, sparse)
         if layer.basis is not None and of.before is not None:
             before, changed = of.before.view(sequences, -1), of.x.view(sequences, -1)
             yield partial(self._kernels.product, layer.basis, before, changed)
         x = Input(of.x, layer.attn_norm, eps, of.squares, flag_in_data=of.flag_in_data and of.squares is not None)
-        yield product("attn_in", x, of.qkv)
+        yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
         flag_in_data = of.flag_in_data and cache.flag_in_data
         attn_output = of.attn_output.view(sequences, -1)
         yield partial(cache.step, number, of.qkv.view(sequences, -1), sparse, attn_output, flag_in_data)
-        attended = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data)
-        yield product("attn_out", attended, of.between, residual=of.x, squares=of.between_squares)
+        attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
+        yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
         between = Input(of.between, layer.mlp_norm, eps, of.between_squares, flag_in_data=of.flag_in_data)
-        fused = layer.sites["mlp_in"].matrix.gate_bands > 0
-        if fused:
-            yield product("mlp_in", between, of.mid, activation=activation)
-        else:
-            yield product("mlp_in", between, of.stacked)
-            yield partial(self._kernels.gate, of.stacked, activation, of.mid)
-        mid = Input(of.mid, eps=eps, flag_in_data=of.flag_in_data and fused)
-        yield product("mlp_mid", mid, of.y, residual=of.between, squares=of.squares_of_y)
+        of_mlp = MlpStep(of, between, product, partial(self._active, number), self._model.activation, sparse)
+        yield from layer.mlp.step(of_mlp, self._room, self._kernels)
 
     def _product(
-        self, number: int, of: Buffers, sparse: bool, name: str, input: Input, y: Tensor, **more: Any
+        self, number: int, of: Buffers, sparse: bool, name: str, site: CudaSite, input: Input, y: Tensor, **more: Any
     ) -> Launch:
-        """The launch of a site's product, which also counts the active columns of the site."""
-        site = self._model.layers[number].sites[name]
+        """The launch of a site's product, which also counts the site's active columns under a name."""
         columns = site.sparse if sparse else site.dense
         if name in of.reset:
             more["reset"] = of.reset[name]
@@ -119,20 +113,23 @@ class Step:
             input,
             y,
             bias=columns.bias,
-            active=self.active[number, SITES.index(name)],
+            active=self._active(number, name),
             **more,
         )
 
+    def _active(self, number: int, name: str) -> Tensor:
+        return self.active[number, self._model.names.index(name)]
+
 
 def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The views `active`, `ids`, `best` and `lasting` of a step's state, or of a copy of such a state. lasting: float32
-    [2, B], scales and steps of what is held."""
+    """The views `active` (flat), `ids`, `best` and `lasting` of a step's state, or of a copy of such a state. lasting:
+    float32 [2, B], scales and steps of what is held."""
     active, chosen, lasting = state[: -2 * sequences], state[-2 * sequences : -sequences], state[-sequences:]
     ids, best = chosen.view(torch.int32)[:sequences], chosen.view(torch.float32)[sequences:]
-    return active.view(-1, len(SITES)), ids, best, lasting.view(torch.float32).view(2, sequences)
+    return active, ids, best, lasting.view(torch.float32).view(2, sequences)
 
 
-def counted(active: Tensor) -> dict[tuple[int, str], int]:
-    """The number of active columns of each (layer, site)."""
+def counted(active: Tensor, names: Sequence[str]) -> dict[tuple[int, str], int]:
+    """The number of active units of each (layer, name), from `active` of a step or of its state."""
     counts = enumerate(active.flatten().tolist())
-    return {(n // len(SITES), SITES[n % len(SITES)]): count for n, count in counts}
+    return {(n // len(names), names[n % len(names)]): count for n, count in counts}

@@ -2,10 +2,12 @@
 
 import gc
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import addressof, c_char
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,17 +17,17 @@ from sparsepack.errors import UserError
 class _Pinned:
     """Pages of the host that a GPU reaches, as torch takes memory from elsewhere (`__cuda_array_interface__`)."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, purpose: str) -> None:
         self._device, self._registered = device, False
         try:
-            self._pages = mmap.mmap(-1, size)
+            self.pages = mmap.mmap(-1, size)
             with suppress(OSError):  # a system without them
-                self._pages.madvise(mmap.MADV_HUGEPAGE)  # pinned several times as fast
+                self.pages.madvise(mmap.MADV_HUGEPAGE)  # pinned several times as fast
         except OSError as error:
-            raise UserError(_refused(size, str(error))) from error
-        self.address = addressof(c_char.from_buffer(self._pages))
+            raise UserError(_refused(size, purpose, str(error))) from error
+        self.address = addressof(c_char.from_buffer(self.pages))
         if code := int(_runtime().cudaHostRegister(self.address, size, 0)):
-            raise UserError(_refused(size, str(torch.cuda.CudaError(code))))
+            raise UserError(_refused(size, purpose, str(torch.cuda.CudaError(code))))
         self._registered = True
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
@@ -40,31 +42,66 @@ class _Pinned:
             _runtime().cudaHostUnregister(self.address)
 
 
-def _refused(size: int, why: str) -> str:
-    return (
-        f"{size / 1e9:.1f} GB of the host's memory for keys and values, pinned: not to be had ({why}); "
-        "give a smaller context"
-    )
+KEYS_AND_VALUES = "keys and values"
+_REMEDIES = {KEYS_AND_VALUES: "give a smaller context"}
+
+
+def _refused(size: int, purpose: str, why: str) -> str:
+    remedy = _REMEDIES.get(purpose, "free memory, allow more of it to be locked (ulimit -l), or take a smaller model")
+    return f"{size / 1e9:.1f} GB of the host's memory for {purpose}, pinned: not to be had ({why}); {remedy}"
 
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def host_tensors(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def host_tensors(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, purpose: str = KEYS_AND_VALUES
+) -> list[Tensor]:
     """Contiguous tensors of a GPU that lie in the host's memory, all zero. They begin at multiples of 256 bytes.
 
     Kernels take the bus for each access, 50 GB/s in place of 3000; copies and torch's functions work as on any tensor
-    of the device. Raises `UserError` where the host has no room for them.
+    of the device. Raises `UserError` where the host has no room for them, saying their purpose.
     """
     each = dtype.itemsize * torch.Size(shape).numel()
     step = -(-each // 256) * 256
     if not count:
         return []
+    whole = _tensor(_pinned(count * step, device, purpose), device)
+    return [whole[n * step : n * step + each].view(dtype).view(shape) for n in range(count)]
+
+
+Place = Callable[[Tensor], Tensor]
+"""Such a function says where what was loaded to a GPU shall lie, and brings it there."""
+
+
+def on_card(loaded: Tensor) -> Tensor:
+    """It stays in the GPU's memory."""
+    return loaded
+
+
+def in_host_memory(loaded: Tensor) -> Tensor:
+    """It lies in the host's memory, where kernels read it over the bus. Raises `UserError` as `host_tensors`."""
+    (there,) = host_tensors(1, tuple(loaded.shape), loaded.dtype, loaded.device, "weights")
+    return there.copy_(loaded)
+
+
+def shared_memory(size: int, device: torch.device, purpose: str) -> tuple[np.ndarray, Tensor]:
+    """The same zeros of the host's memory for both sides: uint8 [size] of the host, and as a tensor of the GPU, which
+    has to live as long as the other. Raises `UserError` as `host_tensors`."""
+    pinned = _pinned(size, device, purpose)
+    return np.frombuffer(pinned.pages, np.uint8), _tensor(pinned, device)
+
+
+def _pinned(size: int, device: torch.device, purpose: str) -> _Pinned:
     gc.collect()  # what a decoder before had lies in cycles, and would be there twice
     with torch.cuda.device(device):
-        pinned = _Pinned(count * step, device)
+        return _Pinned(size, device, purpose)
+
+
+def _tensor(pinned: _Pinned, device: torch.device) -> Tensor:
+    with torch.cuda.device(device):
         whole = torch.as_tensor(pinned, device=device)
     if whole.data_ptr() != pinned.address:
         raise RuntimeError(f"torch copied memory of the host to {device} in place of taking it as it is")
-    return [whole[n * step : n * step + each].view(dtype).view(shape) for n in range(count)]
+    return whole

@@ -10,7 +10,7 @@ from sparsepack.runtime.cuda.decoder import sampling
 from sparsepack.runtime.cuda.driver import device, flag_in_data, graph, host_memory
 from sparsepack.runtime.cuda.products import gate as gate_alone
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
-from sparsepack.runtime.cuda.products import rows, zigzag
+from sparsepack.runtime.cuda.products import neurons, rows, zigzag
 
 
 class Kernels:
@@ -28,6 +28,7 @@ class Kernels:
     device_name = staticmethod(torch.cuda.get_device_name)
     synchronize = staticmethod(torch.cuda.synchronize)
     new_stream = staticmethod(torch.cuda.Stream)
+    on_stream = staticmethod(torch.cuda.stream)
     new_event = staticmethod(torch.cuda.Event)
     new_graph_pool = staticmethod(torch.cuda.graph_pool_handle)
     captured = staticmethod(graph.captured)
@@ -36,9 +37,15 @@ class Kernels:
     # Loading.
     load_zigzag = staticmethod(zigzag.load_zigzag)
     load_rows = staticmethod(rows.load_rows)
+    load_neurons = staticmethod(neurons.load_neurons)
+    new_neurons = staticmethod(neurons.new_neurons)
+    copy_neurons = staticmethod(neurons.copy_neurons)
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     host_tensors = staticmethod(host_memory.host_tensors)
+    shared_memory = staticmethod(host_memory.shared_memory)
+    on_card = staticmethod(host_memory.on_card)
+    in_host_memory = staticmethod(host_memory.in_host_memory)
     token_slots = staticmethod(offload.token_slots)
 
     # Steps.
@@ -54,6 +61,9 @@ class Kernels:
     attend_offloaded = staticmethod(offload.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
     gate = staticmethod(gate_alone.gate)
+    new_active_neurons = staticmethod(neurons.new_active_neurons)
+    list_neurons = staticmethod(neurons.list_neurons)
+    add_neurons = staticmethod(neurons.add_neurons)
     product = staticmethod(rows.product)
     pick_likeliest = staticmethod(sampling.pick_likeliest)
     sample = staticmethod(sampling.sample)
@@ -65,6 +75,8 @@ class Kernels:
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(prefill_attention.attention)
     gated = staticmethod(dense.gated)
+    neurons_at_once = staticmethod(neurons.neurons_at_once)
+    multiply_neurons = staticmethod(neurons.multiply_neurons)
     add = staticmethod(dense.add)
     matmul = staticmethod(rows.matmul)
 

@@ -2,7 +2,9 @@
 (`kernels/decoder/prefill.cu`)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ class ScaledFp16:
 class Product:
     """Rows y = sums * factor * inverse + bias, put together by who reads them.
 
-    sums    -- float32 [S, rows]
+    sums    -- float32 [S, rows], rows side by side
     factor  -- float32 [S], powers of two
     inverse -- a power of two
     bias    -- float32 [rows] or None
@@ -44,11 +46,21 @@ class Product:
     inverse: float
     bias: Tensor | None
 
+    def part(self, first: int, rows: int) -> "Product":
+        """Some of the rows, from the first on."""
+        of = slice(first, first + rows)
+        return replace(self, sums=self.sums[:, of], bias=None if self.bias is None else self.bias[of])
 
-def new_scratch(matrices: Iterable[CudaZigzag], device: torch.device) -> Tensor:
-    """A buffer for what `multiply` dequantises of any of these matrices: float16, at most `zigzag.SCRATCH_BYTES`."""
-    largest = max(m.columns * BAND_ROWS * min(_bands(m), _bands_at_once(m)) for m in matrices)
-    return torch.empty(largest, dtype=torch.float16, device=device)
+
+def new_scratch(
+    matrices: Iterable[CudaZigzag], device: torch.device, at_least: int = 0, most: int | None = None
+) -> Tensor:
+    """A buffer for what `multiply` dequantises of any of these matrices, or `at_least` so many numbers: float16, at
+    most so many bytes (None: `zigzag.SCRATCH_BYTES`), but no less than a band takes."""
+    most = (zigzag.SCRATCH_BYTES if most is None else most) // 2
+    of_bands = [(m.columns * BAND_ROWS, _bands(m)) for m in matrices]
+    largest = max([at_least, *(band * bands for band, bands in of_bands)])
+    return torch.empty(max([min(largest, most), *(band for band, _ in of_bands)]), dtype=torch.float16, device=device)
 
 
 def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | None = None) -> Product:
@@ -59,7 +71,7 @@ def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | 
     scratch -- of `new_scratch`; products on one stream may share it
     """
     sums = torch.empty(len(x.values), matrix.rows, device=x.values.device)
-    step = _bands_at_once(matrix)
+    step = len(scratch) // (matrix.columns * BAND_ROWS)
     for first in range(0, _bands(matrix) if len(sums) else 0, step):
         bands = min(step, _bands(matrix) - first)
         weights = scratch[: matrix.columns * bands * BAND_ROWS].view(matrix.columns, -1)
@@ -69,16 +81,19 @@ def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | 
     return Product(sums, x.factor, 1 / matrix.fp16_scale, bias)
 
 
+def new_sums(x: ScaledFp16, weights: Tensor) -> Tensor:
+    """The product of values and weights float16 [columns, rows]: float32 [S, rows]."""
+    sums = torch.empty(len(x.values), weights.shape[1], device=weights.device)
+    _fp16_product(x.values, weights, sums)
+    return sums
+
+
 def _fp16_product(x: Tensor, weights: Tensor, out: Tensor) -> None:
     torch.mm(x, weights, out_dtype=torch.float32, out=out)
 
 
 def _bands(matrix: CudaZigzag) -> int:
     return -(-matrix.rows // BAND_ROWS)
-
-
-def _bands_at_once(matrix: CudaZigzag) -> int:
-    return max(zigzag.SCRATCH_BYTES // (2 * BAND_ROWS * matrix.columns), 1)
 
 
 def to_scaled_fp16(
@@ -100,20 +115,21 @@ def add(x: Tensor, update: Product) -> None:
     _add_rows(x, update, None, 0.0, None)
 
 
-def gated(stacked: Product, activation: int) -> ScaledFp16:
-    """Scale activation(gate) * up to the input of a product: [S, 2 * width] -> [S, width].
+def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
+    """Scale activation(gate) * up, products of one input, to the input of a product: [S, width] each -> [S, width].
 
     activation -- number of the function, see `kernels/common/activations.cuh`
     """
-    sums = stacked.sums
-    width = sums.shape[1] // 2
-    scaled = _new_scaled(sums[:, :width])
-    if len(sums):
+    width = gate.sums.shape[1]
+    scaled = _new_scaled(gate.sums)
+    if len(gate.sums):
         launch(
-            _row_kernel("gate_rows", width, sums, activation=activation),
-            (len(sums),),
+            _row_kernel("gate_rows", width, gate.sums, up.sums, activation),
+            (len(gate.sums),),
             THREADS,
-            *(sums, width, stacked.factor, stacked.inverse, stacked.bias, scaled.values, scaled.factor),
+            *(gate.sums, gate.sums.stride(0), gate.inverse, gate.bias),
+            *(up.sums, up.sums.stride(0), up.inverse, up.bias),
+            *(width, gate.factor, scaled.values, scaled.factor),
         )
     return scaled
 
@@ -161,7 +177,8 @@ def _add_rows(x: Tensor, update: Product | None, norm: Tensor | None, eps: float
 
 def _row_kernel(name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0) -> Kernel:
     """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
-    addresses = x.data_ptr() | (0 if product is None else product.data_ptr()) | 4 * width
+    rows = [x] if product is None else [x, product]
+    addresses = reduce(or_, (of.data_ptr() | 4 * of.stride(0) for of in rows), 4 * width)
     vector = 1 if addresses % 16 else 4
     defines = (f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}", f"ACTIVATION={activation}")
     return kernel("prefill", name, defines, x.device.index or 0)

@@ -14,6 +14,7 @@ from sparsepack.formats.codecs.q4_k import scales_and_mins
 from sparsepack.formats.codecs.q8_0 import BLOCK_BYTES as Q8_0_BYTES
 from sparsepack.formats.codecs.superblock import BLOCK
 from sparsepack.formats.codecs.types import stored_bytes
+from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import deepest_pipeline, shared_limit
 
@@ -52,8 +53,10 @@ class RowsMatrix:
     row_bytes: int
 
 
-def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> RowsMatrix:
+def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda", *, place: Place = on_card) -> RowsMatrix:
     """Repack a stored matrix on a device, some rows at a time. Takes its stored size there, and waits for the device.
+
+    place -- where the matrix shall lie: products read it there
 
     Raises `ValueError` for another type, such as that of a zigzag matrix.
     """
@@ -79,7 +82,14 @@ def load_rows(matrix: PackedMatrix, device: torch.device | str = "cuda") -> Rows
             data[number * step :][: len(part), :row_bytes] = part.to(device)
     if data.is_cuda:
         torch.cuda.current_stream(data.device).synchronize()  # kernels read weights before they wait for what is ahead
-    return RowsMatrix(data.view(-1), matrix.type, matrix.rows, matrix.columns, padded_bytes)
+    return RowsMatrix(_placed(data.view(-1), place), matrix.type, matrix.rows, matrix.columns, padded_bytes)
+
+
+def _placed(data: Tensor, place: Place) -> Tensor:
+    there = place(data)
+    if there is not data:
+        torch.cuda.current_stream(data.device).synchronize()
+    return there
 
 
 def _tiles_of_q8_0(blocks: Tensor) -> Tensor:

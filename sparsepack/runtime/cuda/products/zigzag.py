@@ -10,6 +10,7 @@ from torch import Tensor
 from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix
 from sparsepack.formats.codecs.q4_k import scales_and_mins
 from sparsepack.runtime.cuda.driver.flag_in_data import workspace
+from sparsepack.runtime.cuda.driver.host_memory import Place, on_card
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.shared_memory import shared_limit
 from sparsepack.runtime.cuda.products.tile_config import (
@@ -63,9 +64,11 @@ def load_zigzag(
     config: CudaTileConfig | None = None,
     *,
     gate: bool = False,
+    place: Place = on_card,
 ) -> CudaZigzag:
     """Copy a stored zigzag matrix to the GPU. Takes the matrix's stored size, and bands up to whole tiles.
 
+    place -- where the matrix shall lie: products read it there
     gate -- the rows are gate and up, 256 rows of one beside 256 of the other; needs a multiple of 512 rows
     """
     if matrix.type != ZIGZAG:
@@ -77,16 +80,26 @@ def load_zigzag(
     blocks = matrix.blocks.to(device)
     config = config or measured_tile_config((matrix.rows, matrix.columns), blocks.device, gate)
     config = config or default_tile_config(blocks.shape[0], matrix.columns, blocks.device, gate)
-    # d and dmin of every superblock; NaN and infinity count as nothing here, and show in the products.
-    ends = blocks[..., :4].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
-    d, dmin = (float(x) for x in ends.flatten(0, 1).amax(0)) if ends.numel() else (0.0, 0.0)
-    largest = LARGEST_FACTOR * max(15 * d, dmin)
-    fp16_scale = 2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30))))
+    d, dmin = largest_ends(blocks)
     gate_bands = blocks.shape[0] // 2 if gate else 0
-    tiled = _tiled(_headers_in_order(blocks), config.tile_bands, gate)
+    tiled = place(_tiled(headers_in_order(blocks), config.tile_bands, gate))
     return CudaZigzag(
-        tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale
+        tiled, matrix.rows, matrix.columns, config, gate_bands, LARGEST_FACTOR * d, max(d, dmin), fp16_scale(d, dmin)
     )
+
+
+def largest_ends(blocks: Tensor) -> tuple[float, float]:
+    """The largest |d| and |dmin| of superblocks, uint8 [.., 144]. NaN and infinity count as nothing here, and show in
+    the products."""
+    ends = blocks[..., :4].contiguous().view(torch.float16).float().abs().nan_to_num(0, 0, 0)
+    d, dmin = ends.view(-1, 2).amax(0).tolist() if ends.numel() else (0.0, 0.0)
+    return d, dmin
+
+
+def fp16_scale(d: float, dmin: float) -> float:
+    """The power of two that brings weights of superblocks with such ends near the largest float16."""
+    largest = LARGEST_FACTOR * max(15 * d, dmin)
+    return float(2.0 ** (14 - math.ceil(math.log2(max(largest, 1e-30)))))
 
 
 def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
@@ -97,8 +110,9 @@ def _tiled(blocks: Tensor, tile_bands: int, gate: bool) -> Tensor:
     return torch.cat(tiled, dim=2).contiguous()
 
 
-def _headers_in_order(blocks: Tensor) -> Tensor:
-    """Put the six bits of each scale and each minimum of superblocks side by side, as the kernels take them apart."""
+def headers_in_order(blocks: Tensor) -> Tensor:
+    """Put the six bits of each scale and each minimum of superblocks uint8 [.., 144] side by side, as the kernels take
+    them apart."""
     scales, mins = scales_and_mins(blocks)
     both = scales.short() | mins.short() << 6
     even, odd = both[..., ::2], both[..., 1::2]  # twelve bits each; two are three bytes
@@ -344,13 +358,21 @@ def _per_channel(threshold: Tensor | None) -> int:
 
 def dequantise(matrix: CudaZigzag, out: Tensor, first: int, bands: int) -> None:
     """Bands of a matrix, transposed, times `fp16_scale`: out float16 [columns, 256 * bands]."""
-    device, (tiles, columns, tile_bands, _) = matrix.blocks.device, matrix.blocks.shape
+    dequantise_blocks(matrix.blocks, out, matrix.fp16_scale, first, bands, matrix.gate_bands)
+
+
+def dequantise_blocks(
+    blocks: Tensor, out: Tensor, scale: float, first: int = 0, bands: int = 1, gate_bands: int = 0
+) -> None:
+    """Bands of superblocks uint8 [tiles, columns, tile_bands, 144] times `scale`: out float16 [columns, 256 * bands].
+    gate_bands: as of a `CudaZigzag`."""
+    device, (tiles, columns, tile_bands, _) = blocks.device, blocks.shape
     warps, at_once = 8, 4
     filling = -(-multiprocessors(device) * 32 // tiles)  # some six times what runs at once: ends even out
     launch(
         kernel("dequantise", "zigzag_dequantise", (f"AT_ONCE={at_once}",), device.index or 0),
         (min(filling, -(-columns * tile_bands // (warps * at_once))), tiles),
         warps * 32,
-        *(matrix.blocks, columns, tile_bands, matrix.gate_bands),
-        *(first, bands, matrix.fp16_scale, out, out.stride(0)),
+        *(blocks, columns, tile_bands, gate_bands),
+        *(first, bands, scale, out, out.stride(0)),
     )

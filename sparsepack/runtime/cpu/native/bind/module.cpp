@@ -7,12 +7,16 @@ namespace sparsepack {
 void bind_kv_cache(nb::module_& m);
 void bind_operations(nb::module_& m);
 void bind_decoder(nb::module_& m);
+void bind_placement(nb::module_& m);
 void bind_timing(nb::module_& m);
+void bind_worker(nb::module_& m);
 }  // namespace sparsepack
 
 NB_MODULE(_native, m) {
     sparsepack::bind_kv_cache(m);
     sparsepack::bind_operations(m);
     sparsepack::bind_decoder(m);
+    sparsepack::bind_placement(m);
     sparsepack::bind_timing(m);
+    sparsepack::bind_worker(m);
 }

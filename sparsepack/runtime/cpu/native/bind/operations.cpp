@@ -236,6 +236,7 @@ void bind_operations(nb::module_& m) {
     nb::class_<NeuronMatrix>(m, "NeuronMatrix")
         .def_prop_ro("neurons", [](const NeuronMatrix& m) { return m.view.count; })
         .def_prop_ro("hidden", [](const NeuronMatrix& m) { return neuron_hidden(&m.view); })
+        .def_prop_ro("address", [](const NeuronMatrix& m) { return reinterpret_cast<uintptr_t>(m.view.data); })
         .def_prop_ro("bytes", [](const NeuronMatrix& m) { return m.memory.bytes(); });
     nb::class_<Operations>(m, "Operations")
         .def(nb::init<const std::string&, int>(), "instruction_set"_a, "threads"_a)

@@ -59,6 +59,17 @@ struct NeuronWork {
     float* y;                // [hidden], overwritten
 };
 
+// The same for several positions.
+struct NeuronsWork {
+    const Neurons* neurons;
+    int32_t count;           // of indices
+    const int32_t* indices;  // ascending; null: all neurons, and count is theirs
+    const float* x;          // [positions][hidden]
+    const float* gate;       // [positions][neurons], read at the indices
+    int32_t positions;       // at most MOST_NEURON_POSITIONS
+    float* y;                // [positions][hidden], overwritten
+};
+
 enum { MATMUL_TILE = 128 };
 
 enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3 };
@@ -85,9 +96,8 @@ struct Kernels {
     // end the first tile of `next` (null: none).
     void (*neuron_ffn)(const NeuronWork* work, const NeuronWork* next);
 
-    // `neuron_ffn` for several positions, MOST_NEURON_POSITIONS at most, and every neuron whose gate is not zero: x, y
-    // [positions][hidden], y overwritten; gate [positions][neurons].
-    void (*neuron_matmul)(const Neurons* neurons, const float* x, const float* gate, int32_t positions, float* y);
+    // `neuron_ffn` for several positions, of every neuron whose gate is not zero; a record is read once for all of them.
+    void (*neuron_matmul)(const NeuronsWork* work);
 
     // Y = X W^T for rows first ... last - 1 (first a multiple of ROW_TILE, last too or the number of rows), written to
     // y[position * y_stride + row].

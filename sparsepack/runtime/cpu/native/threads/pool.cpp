@@ -16,13 +16,28 @@
 #endif
 
 namespace sparsepack {
+
+void pause() noexcept {
+#if defined(__x86_64__) || defined(_M_X64)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");
+#endif
+}
+
+long process() noexcept {
+#if defined(_WIN32)
+    return 0;
+#else
+    return getpid();
+#endif
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using Microseconds = std::chrono::duration<double, std::micro>;
 
-// Longer than Python takes between two tokens, shorter than anyone notices.
-constexpr Microseconds SPIN_BETWEEN_REGIONS{80};
 constexpr int PAUSES_PER_CLOCK = 32;
 
 // How long a thread spins at a barrier before it sleeps. Others may well be busy for the longest of these; but where
@@ -31,14 +46,6 @@ constexpr int PAUSES_PER_CLOCK = 32;
 constexpr Microseconds LONGEST_SPIN{400}, SHORTEST_SPIN{10};
 // Where there are more threads than processors, a waiting thread keeps another one from running at every barrier.
 constexpr Microseconds CROWDED_SPIN{2};
-
-inline void pause() noexcept {
-#if defined(__x86_64__) || defined(_M_X64)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("isb");
-#endif
-}
 
 int pauses(Microseconds time) {
     static const double per_microsecond = [] {
@@ -52,14 +59,6 @@ int pauses(Microseconds time) {
         return best;
     }();
     return int(time.count() * per_microsecond) + 1;
-}
-
-long process() noexcept {
-#if defined(_WIN32)
-    return 0;
-#else
-    return getpid();
-#endif
 }
 
 }  // namespace
@@ -76,6 +75,7 @@ struct Pool::State {
     void* body = nullptr;
     int threads = 1;
     bool crowded = false;
+    std::chrono::duration<double> spin{};
     int longest = pauses(LONGEST_SPIN), shortest = pauses(SHORTEST_SPIN);
     long owner = process();
     std::mutex mutex;
@@ -144,7 +144,7 @@ struct Pool::State {
 
     // The number of the next region, or of none where the pool stops.
     uint32_t await(uint32_t seen) noexcept {
-        auto until = Clock::now() + SPIN_BETWEEN_REGIONS;
+        auto until = Clock::now() + spin;
         do {
             for (int n = 0; n < PAUSES_PER_CLOCK; ++n) {
                 uint32_t now = region.load(std::memory_order_acquire);
@@ -157,7 +157,7 @@ struct Pool::State {
     }
 };
 
-Pool::Pool(int threads) : threads_(threads) { spawn(); }
+Pool::Pool(int threads, std::chrono::duration<double> spin) : threads_(threads), spin_(spin) { spawn(); }
 
 Pool::~Pool() {
     // After a fork the workers exist in the parent only: nothing here may be waited for, or even destroyed.
@@ -170,6 +170,7 @@ void Pool::spawn() {
     auto made = std::make_unique<State>();
     State* state = made.get();
     state->threads = threads_;
+    state->spin = spin_;
     unsigned processors = std::thread::hardware_concurrency();
     if (processors && threads_ > static_cast<int>(processors)) {
         state->crowded = true;

@@ -2,16 +2,27 @@
 // items from a counter.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <type_traits>
 
 namespace sparsepack {
 
+// Longer than Python takes between two tokens, shorter than anyone notices.
+constexpr std::chrono::microseconds SPIN_BETWEEN_REGIONS{80};
+
+// Tells the processor that a thread spins.
+void pause() noexcept;
+
+// The number of the process, which a fork changes.
+long process() noexcept;
+
 // Workers spin for some tens of microseconds after a region and then sleep: an idle pool costs no CPU. Regions come
 // from one thread at a time. A process that forks may go on using its pool: the child starts workers of its own.
 class Pool {
 public:
-    explicit Pool(int threads);  // throws std::system_error where so many do not start
+    // spin: how long workers stay awake after a region. Throws std::system_error where so many do not start.
+    explicit Pool(int threads, std::chrono::duration<double> spin = SPIN_BETWEEN_REGIONS);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -49,6 +60,7 @@ private:
     int take() noexcept;
 
     int threads_;
+    std::chrono::duration<double> spin_;
     State* state_ = nullptr;
 };
 

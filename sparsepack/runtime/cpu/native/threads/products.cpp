@@ -129,8 +129,14 @@ void share_neuron_matmul(const Kernels& kernels, Pool& pool, const Neurons& n, c
     int32_t size = std::min({(positions + pool.threads() - 1) / pool.threads(), most, int32_t(MOST_NEURON_POSITIONS)});
     pool.share((positions + size - 1) / size, [&](int group, int) {
         int64_t first = (int64_t)group * size;
-        kernels.neuron_matmul(&n, x + first * hidden, gate + first * n.count,
-                              (int32_t)std::min<int64_t>(size, positions - first), y + first * hidden);
+        NeuronsWork work = {&n,
+                            int32_t(n.count),
+                            nullptr,
+                            x + first * hidden,
+                            gate + first * n.count,
+                            int32_t(std::min<int64_t>(size, positions - first)),
+                            y + first * hidden};
+        kernels.neuron_matmul(&work);
     });
 }
 

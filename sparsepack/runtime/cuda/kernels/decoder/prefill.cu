@@ -143,14 +143,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) factor[blockIdx.x] = power_of_two(-exponent);
 }
 
-// activation(gate) * up of product [S, 2 width] and bias [2 width] or null -> scaled [S, width], factor [S].
+// activation(gate) * up of products float32 [S, width], rows a pitch apart, with biases [width] or null -> scaled
+// [S, width], factor [S].
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gate_rows(const float* product, int width, const float* product_factor, float inverse, const float* bias,
-              u16* scaled, float* factor) {
+    gate_rows(const float* gate, int gate_pitch, float gate_inverse, const float* gate_bias, const float* up,
+              int up_pitch, float up_inverse, const float* up_bias, int width, const float* product_factor, u16* scaled,
+              float* factor) {
     __shared__ float scratch[2][THREADS / 32];
     launch_dependents();
     wait_for_previous();
-    const float* from = product + (u64)blockIdx.x * 2 * width;
+    gate += (u64)blockIdx.x * gate_pitch;
+    up += (u64)blockIdx.x * up_pitch;
     float v[ROUNDS][VECTOR];
     float none = 0, largest = 0;
     const float known = load_l2(product_factor + blockIdx.x);
@@ -158,24 +161,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int r = 0; r < ROUNDS; ++r) {
         const int k = column(r);
         if (k >= width) break;
-        float up[VECTOR];
-        finished(v[r], from + k, known, inverse, bias ? bias + k : nullptr);
-        finished(up, from + width + k, known, inverse, bias ? bias + width + k : nullptr);
+        float other[VECTOR];
+        finished(v[r], gate + k, known, gate_inverse, gate_bias ? gate_bias + k : nullptr);
+        finished(other, up + k, known, up_inverse, up_bias ? up_bias + k : nullptr);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-            v[r][j] = activated(ACTIVATION, v[r][j]) * up[j];
+            v[r][j] = activated(ACTIVATION, v[r][j]) * other[j];
             largest = fmaxf(largest, fabsf(v[r][j]));
         }
     }
     over_block(none, largest, scratch);
     const int exponent = exponent_for(largest);
-    const float up = power_of_two(exponent);
+    const float scale = power_of_two(exponent);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int k = column(r);
         if (k >= width) break;
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) v[r][j] *= up;
+        for (int j = 0; j < VECTOR; ++j) v[r][j] *= scale;
         store_scaled_fp16(scaled + (u64)blockIdx.x * width + k, v[r]);
     }
     if (threadIdx.x == 0) factor[blockIdx.x] = power_of_two(-exponent);

@@ -1,0 +1,116 @@
+"""Models by neurons of 13 and 70 billion parameters, made in memory in seconds, and their shape for llama.cpp.
+
+Blocks have the same random weights, which are there once until an engine loads them: then every block has its own.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from cuda_synthetic import random_rows, random_superblocks, random_zigzag
+from synthetic import Size, llama_config
+
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.packed import NeuronMlp, PackedLayer, PackedModel, PackedSite
+from sparsepack.models.architecture import architecture_of
+
+TINY = Size("tiny", 512, 4, 1280, 8, 4, 8192)
+LLAMA_13B = Size("Llama-2-13B", 5120, 40, 13_824, 40, 40, 32_000)
+LLAMA_70B = Size("Llama-2-70B", 8192, 80, 28_672, 64, 8, 32_000)
+SIZES = {"tiny": TINY, "13b": LLAMA_13B, "70b": LLAMA_70B}
+CONTEXT = 4096
+
+
+def random_neurons(size: Size, frequency: np.ndarray, device: str = "cpu", seed: int = 0) -> PackedModel:
+    """A model of a size, in host memory. frequency -- float64 [blocks, neurons], falling: the file would say so"""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    config = llama_config(size, hidden_act="relu", max_position_embeddings=CONTEXT)
+    kv, narrow = size.kv_heads * config.head_dim, 1 / math.sqrt(2 * size.layers)
+
+    def zigzag(rows: int, scale: float = 1.0) -> PackedMatrix:
+        return _here(random_zigzag(rows, size.hidden, scale, generator))
+
+    attention = {
+        "attn_in": PackedSite(zigzag(size.hidden + 2 * kv), None, None, (size.hidden, kv, kv)),
+        "attn_out": PackedSite(zigzag(size.hidden, narrow), None, None, (size.hidden,)),
+    }
+    superblocks = 2 * size.hidden // 256
+    records = random_superblocks((size.intermediate, superblocks), size.hidden**-0.5 * narrow, generator)
+    gate = zigzag(size.intermediate)
+    stored = PackedMatrix(records.flatten(1).cpu(), "Q4_K", size.intermediate, 2 * size.hidden)
+    norm = torch.ones(size.hidden)
+    layers = tuple(
+        PackedLayer(
+            attention,
+            {"attn_norm": norm, "mlp_norm": norm},
+            NeuronMlp(gate, stored, torch.from_numpy(row).float(), torch.arange(size.intermediate)),
+        )
+        for row in frequency
+    )
+    return PackedModel(
+        architecture=architecture_of(config, None),
+        layers=layers,
+        embedding=_here(random_rows(size.vocabulary, size.hidden, 1.0, generator)),
+        output_norm=norm,
+        output=_here(random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator)),
+        config_json=config.to_json_string(),
+        tokenizer_json="{}",
+        manifest={"kind": "neuron-q4_k", "model": {"name": f"random {size.name}"}},
+    )
+
+
+def _here(matrix: PackedMatrix) -> PackedMatrix:
+    return PackedMatrix(matrix.blocks.cpu(), matrix.type, matrix.rows, matrix.columns)
+
+
+def write_for_llama_cpp(size: Size, path: Path, seed: int = 0) -> Path:
+    """The shape as a GGUF in Q4_K, the output matrix in Q6_K, without a tokenizer; blocks have the same weights.
+    llama.cpp's Llama knows SiLU alone: it reads and computes as much as it would with ReLU."""
+    import gguf
+
+    generator = torch.Generator().manual_seed(seed)
+    kv = size.kv_heads * size.hidden // size.heads
+    shapes = {
+        "attn_q": (size.hidden, size.hidden),
+        "attn_k": (kv, size.hidden),
+        "attn_v": (kv, size.hidden),
+        "attn_output": (size.hidden, size.hidden),
+        "ffn_gate": (size.intermediate, size.hidden),
+        "ffn_up": (size.intermediate, size.hidden),
+        "ffn_down": (size.hidden, size.intermediate),
+    }
+
+    def q4_k(rows: int, columns: int, deviation: float) -> np.ndarray:
+        found: np.ndarray = random_superblocks((rows, columns // 256), deviation, generator).flatten(1).numpy()
+        return found
+
+    of_block = {name: q4_k(rows, columns, 0.1 * columns**-0.5) for name, (rows, columns) in shapes.items()}
+    unfinished = path.with_suffix(".unfinished")
+    writer = gguf.GGUFWriter(unfinished, "llama")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(size.hidden)
+    writer.add_block_count(size.layers)
+    writer.add_feed_forward_length(size.intermediate)
+    writer.add_head_count(size.heads)
+    writer.add_head_count_kv(size.kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(size.hidden // size.heads)
+    writer.add_vocab_size(size.vocabulary)
+    writer.add_tokenizer_model("no_vocab")
+    norm = np.ones(size.hidden, np.float32)
+    output = random_rows(size.vocabulary, size.hidden, size.hidden**-0.5, generator).blocks.numpy()
+    quantised = gguf.GGMLQuantizationType
+    writer.add_tensor("token_embd.weight", q4_k(size.vocabulary, size.hidden, 1.0), raw_dtype=quantised.Q4_K)
+    writer.add_tensor("output_norm.weight", norm)
+    writer.add_tensor("output.weight", output, raw_dtype=quantised.Q6_K)
+    for block in range(size.layers):
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{block}.{name}.weight", norm)
+        for name, weights in of_block.items():
+            writer.add_tensor(f"blk.{block}.{name}.weight", weights, raw_dtype=quantised.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return unfinished.rename(path)

@@ -1,0 +1,112 @@
+"""The best that llama.cpp's partial offload reaches within a budget of the GPU's memory, by its own report of it.
+
+Layers (`-ngl N`: the last N of them on the GPU) and MLPs (the attention of all on the GPU, the MLPs of the first K on
+the processor: `--n-cpu-ffn K` where llama-bench has it, else by `-ot`) are swept: of each kind the largest share that
+stays within the budget is timed. Counted against the budget are the buffers that llama-bench -v reports for the GPU:
+weights, keys and values, and what computing takes, not the driver's context.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_BUFFER = re.compile(r"CUDA\d+(?: [A-Za-z]+)? (?:model |KV |compute |output )?buffer size *= *([\d.]+) MiB")
+Run = Callable[[Sequence[str]], tuple[str, str]]
+"""The function runs llama-bench with arguments: what it wrote on standard output and on standard error."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to divide the model. arguments -- of llama-bench; bytes -- on the GPU, by its report"""
+
+    name: str
+    arguments: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """llama-bench with a file. depth, new -- tokens before those that are timed, and these; threads of the processor;
+    layer, mlp -- bytes of a layer and of an MLP"""
+
+    run: Run
+    path: Path
+    layers: int
+    depth: int
+    new: int
+    threads: int
+    layer: int
+    mlp: int
+
+    def command(self, split: Sequence[str], depth: int, new: int, rounds: int) -> list[str]:
+        """The arguments of a run."""
+        fixed = ["-m", self.path, "-o", "json", "-v", "-mmp", 0, "-fa", 1, "-ctk", "f16", "-ctv", "f16", "-ub", 64]
+        sizes = ["-p", 0, "-n", new, "-d", depth, "-r", rounds, "-t", self.threads]
+        return [str(each) for each in (*fixed, *sizes, *split)]
+
+    def within(self, budget: int) -> list[Split]:
+        """Of each kind, the split with most on the GPU that stays within so many bytes."""
+        found = (
+            self._largest("layers", _layers, self.layer, budget),
+            self._largest("MLPs", self._mlps, self.mlp, budget),
+        )
+        return [split for split in found if split is not None]
+
+    def tokens_per_second(self, split: Split, rounds: int) -> list[float]:
+        """Of each round."""
+        written, _ = self.run(self.command(split.arguments, self.depth, self.new, rounds))
+        (row,) = json.loads(written)
+        return [float(value) for value in row["samples_ts"]]
+
+    def _largest(self, name: str, of: Callable[[int], tuple[str, ...]], each: int, budget: int) -> Split | None:
+        """The largest of 0 .. layers whose report stays within the budget. As many as should fit beside the report of 0
+        are tried, then fewer until they do: a load takes long."""
+        count, none = 0, self._reported(of(0))
+        if none > budget:
+            return None
+        count = min(self.layers, (budget - none) // each)
+        while count and (size := self._reported(of(count))) > budget:
+            count -= max(1, (size - budget) // each)
+        count = max(count, 0)
+        return Split(f"{name} {count}/{self.layers}", of(count), size if count else none)
+
+    def _reported(self, arguments: Sequence[str]) -> int:
+        """With the context of what is timed."""
+        _, said = self.run(self.command(arguments, self.depth + self.new - 1, 1, 1))
+        return reported_bytes(said)
+
+    def _mlps(self, near: int) -> tuple[str, ...]:
+        """All attention on the GPU, and the MLPs of the last `near` blocks."""
+        far = self.layers - near
+        if "--n-cpu-ffn" in "".join(self.run(["--help"])):
+            return ("-ngl", "999", "--n-cpu-ffn", str(far))
+        blocks = "|".join(map(str, range(far)))
+        return ("-ngl", "999", "-ot", rf"blk\.({blocks})\.ffn_(gate|up|down)\.weight=CPU") if far else ("-ngl", "999")
+
+
+def _layers(near: int) -> tuple[str, ...]:
+    # One more than the blocks is the output matrix.
+    return ("-ngl", str(near))
+
+
+def reported_bytes(said: str) -> int:
+    """What llama.cpp's log says that it has on the GPU. Raises `RuntimeError` where the log says nothing of buffers."""
+    found = [float(size) for size in _BUFFER.findall(said)]
+    if not found and "buffer size" not in said:
+        raise RuntimeError(f"llama-bench -v reports no buffers; it said: {said[-500:]}")
+    return round(sum(found) * 2**20)
+
+
+def runner(program: Path) -> Run:
+    """What runs a llama-bench. Raises `RuntimeError`, with the end of what it said, where it fails."""
+
+    def run(arguments: Sequence[str]) -> tuple[str, str]:
+        done = subprocess.run([str(program), *arguments], capture_output=True, text=True, errors="replace")
+        if done.returncode and arguments != ["--help"]:
+            raise RuntimeError(f"{program} {' '.join(arguments)}: {done.stderr[-1000:]}")
+        return done.stdout, done.stderr
+
+    return run

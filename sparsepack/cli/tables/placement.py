@@ -1,0 +1,65 @@
+"""What lies where, as text for people."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from sparsepack.placement.budget import in_words
+from sparsepack.progress import counted
+from sparsepack.tables import Table, markdown
+
+
+def placement_table(result: Mapping[str, Any]) -> str:
+    """What `placing.place` found."""
+    blocks, card, host = result["blocks"], result["card"], result["host"]
+    rows = [
+        [
+            name,
+            *(in_words(size) if size else "-" for size in (card.get(name, 0), host.get(name, 0))),
+            _where(name, result),
+        ]
+        for name in dict.fromkeys((*card, *host))
+    ]
+    rows.append(["together", in_words(sum(card.values())), in_words(sum(host.values())), ""])
+    slots, speed = result["slots"], result["tokens_per_second"]
+    total = result["neurons"] * blocks["all"]
+    hits = (
+        f"slots: {sum(slots):,} of {total:,} neurons ({100 * sum(slots) / total:.1f} %), across blocks by how "
+        f"often each neuron was active; of each block {_listed(slots)}.\n"
+        f"A token needs {100 * result['density']:.1f} % of the neurons; {100 * result['hit_rate']:.1f} % of these have "
+        "slots, by the file's frequencies, when nothing moves."
+    )
+    expected = (
+        f"tokens per second on {result['machine']}, by a model of time that is a bound: {speed['processor']:.1f} where "
+        f"the processor computes what has no slot, {speed['and_bus']:.1f} where the GPU reads a part over the bus; a "
+        f"dense model split by weights {speed['dense_split']:.1f}"
+    )
+    title = (
+        f"{result['file']} in {in_words(result['vram'])} of the GPU's memory, context of {result['context']:,} tokens "
+        f"({result['cache_type']}); the least that works is {in_words(result['least'])}; the driver takes up to "
+        f"{in_words(result['driver'])} beside it"
+    )
+    return markdown(title, Table(["what", "on the card", "in host memory", "where"], rows), hits, expected)
+
+
+def _where(name: str, result: Mapping[str, Any]) -> str:
+    """In words, where a part of the model lies."""
+    blocks, there = result["blocks"], result["host"].get(name, 0)
+    if not result["card"].get(name, 0) and not there:
+        return "it is the output" if name == "embedding" else "-"
+    if name in ("attention", "gates") and there:
+        near = blocks[name]
+        return f"card: the first {counted(near, 'block')}; the others over the bus" if near else "read over the bus"
+    if name == "records":
+        return "card: slots; host: of all neurons, pinned" if there else "card: all neurons"
+    if name not in result["card"]:
+        return "the same once more, as its kernels read them"
+    if there:
+        return "a row for each token, over the bus" if name == "embedding" else "read over the bus"
+    return "card"
+
+
+def _listed(slots: Sequence[int]) -> str:
+    """Numbers with commas between them; of several blocks that have as many, the number once."""
+    parts = [(count, len(list(same))) for count, same in groupby(slots)]
+    return ", ".join(f"{count:,}" + (f" ({blocks} blocks)" if blocks > 1 else "") for count, blocks in parts)

@@ -1,0 +1,260 @@
+"""What lies in the GPU's memory and what in the host's, for a budget of the GPU's: counted before anything is loaded.
+
+    always on the card        keys and values of all texts, buffers
+    on the card while it fits output | attention, block by block | gates, block by block | slots | embedding
+    in the host's memory      the rest, and where not every neuron has a slot the records of all neurons, twice: pinned
+                              for the bus, and as the processor's kernels read them
+
+What stands last leaves the card first, and of attention and gates the last blocks. Kernels read over the bus what lies
+in the host's memory: of the embedding a row for a token, of gates and attention all. So slots have only what is left
+when all of these are on the card. Beside the budget the driver takes memory for its context, kernels and libraries.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparsepack.errors import PlacementError
+
+DRIVER_BYTES = 600_000_000
+"""What the driver's context, kernels and libraries take on the card beside any budget, at most."""
+SPARE = 64
+_ONE_SPARE_IN = 64
+
+_POSITIONS = (2048, 1024, 512, 256, 128, 64, 32)
+_MOST_SCRATCH, _MOST_STAGED, _LEAST_STAGED = 1 << 28, 1 << 24, 1 << 18
+
+
+def spare_of(slots: int) -> int:
+    """How many slots are kept beside so many of resident neurons: `SPARE`, or one for each 64. Neurons that come are
+    copied there while those that go still stand in the table and tokens are decoded."""
+    return max(SPARE, slots // _ONE_SPARE_IN)
+
+
+def bytes_in(text: str) -> int:
+    """The bytes that a text such as 8GB or 512MB says, GB being 10^9 bytes. Raises `PlacementError`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) ?([GM])B", text, re.IGNORECASE)
+    if not found:
+        raise PlacementError(f"--vram {text}: expected gigabytes or megabytes, as in 24GB")
+    return round(float(found[1]) * (1e9 if found[2] in "gG" else 1e6))
+
+
+def in_words(count: float) -> str:
+    """Bytes as a text that `bytes_in` reads: never fewer than these, by 1 % at most more from a megabyte on."""
+    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
+    digits = 2 if count < 10 * unit else 1
+    return f"{math.ceil(count / unit * 10**digits) / 10**digits:g}{name}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The buffers that decoding and prefill take on the card.
+
+    positions -- prefill takes so many at once
+    scratch   -- bytes for weights that are decoded to float16
+    staged    -- bytes of each of the two buffers into which prefill brings records
+    steps     -- bytes of a step's buffers, of the lists of active neurons, and of the tables of slots
+    prefill   -- bytes of what prefill keeps of its positions
+    """
+
+    positions: int
+    scratch: int
+    staged: int
+    steps: int
+    prefill: int
+
+    @property
+    def bytes(self) -> int:
+        """All of them together."""
+        return self.scratch + 2 * self.staged + self.steps + self.prefill
+
+
+def work_of(
+    *, hidden: int, intermediate: int, blocks: int, vocabulary: int, texts: int, record: int, model: int
+) -> Work:
+    """The buffers for a model, which depend on its widths and not on the budget: more of it never gives fewer slots.
+
+    record, model -- bytes of a neuron's record, and of all weights, of which prefill's positions take at most 2 %
+    """
+    of_a_position = 16 * intermediate + 48 * hidden + intermediate // 8
+    positions = next((n for n in _POSITIONS if 50 * n * of_a_position <= model), _POSITIONS[-1])
+    staged = min(record * intermediate, max(_LEAST_STAGED, min(_MOST_STAGED, model // 256)))
+    steps = texts * (64 * hidden + 24 * intermediate + 8 * vocabulary) + blocks * intermediate * (8 + texts)
+    return Work(
+        positions=positions,
+        scratch=max(512 * hidden, min(_MOST_SCRATCH, model // 64)),
+        staged=staged // record * record,
+        steps=steps + blocks * (1 << 13),  # what is small is rounded up
+        prefill=positions * of_a_position,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model by neurons takes, in bytes.
+
+    embedding -- of which a token reads a row; 0 where it is the output, too
+    output    -- the output matrix and its norm
+    attention -- of each block, what it has beside its MLP
+    gates     -- of each block
+    record    -- of a neuron; neurons -- how many a block has
+    cache     -- keys and values of all texts, and the tables of their positions
+    """
+
+    embedding: int
+    output: int
+    attention: tuple[int, ...]
+    gates: tuple[int, ...]
+    record: int
+    neurons: int
+    cache: int
+    work: Work
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.gates)
+
+    @property
+    def all_neurons(self) -> int:
+        """The number of neurons of all blocks."""
+        return self.blocks * self.neurons
+
+    @property
+    def records(self) -> int:
+        """Bytes of the records of all blocks."""
+        return self.all_neurons * self.record
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.embedding + self.output + sum(self.attention) + sum(self.gates) + self.records
+
+    @property
+    def least(self) -> int:
+        """The least budget: all weights in the host's memory."""
+        return self.cache + self.work.bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What lies where.
+
+    slots            -- how many neurons may be resident, of all blocks together
+    attention, gates -- of the first so many blocks they lie on the card, of the others in the host's memory
+    embedding, output -- whether they lie on the card; an embedding that is the output counts as that alone
+    budget           -- in bytes; None: there is none
+    """
+
+    parts: Parts
+    slots: int
+    attention: int
+    gates: int
+    embedding: bool = True
+    output: bool = True
+    budget: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every neuron has a slot: then the host keeps no records."""
+        return self.slots == self.parts.all_neurons
+
+    @property
+    def share(self) -> float:
+        """The share of all neurons that may be resident."""
+        return self.slots / self.parts.all_neurons
+
+    @property
+    def spare(self) -> int:
+        """Slots beside those of resident neurons."""
+        return 0 if self.whole or not self.slots else spare_of(self.slots)
+
+    @property
+    def card(self) -> Mapping[str, int]:
+        """Bytes in the GPU's memory, by what they are."""
+        parts, work = self.parts, self.parts.work
+        return {
+            "embedding": self.embedding * parts.embedding,
+            "output": self.output * parts.output,
+            "attention": sum(parts.attention[: self.attention]),
+            "gates": sum(parts.gates[: self.gates]),
+            "records": (self.slots + self.spare) * parts.record,
+            "keys and values": parts.cache,
+            "buffers": work.bytes - 2 * work.staged,
+            "staging": 2 * work.staged,
+        }
+
+    @property
+    def host(self) -> Mapping[str, int]:
+        """Bytes in the host's memory, by what they are; all are pinned but the processor's records."""
+        parts = self.parts
+        return {
+            "embedding": (not self.embedding) * parts.embedding,
+            "output": (not self.output) * parts.output,
+            "attention": sum(parts.attention[self.attention :]),
+            "gates": sum(parts.gates[self.gates :]),
+            "records": 0 if self.whole else parts.records,
+            "records for the processor": 0 if self.whole else parts.records,
+        }
+
+    @property
+    def card_bytes(self) -> int:
+        """All that is to lie in the GPU's memory."""
+        return sum(self.card.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """All that is to lie in the host's memory."""
+        return sum(self.host.values())
+
+    @property
+    def always_read(self) -> tuple[int, int]:
+        """Bytes that every token reads beside records: from the GPU's memory, with a full cache, and over the bus."""
+        card, host = self.card, self.host
+        bus = host["output"] + host["attention"] + host["gates"]
+        return card["output"] + card["attention"] + card["gates"] + card["keys and values"], bus
+
+
+def plan_within(parts: Parts, budget: int) -> Plan:
+    """What lies where within so many bytes of the GPU's memory.
+
+    Raises `PlacementError` where they do not hold what must be there, with the least that does.
+    """
+    left = budget - parts.least
+    if left < 0:
+        raise PlacementError(
+            f"--vram {in_words(budget)}: keys and values take {in_words(parts.cache)} of it and buffers "
+            f"{in_words(parts.work.bytes)}; give at least {in_words(parts.least)}, or a smaller --context"
+        )
+    output = left >= parts.output
+    left -= output * parts.output
+    attention, left = _first_ones(parts.attention, left) if output else (0, left)
+    gates, left = _first_ones(parts.gates, left) if attention == parts.blocks else (0, left)
+    slots = _slots(parts, left) if gates == parts.blocks else 0
+    embedding = slots == parts.all_neurons and left - parts.records >= parts.embedding
+    return Plan(parts, slots, attention, gates, embedding, output, budget)
+
+
+def plan_of_share(parts: Parts, share: float) -> Plan:
+    """What lies where when a share of the neurons has slots, and all else lies on the card."""
+    return Plan(parts, round(share * parts.all_neurons), parts.blocks, parts.blocks)
+
+
+def _first_ones(sizes: tuple[int, ...], left: int) -> tuple[int, int]:
+    """How many of the first ones fit into so many bytes, and how many bytes these leave."""
+    count = 0
+    while count < len(sizes) and sizes[count] <= left:
+        left -= sizes[count]
+        count += 1
+    return count, left
+
+
+def _slots(parts: Parts, left: int) -> int:
+    if left >= parts.records:
+        return parts.all_neurons
+    both = left // parts.record
+    slots = max(0, min(both - SPARE, both * _ONE_SPARE_IN // (_ONE_SPARE_IN + 1)))
+    while slots + 1 + spare_of(slots + 1) <= both:
+        slots += 1
+    return min(slots, parts.all_neurons - 1)

@@ -1,0 +1,44 @@
+"""What a plan of a budget is asked for. Nothing heavy is imported here: the command line reads the defaults."""
+
+from dataclasses import dataclass
+
+from sparsepack.errors import PlacementError
+from sparsepack.option import check_options, not_with, option
+from sparsepack.placement.budget import bytes_in
+
+DEFAULT_MACHINE = "pcie5"
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """The budget, and what is asked about it. Raises `PlacementError` for values that make no sense."""
+
+    vram: str = option(
+        "What the model, keys and values and buffers may take of the GPU's memory, 8GB for one. The driver's own 0.6GB "
+        "come on top."
+    )
+    context: int | None = option(
+        "Room for so many tokens (default: what the model was made for, at most 4096, halved until keys and values "
+        "take at most a quarter of the budget).",
+        default=None,
+        least=2,
+    )
+    device: str = option(
+        "On cuda, reckon with the speeds that `sparsepack tune FILE --device cuda` has measured on this machine.",
+        default="cpu",
+        counts=(not_with("machine"),),
+    )
+    machine: str | None = option(
+        "The machine whose speed is modelled: pcie3, pcie4, pcie5 or server, or what a .json file describes (default: "
+        f"{DEFAULT_MACHINE}).",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, PlacementError)
+        _ = self.budget
+
+    @property
+    def budget(self) -> int:
+        """What `vram` says, in bytes."""
+        return bytes_in(self.vram)

@@ -1,0 +1,118 @@
+"""By which way the neurons of decoded tokens were computed, and what a token took of each memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparsepack.placement.budget import Plan
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.links import Links
+from sparsepack.placement.machine import measured_rates, seconds_per_token
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What happened in decoding steps.
+
+    resident, bus, worker -- neurons that were computed out of slots, by the device out of host memory, by the worker
+    handed                -- how often a block's neurons were handed over to the worker
+    waited                -- seconds that the device waited for the worker's answers
+    """
+
+    resident: int = 0
+    bus: int = 0
+    worker: int = 0
+    handed: int = 0
+    waited: float = 0.0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """The traffic of both together."""
+        return Traffic(
+            self.resident + other.resident,
+            self.bus + other.bus,
+            self.worker + other.worker,
+            self.handed + other.handed,
+            self.waited + other.waited,
+        )
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How a decoder divides neurons.
+
+    traffic -- since the reset
+    plan    -- what lies where
+    links   -- as they were measured on this machine; None: nobody has
+    """
+
+    traffic: Traffic
+    plan: Plan
+    links: Links | None
+
+
+def per_token(ways: Ways, hits: HitCounts, seconds: float) -> dict[str, Any]:
+    """What a decoded token took, JSON-able, all of it means over the decoded tokens.
+
+    hits    -- of the same steps
+    seconds -- that a token took
+
+    hits, needed -- neurons
+    bytes        -- read from the card's memory, of the full cache too; over the bus; by the worker; copied into slots
+    handed       -- blocks; waited_us: microseconds that the device waited
+    model        -- by measured links, the seconds that the model of time gives each part and `together`; `slowest`,
+                    the part that takes longest; `share`, what it gives over what a token took. None: nobody measured
+    """
+    traffic, plan = ways.traffic, ways.plan
+    tokens, record = max(hits.tokens, 1), plan.parts.record
+    card, bus = plan.always_read
+    found: dict[str, Any] = {
+        "hits": hits.hits / tokens,
+        "needed": hits.needed / tokens,
+        "bytes": {
+            "card": card + traffic.resident * record / tokens,
+            "bus": bus + traffic.bus * record / tokens,
+            "worker": traffic.worker * record / tokens,
+            "moved": hits.moves * record / tokens,
+        },
+        "handed": traffic.handed / tokens,
+        "waited_us": 1e6 * traffic.waited / tokens,
+        "model": None,
+    }
+    if ways.links is not None:
+        rates = measured_rates(ways.links, record)
+        everyone = plan.parts.all_neurons
+        needed, moved = hits.needed / tokens / everyone, hits.moves / tokens / everyone
+        model = seconds_per_token(rates, plan, needed, hits.hit_rate, moved, over_the_bus=True)
+        slowest = max(model.parts, key=lambda name: model.parts[name])
+        found["model"] = {
+            **model.parts,
+            "together": model.together,
+            "slowest": slowest,
+            "share": model.together / seconds,
+        }
+    return found
+
+
+def per_token_in_words(found: Mapping[str, Any]) -> str:
+    """What `per_token` gave, in a few words."""
+    ways = {"card": "from the card", "bus": "over the bus", "worker": "by the worker", "moved": "into slots"}
+    read = ", ".join(f"{found['bytes'][name] / 1e6:.2f} MB {said}" for name, said in ways.items())
+    text = (
+        f"a token: {found['hits']:.1f} of {found['needed']:.1f} active neurons had slots; {read}; "
+        f"{found['handed']:.1f} blocks handed over, {found['waited_us']:.0f} us waited"
+    )
+    if (model := found["model"]) is None:
+        return f"{text}; no links measured, so the model of time says nothing"
+    return (
+        f"{text}; the model of time with measured links gives {1e6 * model['together']:.0f} us, most of it "
+        f"{_PARTS[model['slowest']]}, and {100 * model['share']:.0f} % of its speed is reached"
+    )
+
+
+_PARTS = {
+    "card": "reading the card's memory",
+    "bus": "reading over the bus what has no room on the card",
+    "slots": "reading slots",
+    "host": "reading host memory",
+    "handover": "handing over",
+}

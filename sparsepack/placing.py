@@ -1,0 +1,97 @@
+"""`place`: what of a file by neurons lies on a card and what in host memory, for a budget; how fast it would decode."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsepack.errors import UserError
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import NeuronMlp, PackedModel
+from sparsepack.placement.budget import DRIVER_BYTES, plan_within
+from sparsepack.placement.machine import Rates, dense_split, machine_of, measured_rates, tokens_per_second
+from sparsepack.placement.options import DEFAULT_MACHINE, PlaceOptions
+from sparsepack.placement.placement import across_blocks
+from sparsepack.runtime.backend_module import opened
+from sparsepack.runtime.backends import backend_for, backend_named
+from sparsepack.runtime.engine import checked_context
+from sparsepack.runtime.hybrid.plan import context_within, parts_of
+
+
+def place(path: Path, options: PlaceOptions) -> dict[str, Any]:
+    """What lies where, JSON-able; nothing is written, and no GPU is needed.
+
+    card, host -- bytes by what they are; driver: bytes that the driver takes beside the budget, at most
+    blocks     -- attention, gates: of so many blocks, the first ones, they lie on the card
+    slots      -- of each block, for the neurons that the file's frequencies say are active most often
+    density    -- share of the neurons that a token needs; hit_rate: of these, the share with slots, both by these
+                  frequencies, so that a policy that moves neurons is not counted in
+    tokens_per_second -- by the model of time, which is a bound: `processor`, where it computes what has no slot;
+                  `and_bus`, where the GPU reads a part of that from host memory; `dense_split`, of a dense model of
+                  which as much as fits is on the card and the processor computes the rest
+
+    Raises `PlacementError` for a file that is not by neurons, and a budget below the least; `ArtifactError` for a file
+    that is damaged; `UserError` for a device that was not measured.
+    """
+    packed = read_packed(path, verify=False)
+    row = backend_for("cuda")
+    cache_type = row.checked_cache_type(None)
+    context = checked_context(options.context, packed.architecture.context)
+    if options.context is None:
+        context = context_within(packed, context, cache_type, 1, options.budget)
+    parts = parts_of(packed, context, cache_type)
+    plan = plan_within(parts, options.budget)
+    frequency = _frequency(packed)
+    placed = across_blocks(frequency, plan.slots)
+    needed, served = float(frequency.sum()), float(frequency[placed.resident].sum())
+    hit_rate = served / needed if needed else 1.0
+    name, rates = _rates(options, packed.architecture.hidden, parts.record)
+    given = (rates, plan, needed / frequency.size, hit_rate, 0.0)
+    return {
+        "kind": "placement",
+        "file": path.name,
+        "vram": options.budget,
+        "context": context,
+        "cache_type": cache_type,
+        "card": dict(plan.card),
+        "host": dict(plan.host),
+        "driver": DRIVER_BYTES,
+        "least": parts.least,
+        "blocks": {"all": parts.blocks, "attention": plan.attention, "gates": plan.gates},
+        "neurons": parts.neurons,
+        "slots": list(placed.slots),
+        "density": needed / frequency.size,
+        "hit_rate": hit_rate,
+        "machine": name,
+        "tokens_per_second": {
+            "processor": tokens_per_second(*given, over_the_bus=False),
+            "and_bus": tokens_per_second(*given, over_the_bus=True),
+            "dense_split": dense_split(rates, parts, options.budget),
+        },
+    }
+
+
+def _frequency(packed: PackedModel) -> np.ndarray:
+    """The share of tokens at which each neuron was active, as stored: float64 [blocks, neurons]."""
+    mlps = [layer.mlp for layer in packed.layers if isinstance(layer.mlp, NeuronMlp)]
+    return np.stack([mlp.frequency.double().numpy() for mlp in mlps])
+
+
+def _rates(options: PlaceOptions, hidden: int, record: int) -> tuple[str, Rates]:
+    """The name of the machine whose speed is modelled, and how fast it is. Raises `UserError` for a device that has not
+    been measured."""
+    if options.device != "cpu":
+        from sparsepack.runtime.cuda.links import measured_links
+
+        device = torch.device(options.device)
+        backend_named("cuda").check_device(device)
+        links = measured_links(None, hidden, device)
+        if links is None:
+            raise UserError(
+                f"device {device}: its links were not measured for records of {hidden} channels; run `sparsepack tune "
+                f"FILE --device {device}` first, or give --machine"
+            )
+        return f"this machine, {opened(backend_named('cuda')).describe(device)}", measured_rates(links, record)
+    name = options.machine or DEFAULT_MACHINE
+    return name, machine_of(name).rates(record)

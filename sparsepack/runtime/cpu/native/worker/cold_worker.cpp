@@ -1,0 +1,297 @@
+#include "worker/cold_worker.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace sparsepack {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// A thread more saves less than its arrival costs where each has fewer bytes than these, some microseconds of reading.
+constexpr int64_t LEAST_BYTES = 64 << 10;
+// Between the blocks of a step the device computes for tens of microseconds, in a long text for hundreds: whoever sleeps
+// then comes too late. Where there are more threads than processors, somebody else waits for the processor.
+constexpr Seconds SPIN_IN_STEP{20e-3}, CROWDED_SPIN{2e-6};
+// The threads stay awake so long after a step: longer than a caller takes between two tokens.
+constexpr Seconds SPIN_AFTER_STEP{1e-3};
+constexpr std::chrono::microseconds NAP{20};
+constexpr int32_t FIRST_RECORDS = 4;
+
+int32_t acquire(const void* word) noexcept {
+    return __atomic_load_n(static_cast<const int32_t*>(word), __ATOMIC_ACQUIRE);
+}
+void release(void* word, int32_t value) noexcept {
+    __atomic_store_n(static_cast<int32_t*>(word), value, __ATOMIC_RELEASE);
+}
+
+// Waits until `met` says so, or until `vain` does, which is asked now and then and given the seconds so far.
+template <class Met, class Vain>
+bool await(Seconds spin, Met&& met, Vain&& vain) noexcept {
+    constexpr int LOOKS = 32;
+    auto start = Clock::now();
+    for (;;) {
+        for (int look = 0; look < LOOKS; ++look) {
+            if (met()) return true;
+            pause();
+        }
+        Seconds so_far = Clock::now() - start;
+        if (vain(so_far.count())) return met();
+        if (so_far > spin) std::this_thread::sleep_for(NAP);
+    }
+}
+
+}  // namespace
+
+// The thread that is thread 0 of the pool, and what it and the caller tell each other.
+struct ColdWorker::Leader {
+    std::atomic<uint32_t> begun{0}, ended{0};
+    std::atomic<bool> stop{false};
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::thread thread;
+
+    void change(std::atomic<uint32_t>& value) noexcept {
+        std::lock_guard<std::mutex> lock(mutex);
+        value.fetch_add(1, std::memory_order_release);
+        changed.notify_all();
+    }
+    bool open() const noexcept {
+        return begun.load(std::memory_order_acquire) != ended.load(std::memory_order_acquire);
+    }
+};
+
+ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout,
+                       uint8_t* memory, int threads, double limit)
+    : kernels_(kernels),
+      records_(std::move(records)),
+      at_(layout),
+      memory_(memory),
+      threads_(threads),
+      limit_(limit),
+      crowded_(threads + 1 > int(std::thread::hardware_concurrency())),
+      pool_(threads, SPIN_AFTER_STEP),
+      owner_(process()),
+      deals_(layout.blocks),
+      arrivals_(layout.blocks),
+      own_(threads),
+      gates_(size_t(layout.sequences) * layout.neurons),
+      partial_sums_(size_t(threads) * layout.sequences * layout.hidden) {
+    if (records_.size() != size_t(at_.blocks)) throw std::invalid_argument("records: expected those of every block");
+    for (const Neurons* n : records_)
+        if (n->count != at_.neurons || neuron_hidden(n) != at_.hidden)
+            throw std::invalid_argument("records: expected as many, and as wide, as the hand-over has");
+    for (Own& own : own_) own.input.grow(neuron_input_bytes(at_.hidden / BAND_ROWS));
+    auto leader = std::make_unique<Leader>();
+    Leader* led = leader.get();
+    led->thread = std::thread([=] { lead(*led); });
+    leader_ = leader.release();
+}
+
+ColdWorker::~ColdWorker() {
+    if (owner_ != process()) return;  // after a fork the thread exists in the parent only, and what it holds stays held
+    stop();
+    leader_->thread.join();
+    delete leader_;
+}
+
+void ColdWorker::begin(int32_t number, int32_t texts) {
+    if (number < 1 || texts < 1 || texts > at_.sequences)
+        throw std::invalid_argument("step: expected a number from 1 on, and texts that the hand-over has room for");
+    if (owner_ != process()) {  // see ~ColdWorker
+        auto leader = std::make_unique<Leader>();
+        Leader* led = leader.get();
+        led->thread = std::thread([=] { lead(*led); });
+        leader_ = leader.release();
+        owner_ = process();
+    }
+    leave_.store(true);
+    while (leader_->open() && !leader_->stop.load()) std::this_thread::sleep_for(NAP);
+    leave_.store(false);
+    if (failed_.load() == INTERRUPTED) failed_.store(GOES_ON);
+    if (acquire(abort_word()) == INTERRUPTED) release(abort_word(), GOES_ON);
+    raise();
+    number_ = number;
+    texts_ = texts;
+    leader_->change(leader_->begun);
+}
+
+bool ColdWorker::wait(int32_t number, double seconds) {
+    if (number != number_) throw std::invalid_argument("step: expected the number of the one that began last");
+    Leader& leader = *leader_;
+    auto over = [&] { return !leader.open() || leader.stop.load(); };
+    if (owner_ == process() && !over()) {
+        std::unique_lock<std::mutex> lock(leader.mutex);
+        if (!leader.changed.wait_for(lock, Seconds(seconds), over)) return false;
+    }
+    raise();
+    return true;
+}
+
+void ColdWorker::interrupt() noexcept { give_up(INTERRUPTED); }
+
+void ColdWorker::stop() noexcept {
+    std::lock_guard<std::mutex> lock(leader_->mutex);
+    leader_->stop.store(true);
+    leave_.store(true);
+    if (leader_->open()) release(abort_word(), INTERRUPTED);
+    leader_->changed.notify_all();
+}
+
+void ColdWorker::raise() const {
+    std::string who = "the worker of the offloaded neurons ", then = "; load the model again";
+    if (leader_->stop.load() || owner_ != process()) throw std::runtime_error(who + "is gone" + then);
+    int32_t failed = failed_.load() ? failed_.load() : acquire(abort_word());
+    std::string limit = std::to_string(limit_);
+    limit.erase(limit.find_last_not_of('0') + 1);
+    switch (failed) {
+        case GOES_ON: return;
+        case INTERRUPTED: throw std::runtime_error("the step of the offloaded neurons was interrupted");
+        case DEVICE_WAITED: throw std::runtime_error(who + "has not answered in time" + then);
+        case WORKER_WAITED: throw std::runtime_error(who + "has waited " + limit + " s for the device" + then);
+        default: throw std::runtime_error(who + "was asked for neurons that there are not" + then);
+    }
+}
+
+// The first reason counts, on both sides.
+void ColdWorker::give_up(int32_t reason) noexcept {
+    int32_t none = GOES_ON;
+    failed_.compare_exchange_strong(none, reason);
+    none = GOES_ON;
+    __atomic_compare_exchange_n(abort_word(), &none, reason, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+
+void ColdWorker::lead(Leader& leader) noexcept {
+    for (uint32_t seen = 0;; ++seen) {
+        auto called = [&] { return leader.begun.load(std::memory_order_acquire) != seen || leader.stop.load(); };
+        Seconds spin = crowded_ ? CROWDED_SPIN : SPIN_AFTER_STEP;
+        if (!await(spin, called, [&](double so_far) { return so_far > spin.count(); })) {
+            std::unique_lock<std::mutex> lock(leader.mutex);
+            leader.changed.wait(lock, called);
+        }
+        if (leader.stop.load()) return;
+        step();
+        leader.change(leader.ended);
+    }
+}
+
+void ColdWorker::step() noexcept {
+    for (Arrivals& at : arrivals_) {
+        at.computed.store(0, std::memory_order_relaxed);
+        at.added.store(0, std::memory_order_relaxed);
+    }
+    dealt_.store(0, std::memory_order_relaxed);
+    given_up_.store(false, std::memory_order_relaxed);
+    pool_.run([this](int thread) { part(thread); });
+}
+
+void ColdWorker::part(int thread) noexcept {
+    for (int32_t block = 0; block < at_.blocks; ++block) {
+        if (!(thread == 0 ? deal(block) : await_deal(block))) return;
+        const Deal& deal = deals_[block];
+        if (thread >= deal.threads) continue;
+        auto start = Clock::now();
+        if (deal.threads == 1) {
+            compute(block, deal, thread, reinterpret_cast<float*>(answer(block) + at_.y));
+            publish(block);
+        } else {
+            answer_together(block, deal, thread);
+        }
+        if (thread == 0) {
+            neurons_ += deal.count;
+            seconds_ += Seconds(Clock::now() - start).count();
+        }
+    }
+}
+
+// Awaits the device's request and says how many threads share it. False where the step is given up.
+bool ColdWorker::deal(int32_t block) noexcept {
+    const uint8_t* asked = request(block);
+    bool came = await(
+        crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, [&] { return acquire(asked) == number_; },
+        [&](double so_far) {
+            if (so_far > limit_) give_up(WORKER_WAITED);
+            return leave_.load(std::memory_order_relaxed) || acquire(abort_word()) != GOES_ON;
+        });
+    int32_t count = 0;
+    if (came) {
+        count = acquire(asked + at_.count);
+        if (count < 0 || count > at_.neurons) give_up(BAD_REQUEST);
+    }
+    if (!came || acquire(abort_word()) != GOES_ON) {
+        given_up_.store(true, std::memory_order_release);
+        return false;
+    }
+    int64_t paid = count * neuron_stride(records_[block]) / LEAST_BYTES;
+    deals_[block] = {count, count ? int32_t(std::clamp<int64_t>(paid, 1, threads_)) : 0};
+    dealt_.store(block + 1, std::memory_order_release);
+    return true;
+}
+
+// Every block that was dealt out is computed, so that nobody waits in vain for a thread's arrival.
+bool ColdWorker::await_deal(int32_t block) noexcept {
+    auto dealt = [&] { return dealt_.load(std::memory_order_acquire) > block; };
+    return await(crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, dealt,
+                 [&](double) { return given_up_.load(std::memory_order_acquire); });
+}
+
+// y [texts][hidden] = the sum over the thread's range of the listed neurons
+void ColdWorker::compute(int32_t block, const Deal& deal, int thread, float* y) noexcept {
+    const uint8_t* asked = request(block);
+    const Neurons& n = *records_[block];
+    auto border = [&](int32_t thread) {  // a multiple of 8, as many as are multiplied together
+        return thread == deal.threads ? deal.count : int32_t(int64_t(deal.count) * thread / deal.threads) & ~7;
+    };
+    int32_t first = border(thread), count = border(thread + 1) - first;
+    const int32_t* indices = reinterpret_cast<const int32_t*>(asked + at_.indices) + first;
+    const float* gates = reinterpret_cast<const float*>(asked + at_.gates) + first;
+    const float* x = reinterpret_cast<const float*>(asked + at_.x);
+    float* all = gates_.data();
+    for (int32_t i = 0; i < count; ++i) {
+        if (indices[i] < 0 || indices[i] >= at_.neurons) {
+            give_up(BAD_REQUEST);
+            count = 0;
+            break;
+        }
+        for (int32_t text = 0; text < texts_; ++text)
+            all[int64_t(text) * at_.neurons + indices[i]] = gates[int64_t(text) * at_.neurons + i];
+    }
+    if (texts_ > 1) {
+        NeuronsWork work = {&n, count, indices, x, all, texts_, y};
+        kernels_.neuron_matmul(&work);
+        return;
+    }
+    const int64_t stride = neuron_stride(&n);
+    for (int32_t i = 0; i < std::min(count, FIRST_RECORDS); ++i)  // on their way while the input is made
+        for (int64_t byte = 0; byte < stride; byte += 64) __builtin_prefetch(n.data + indices[i] * stride + byte);
+    uint8_t* input = own_[thread].input.data();
+    kernels_.neuron_input(x, n.bands, input);
+    NeuronWork work = {&n, count, indices, all, input, y};
+    kernels_.neuron_ffn(&work, nullptr);
+}
+
+void ColdWorker::answer_together(int32_t block, const Deal& deal, int thread) noexcept {
+    constexpr int64_t LINE = 16;  // floats
+    int64_t floats = int64_t(texts_) * at_.hidden, stride = int64_t(at_.sequences) * at_.hidden;
+    compute(block, deal, thread, partial_sums_.data() + thread * stride);
+    Arrivals& at = arrivals_[block];
+    at.computed.fetch_add(1, std::memory_order_acq_rel);
+    auto all = [&] { return at.computed.load(std::memory_order_acquire) == deal.threads; };
+    await(crowded_ ? CROWDED_SPIN : SPIN_IN_STEP, all, [](double) { return false; });
+    int64_t lines = floats / LINE, first = lines * thread / deal.threads * LINE;
+    int64_t last = lines * (thread + 1) / deal.threads * LINE;
+    float* y = reinterpret_cast<float*>(answer(block) + at_.y);
+    kernels_.sum(partial_sums_.data() + first, stride, deal.threads, nullptr, int32_t(last - first), 0, y + first);
+    if (at.added.fetch_add(1, std::memory_order_acq_rel) == deal.threads - 1) publish(block);
+}
+
+void ColdWorker::publish(int32_t block) noexcept {
+    if (acquire(abort_word()) == GOES_ON) release(answer(block), number_);
+}
+
+}  // namespace sparsepack

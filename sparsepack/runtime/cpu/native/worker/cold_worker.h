@@ -1,0 +1,117 @@
+// The processor's side of a hand-over (runtime/hybrid/handover.py draws the memory): threads that answer what a device
+// asks of them, block after block.
+//
+//     caller     begin(n)                                                   wait(n)
+//     device       request 0, n ...... answer 0, n | request 1, n ...        |
+//     thread 0     awaits, deals out | adds | answers                        |
+//     others              compute ranges | add                               sleep after a while
+//
+// A step is one region of a pool. Thread 0 alone looks at what the device writes; the others learn from it how many
+// threads a block is dealt to, by its bytes. Each of these takes a contiguous range of the listed neurons and leaves a
+// vector of sums, and after all of them have, adds a range of the channels of all vectors, in the order of the threads.
+// So the same request gives the same bits with as many threads.
+#pragma once
+#include "kernels/kernels.h"
+#include "memory/buffer.h"
+#include "threads/pool.h"
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+namespace sparsepack {
+
+// The bytes at which the parts of a hand-over lie; those of a request or an answer count from where it begins, which is
+// with its number.
+struct HandOver {
+    int32_t blocks, neurons, hidden, sequences;
+    int64_t size, abort;
+    int64_t requests, request_size, count, indices, gates, x;
+    int64_t answers, answer_size, y;
+};
+
+// Why a side gave up, as the abort word says it: handover.py, Abort.
+enum Abort { GOES_ON = 0, INTERRUPTED = 1, DEVICE_WAITED = 2, WORKER_WAITED = 3, BAD_REQUEST = 4 };
+
+// The calls come from one thread, but for `stop`.
+class ColdWorker {
+public:
+    // records: of each block; they and the memory must outlive the worker. limit: seconds that it waits for a request.
+    // Throws std::invalid_argument where sizes do not fit together, std::system_error where threads do not start.
+    ColdWorker(const Kernels& kernels, std::vector<const Neurons*> records, const HandOver& layout, uint8_t* memory,
+               int threads, double limit);
+    ~ColdWorker();
+
+    // The device is about to ask for step `number`, of the first `texts` texts. Before it does, the step before has
+    // ended on both sides; what the worker still awaits of it, it gives up. What was interrupted is forgotten. Throws
+    // std::runtime_error where the worker failed or is gone, std::invalid_argument for texts that have no room.
+    void begin(int32_t number, int32_t texts);
+
+    // Whether step `number`, which began last, has ended, after at most so many seconds. Throws std::runtime_error if it
+    // failed or the worker is gone, std::invalid_argument for another number.
+    bool wait(int32_t number, double seconds);
+
+    // Both sides give up the step; the next one may begin when the device has ended it.
+    void interrupt() noexcept;
+
+    // Ends the threads: both sides give up at once, and all that comes later is an error. From any thread.
+    void stop() noexcept;
+
+    int threads() const noexcept { return threads_; }
+    // Since the beginning: neurons computed, and the seconds from their requests to their answers.
+    int64_t neurons() const noexcept { return neurons_; }
+    double seconds() const noexcept { return seconds_; }
+
+private:
+    struct Leader;
+    struct Deal {
+        int32_t count, threads;
+    };
+    struct alignas(64) Arrivals {
+        std::atomic<int32_t> computed{0}, added{0};
+    };
+    struct alignas(64) Own {
+        Buffer<uint8_t> input;
+    };
+
+    uint8_t* request(int32_t block) const noexcept { return memory_ + at_.requests + block * at_.request_size; }
+    uint8_t* answer(int32_t block) const noexcept { return memory_ + at_.answers + block * at_.answer_size; }
+    int32_t* abort_word() const noexcept { return reinterpret_cast<int32_t*>(memory_ + at_.abort); }
+
+    void lead(Leader& leader) noexcept;
+    void step() noexcept;
+    void part(int thread) noexcept;
+    bool deal(int32_t block) noexcept;
+    bool await_deal(int32_t block) noexcept;
+    void compute(int32_t block, const Deal& deal, int thread, float* y) noexcept;
+    void answer_together(int32_t block, const Deal& deal, int thread) noexcept;
+    void publish(int32_t block) noexcept;
+    void give_up(int32_t reason) noexcept;
+    void raise() const;
+
+    const Kernels& kernels_;
+    std::vector<const Neurons*> records_;
+    HandOver at_;
+    uint8_t* memory_;
+    int threads_;
+    double limit_;
+    bool crowded_;
+    Pool pool_;
+    Leader* leader_ = nullptr;
+    long owner_;
+
+    int32_t number_ = 0, texts_ = 0;  // of the step
+    std::vector<Deal> deals_;         // of its blocks
+    std::vector<Arrivals> arrivals_;  // at them
+    std::vector<Own> own_;            // of each thread
+    Buffer<float> gates_;             // [sequences][neurons], where listed
+    Buffer<float> partial_sums_;      // [threads][sequences][hidden]
+    alignas(64) std::atomic<int32_t> dealt_{0};
+    std::atomic<bool> given_up_{false}, leave_{false};
+    std::atomic<int32_t> failed_{GOES_ON};
+    int64_t neurons_ = 0;
+    double seconds_ = 0;
+};
+
+}  // namespace sparsepack

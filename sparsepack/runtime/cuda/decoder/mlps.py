@@ -1,0 +1,210 @@
+"""The MLPs that the cuda decoder runs, a class for each kind: their part of a step, and of prefill."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats import packed as stored
+from sparsepack.formats.mlp_kinds import DENSE, MLP_GATE, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.runtime.cuda.decoder.block_buffers import Buffers
+from sparsepack.runtime.cuda.decoder.sites import Columns, CudaSite, load_sites
+from sparsepack.runtime.cuda.driver.host_memory import Place
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
+from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+
+Launch = Callable[[], object]
+"""The function launches a kernel with all that the kernel takes."""
+
+
+@dataclass(frozen=True)
+class MlpStep:
+    """A block's step as its MLP sees it.
+
+    of         -- the block's buffers
+    input      -- of the first product: what attention left, with its norm
+    product    -- given the name under which a matrix is counted, its site, an input and y: the launch of its product
+    active     -- given such a name: int64 [], where it is counted
+    activation -- the number of the gate's function
+    sparse     -- whether inactive units are left out
+    """
+
+    of: Buffers
+    input: Input
+    product: Callable[..., Launch]
+    active: Callable[[str], Tensor]
+    activation: int
+    sparse: bool
+
+
+class CudaMlp(Protocol):
+    """A loaded MLP.
+
+    matrices -- those that products of a step read
+    last     -- the matrix whose product leaves y as soon as it is known, with parts of its squares; None: y lies in
+                plain memory, without squares
+    """
+
+    @property
+    def matrices(self) -> Sequence[CudaZigzag]: ...
+
+    @property
+    def last(self) -> CudaZigzag | None: ...
+
+    def new_room(self, sequences: int, kernels: Kernels) -> Any:
+        """What `step` needs beside the buffers; MLPs of a model share it."""
+
+    def step(self, step: MlpStep, room: Any, kernels: Kernels) -> Iterator[Launch]:
+        """The kernels of the MLP, from `step.of.between` to `step.of.y`, which is the residual and the MLP's output."""
+
+    @property
+    def decoded(self) -> int:
+        """How many weights prefill decodes together at best, beside those of `matrices`."""
+
+    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+        """What the MLP makes of x [S, hidden]; parts of it may have been added to the residual, float32 [S, hidden],
+        already."""
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """An MLP of the sites mlp_in and mlp_mid."""
+
+    sites: Mapping[str, CudaSite]
+
+    @property
+    def matrices(self) -> Sequence[CudaZigzag]:
+        return [site.matrix for site in self.sites.values()]
+
+    @property
+    def last(self) -> CudaZigzag:
+        return self.sites["mlp_mid"].matrix
+
+    def new_room(self, sequences: int, kernels: Kernels) -> None:
+        return None
+
+    def step(self, step: MlpStep, room: None, kernels: Kernels) -> Iterator[Launch]:
+        of, into = step.of, self.sites["mlp_in"]
+        fused = into.matrix.gate_bands > 0
+        if fused:
+            yield step.product("mlp_in", into, step.input, of.mid, activation=step.activation)
+        else:
+            yield step.product("mlp_in", into, step.input, of.stacked)
+            yield partial(kernels.gate, of.stacked, step.activation, of.mid)
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data and fused)
+        yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
+
+    @property
+    def decoded(self) -> int:
+        return 0
+
+    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+        into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
+        stacked = kernels.multiply(into.matrix, x, scratch, into.dense.bias)
+        width = mid.matrix.columns
+        gated = kernels.gated(stacked.part(0, width), stacked.part(width, width), activation)
+        return kernels.multiply(mid.matrix, gated, scratch, mid.dense.bias)
+
+
+@dataclass(frozen=True)
+class NeuronMlp:
+    """An MLP by neurons. All of its records lie on the GPU, unless a class that derives from it says where they lie."""
+
+    gate: CudaSite
+    records: CudaNeurons
+
+    @property
+    def division(self) -> Division | None:
+        """How a step divides the neurons."""
+        return None
+
+    @property
+    def memories(self) -> tuple[CudaNeurons, CudaNeurons | None]:
+        """The records of listed neurons lie in the first memory of `add_neurons` and in its `host`."""
+        return self.records, None
+
+    def pieces(self, at_once: int) -> Iterator[CudaNeurons]:
+        """All records on the GPU, in their order, at most so many at a time; a piece lasts until the next one."""
+        for first in range(0, len(self.records.records), at_once):
+            yield self.records.piece(first, at_once)
+
+    def saw(self, gate: Product) -> None:
+        """Prefill has these gates, before the activation."""
+
+    @property
+    def matrices(self) -> Sequence[CudaZigzag]:
+        return [self.gate.matrix]
+
+    @property
+    def last(self) -> None:
+        return None
+
+    def new_room(self, sequences: int, kernels: Kernels) -> ActiveNeurons:
+        gate = self.gate.matrix
+        return kernels.new_active_neurons(gate.rows, gate.columns, sequences, self.records.records.device)
+
+    def step(self, step: MlpStep, room: ActiveNeurons, kernels: Kernels) -> Iterator[Launch]:
+        of, texts, norm = step.of, len(room.x), step.input.norm
+        assert norm is not None
+        yield step.product(MLP_GATE, self.gate, step.input, of.mid)
+        residual = of.between.view(texts, -1)
+        yield partial(
+            kernels.list_neurons,
+            *(of.mid.view(texts, -1), step.activation, residual, norm, step.input.eps, room),
+            everyone=not step.sparse,
+            active=step.active(MLP_RECORDS),
+            flag_in_data=of.flag_in_data,
+            division=self.division,
+        )
+        first, host = self.memories
+        y = of.y.view(texts, -1)
+        yield partial(kernels.add_neurons, first, room, residual, y, host=host, division=self.division)
+
+    @property
+    def decoded(self) -> int:
+        return 2 * self.records.hidden * len(self.records.records)
+
+    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+        gate = kernels.multiply(self.gate.matrix, x, scratch)
+        self.saw(gate)
+        product: Product | None = None
+        first = 0
+        for piece in self.pieces(kernels.neurons_at_once(self.records.hidden, scratch)):
+            if product is not None:
+                kernels.add(residual, product)
+            count = len(piece.records)
+            product = kernels.multiply_neurons(piece, gate.part(first, count), x, activation, scratch)
+            first += count
+        assert product is not None  # a model has neurons
+        return product
+
+
+LoadMlp = Callable[[stored.Mlp, torch.device, Kernels, Place], CudaMlp]
+"""Such a function copies a block's MLP to a GPU, its gate where it shall lie; it is called for one block after the
+other."""
+
+
+def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    """Copy a block's MLP to a GPU, all of its records into the GPU's memory."""
+    return _LOADERS[mlp.kind](mlp, device, kernels, place)
+
+
+def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    return DenseMlp(load_sites(mlp.sites, device, kernels, place))
+
+
+def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+    return NeuronMlp(load_gate(mlp, device, kernels, place), kernels.load_neurons(mlp.records, device))
+
+
+def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place) -> CudaSite:
+    """Copy the gate of an MLP by neurons to a GPU, where it shall lie."""
+    return CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns())
+
+
+_LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place], CudaMlp]] = {DENSE: _dense, NEURONS: _neurons}

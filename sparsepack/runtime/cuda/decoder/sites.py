@@ -1,0 +1,71 @@
+"""A site of a packed model on the GPU: its matrix, and the columns that products read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsepack.formats.packed import PackedSite
+from sparsepack.runtime.cuda.driver.host_memory import Place
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.tile_config import BAND_ROWS
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that a site's product reads, and what the product lacks without the others.
+
+    threshold -- float32 [1] or [columns]; None: every column
+    offset    -- taken from the input first: float32 [columns] or None
+    bias      -- to add to the product: the site's own and, with an offset, W offset; float32 [rows] or None
+    """
+
+    threshold: Tensor | None = None
+    offset: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CudaSite:
+    """A site on the GPU: the matrix, and the columns that products read in dense and in sparse steps, which are the
+    same without a rule. Prefill is dense."""
+
+    matrix: CudaZigzag
+    dense: Columns
+    sparse: Columns
+
+
+def load_sites(
+    sites: Mapping[str, PackedSite], device: torch.device, kernels: Kernels, place: Place
+) -> dict[str, CudaSite]:
+    """Copy sites to a GPU, their matrices where they shall lie. Rows of gate and up are interleaved where they fill
+    whole bands: a product can then finish both."""
+    return {name: _site(site, device, name == "mlp_in", kernels, place) for name, site in sites.items()}
+
+
+def _site(site: PackedSite, device: torch.device, gate: bool, kernels: Kernels, place: Place) -> CudaSite:
+    gate = gate and site.matrix.rows % (2 * BAND_ROWS) == 0
+    load = partial(kernels.load_zigzag, site.matrix, device, place=place)
+    bias = None if site.bias is None else load_vector(site.bias, device)
+    dense = Columns(bias=bias)
+    if site.rule is None:
+        return CudaSite(load(gate=gate), dense, dense)
+    threshold = load_vector(site.rule.limits, device)
+    if site.rule.offset is None:
+        return CudaSite(load(gate=gate), dense, Columns(threshold, bias=bias))
+    offset = load_vector(site.rule.offset, device)
+    matrix = load()
+    with_offset = torch.empty(site.matrix.rows, device=device)
+    kernels.synchronize(device)
+    kernels.gemv(matrix, Input(offset), with_offset, bias=bias)
+    if gate:  # rows of such a matrix come in pairs from the product that was just made
+        matrix = load(gate=True)
+    return CudaSite(matrix, dense, Columns(threshold, offset, with_offset))
+
+
+def load_vector(x: Tensor, device: torch.device) -> Tensor:
+    """float32 [n] on a device."""
+    return x.detach().to(device, torch.float32).reshape(-1).contiguous()

@@ -1,0 +1,45 @@
+// y = residual + the sums that the blocks of neuron_ffn left, in the order of the blocks' numbers within a warp, then of
+// the warps, + the processor's answer: the same bits every run.
+//
+//     partial   float32 [blocks][texts][hidden], of which the first min(blocks, counts[1]) were written
+//     warp w    takes blocks w, w + WARPS, ..; a lane has a channel
+//
+// Launch: grid (hidden / 32, texts), 32 WARPS threads.
+
+#include "neurons/hand_over.cuh"
+
+static constexpr int WARPS = 8, AT_ONCE = 9;
+
+// residual, y  float32 [texts][hidden], maybe the same
+// answer       float32 [texts][hidden] in the host's memory, there where counts[2] neurons were asked for; or null
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    neuron_sum(const float* partial, int blocks, const int* counts, int hidden, const float* residual, float* y,
+               const float* answer) {
+    __shared__ float sums[WARPS][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int channel = blockIdx.x * 32 + lane, texts = gridDim.y, at = blockIdx.y * hidden + channel;
+    launch_dependents();
+    wait_for_previous();
+    const int written = min(blocks, load_l2(counts + 1));
+    const float* from = partial + (u64)blockIdx.y * hidden + channel;
+    const float answered = !warp && answer && load_l2(counts + 2) ? load_system(answer + at) : 0;
+    float sum = 0;
+#pragma unroll 1
+    for (int first = warp; first < written; first += WARPS * AT_ONCE) {
+        float v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int block = first + i * WARPS;
+            v[i] = block < written ? load_l2(from + (u64)block * texts * hidden) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) sum += v[i];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp) return;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) total += sums[w][lane];
+    y[at] = load_l2(residual + at) + total + answered;
+}

@@ -1,0 +1,175 @@
+"""A decoder on a GPU that has slots for some neurons, with the processor beside it for the others."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats import packed as stored
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.links import Links
+from sparsepack.placement.machine import MACHINES
+from sparsepack.placement.ways import Ways
+from sparsepack.runtime.cuda.attention.caches import new_cache
+from sparsepack.runtime.cuda.attention.kv_cache import NewCache
+from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
+from sparsepack.runtime.cuda.driver.host_memory import Place
+from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
+from sparsepack.runtime.hybrid.cuda_mlps import STAGED_BYTES, CudaDivided
+from sparsepack.runtime.hybrid.handover import HandOver, next_number
+from sparsepack.runtime.hybrid.placing import Placing, placing_of
+from sparsepack.runtime.options import EngineOptions
+
+ASSUMED = "pcie5"
+"""Nothing was measured: the machine is taken for this one of `placement.machine.MACHINES`."""
+
+
+class Processor(Protocol):
+    """What computes beside the GPU: `runtime/cpu/operations.py`."""
+
+    def load_neurons(self, records: PackedMatrix) -> Any: ...
+
+    def cold_worker(
+        self, records: Sequence[Any], memory: np.ndarray, layout: HandOver, threads: int | None = None
+    ) -> Any: ...
+
+
+class CudaHybridDecoder(CudaDecoder):
+    """A `CudaDecoder` of one text on `CudaDivided`, and between tokens the policy.
+
+    A text begins with the placement by the artifact's frequencies, and after each token the policy sees who was active
+    and says who has slots from then on, as in `HybridDecoder`; of a prompt it sees one token after the other when all
+    have passed. The same text since a `reset` gives the same bits, with the same threads and links.
+
+    A step begins when the one before has ended on both sides.
+
+    processor -- what computes beside the GPU
+    options   -- share, policy and links; `threads` are the processor's
+    plan      -- what lies where
+    measured  -- the links as they were measured on this machine for this model's records
+    slow      -- as `placing_of` takes it
+    activity  -- for benchmarks: who is active in the steps of a text in place of what the gates say, uint8 [steps,
+                 blocks, bytes] as `following` has bits; after the last comes the first again
+
+    Without links given or measured, they are those of `ASSUMED`.
+
+    Raises `UserError` as `CudaDecoder`, and where the host has no memory to be pinned.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        processor: Processor,
+        device: torch.device,
+        context: int,
+        cache_type: str,
+        options: EngineOptions,
+        plan: Plan,
+        measured: Links | None = None,
+        slow: Callable[..., Any] | None = None,
+        kernels: Kernels = KERNELS,
+        new_cache: NewCache = new_cache,
+        activity: Tensor | None = None,
+    ) -> None:
+        device = kernels.usable(device)
+        self._plan = plan
+        self._placed: Callable[[str | None], Placing] = lambda policy: placing_of(
+            packed, replace(options, policy=policy), plan, slow
+        )
+        self._placing = self._placed(options.policy)
+        self._known = options.links or measured
+        links = self._known or MACHINES[ASSUMED].rates(plan.parts.record).links
+        staged = STAGED_BYTES if plan.budget is None else plan.parts.work.staged
+        shape, hidden = self._placing.shape, packed.architecture.hidden
+        with kernels.on_device(device):
+            self._divided = CudaDivided(shape, hidden, plan.slots, links, device, kernels, activity, staged)
+        records: list[Any] = []
+
+        def load_mlp(mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> CudaMlp:
+            assert isinstance(mlp, stored.NeuronMlp)
+            records.append(processor.load_neurons(mlp.records))
+            return self._divided.load_mlp(mlp, device, kernels, place)
+
+        super().__init__(packed, device, context, 1, cache_type, kernels, new_cache, load_mlp, False, plan)
+        self._worker = processor.cold_worker(records, self._divided.memory, self._divided.layout, options.threads)
+        self._number = 0  # of the step that ran last
+        self.reset()
+
+    @property
+    def threads(self) -> int:
+        return int(self._worker.threads)
+
+    @property
+    def hit_counts(self) -> HitCounts:
+        return self._placing.follows.counts
+
+    @property
+    def ways(self) -> Ways:
+        return Ways(self._divided.traffic, self._plan, self._known)
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, {self.threads} threads beside it, {self._placing.description}"
+
+    def follow(self, policy: str) -> None:
+        """Let another policy say who has slots, and forget the text: comparing policies loads a model once."""
+        self._placing = self._placed(policy)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._divided.forget()
+        self._placing.follows.restart()
+        with self._kernels.on_device(self._device):
+            self._kernels.synchronize(self._device)
+            self._divided.begin_text(self._number)
+            self._divided.place(self._placing.follows.first)
+
+    def _dense(self, ids: Tensor, sequence: int) -> Tensor:
+        self._divided.forget()
+        hidden = super()._dense(ids, sequence)
+        self._token_boundary(self._divided.prefill_bits(), prompt=len(ids))
+        return hidden
+
+    def _begin(self, ids: list[int], sparse: bool) -> None:
+        if self._graph(sparse) is None:
+            traffic = self._divided.keep_traffic()
+            self._answered(lambda: self._captured_step(sparse))
+            self._divided.forget_step(traffic)
+        self._answered(lambda: self._step_and_prepare(ids, sparse))
+        self._token_boundary(self._divided.step_bits(self._number), prompt=0)
+
+    def _step_and_prepare(self, ids: list[int], sparse: bool) -> None:
+        super()._begin(ids, sparse)
+        if (moves := self._placing.follows.ahead()) is not None:
+            self._divided.prepare(moves)
+
+    def _answered(self, run: Callable[[], object]) -> None:
+        """Run a step, once, and wait until both sides have ended it."""
+        self._kernels.synchronize(self._device)  # should one before have been interrupted
+        self._number = next_number(self._number)
+        try:
+            self._worker.begin(self._number)
+            run()
+            self._worker.end(self._number)
+        except RuntimeError as error:
+            raise UserError(f"the processor beside the GPU: {error}; load the model again") from error
+        finally:
+            with suppress(RuntimeError):
+                self._kernels.synchronize(self._device)
+
+    def _token_boundary(self, bits: np.ndarray, prompt: int) -> None:
+        """Positions have passed, the first `prompt` of them not decoded: ask the policy, and move."""
+        follows = self._placing.follows
+        follows.saw(bits, prompt)
+        if (moves := follows.moves()) is not None:
+            self._divided.move(moves)

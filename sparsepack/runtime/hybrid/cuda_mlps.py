@@ -1,0 +1,289 @@
+"""MLPs by neurons divided between a GPU and the processor: what both see, and the MLPs of the cuda decoder on it.
+
+    GPU        lists the active ones | residents, from slots | last offloaded ones, over the bus | waits, adds
+    processor                        | first offloaded ones, from memory of its own                   |
+
+Slots, bus and worker are those of `runtime/hybrid/mlps.py`; here the GPU divides the list itself, within the graph of a
+token, and asks through memory that both reach (`runtime/hybrid/handover.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsepack.formats import packed as stored
+from sparsepack.formats.codecs.matrices import PackedMatrix
+from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.placement.links import Links
+from sparsepack.placement.ways import Traffic
+from sparsepack.runtime.cuda.decoder.mlps import NeuronMlp, load_gate
+from sparsepack.runtime.cuda.driver.host_memory import Place
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product
+from sparsepack.runtime.cuda.products.neurons import CudaNeurons, Division, links_of
+from sparsepack.runtime.hybrid.following import KEPT, Moves
+from sparsepack.runtime.hybrid.handover import HandOver
+from sparsepack.runtime.hybrid.residency import NOWHERE, Residency
+
+STAGED_BYTES = 32 << 20
+"""Prefill brings this many bytes of records to the GPU at once."""
+COPIED_AT_ONCE = 512
+"""So many records that move are gathered at a time, in memory that the budget does not know."""
+WAIT_MILLISECONDS = 10_000
+"""The GPU waits no longer for an answer, which takes less than a millisecond."""
+
+
+class CudaResidency(Residency):
+    """A residency whose tables lie on the GPU, too. What is changed there is in the order of the current stream.
+
+    there   -- int32 [2, blocks, neurons], both versions
+    version -- int32 [1]: which of them is in force
+    """
+
+    def __init__(self, shape: tuple[int, int], most: int, device: torch.device) -> None:
+        super().__init__(shape, most)
+        self.there = torch.full((2, *shape), NOWHERE, dtype=torch.int32, device=device)
+        self.version = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def _write(self, positions: np.ndarray, slots: np.ndarray) -> None:
+        changed = np.concatenate([self._may_differ, positions])
+        super()._write(positions, slots)
+        other, device = 1 - self._force[0], self.there.device
+        written = self._versions[other].ravel()[changed]
+        where, values = (torch.from_numpy(each).to(device) for each in (changed, written))
+        self.there[other].view(-1)[where.long()] = values
+
+    def _flip(self, prepared: Any) -> None:
+        super()._flip(prepared)
+        self.version.fill_(self._force[0])
+
+
+class Staging:
+    """A buffer on the GPU which a stream of its own fills while another is read."""
+
+    def __init__(self, room: CudaNeurons, kernels: Kernels) -> None:
+        self.room, self._kernels = room, kernels
+        self._filled, self._free = kernels.new_event(), kernels.new_event()
+
+    def fill(self, records: CudaNeurons, stream: Any) -> CudaNeurons:
+        """Bring records from the host, once the buffer is free. Returns where they will lie."""
+        there = self.room.piece(0, len(records.records))
+        with self._kernels.on_stream(stream):
+            self._free.wait()
+            there.records.copy_(records.records, non_blocking=True)
+            self._filled.record()
+        return there
+
+    def wait(self) -> None:
+        """The current stream waits until the buffer is filled."""
+        self._filled.wait()
+
+    def free(self) -> None:
+        """The buffer may be filled anew when what is on the current stream has ended."""
+        self._free.record()
+
+
+class CudaDivided:
+    """What the divided MLPs of a model share.
+
+    shape -- blocks, neurons of each; hidden: channels; most -- how many neurons may be resident
+    links -- by which the list is divided
+    activity -- as `CudaHybridDecoder` takes it
+    staged -- bytes of each of the two buffers through which prefill brings records to the GPU
+
+    layout, memory -- the hand-over, as the processor sees it
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        hidden: int,
+        most: int,
+        links: Links,
+        device: torch.device,
+        kernels: Kernels,
+        activity: Tensor | None = None,
+        staged: int = STAGED_BYTES,
+    ) -> None:
+        blocks, neurons = shape
+        self._kernels, self._shape = kernels, shape
+        self.layout = HandOver(blocks, neurons, hidden, 1)
+        self.memory, self._there = kernels.shared_memory(self.layout.size, device, "the hand-over")
+        self._words = -(-neurons // 32)
+        seen, self._seen_there = kernels.shared_memory(4 * KEPT * blocks * self._words, device, "who was active")
+        self._seen = seen.reshape(KEPT, blocks, 4 * self._words)
+        self._seen_there = self._seen_there.view(torch.int32).view(KEPT, blocks, self._words)
+        (self._host,) = kernels.host_tensors(
+            1, (blocks * neurons, record_bytes(hidden)), torch.uint8, device, "records"
+        )
+        self.residency = CudaResidency(shape, most, device)
+        self.slots = kernels.new_neurons(self.residency.slots, hidden, device)
+        self._links, self._number = links_of(links, device), torch.zeros(2, dtype=torch.int32, device=device)
+        self._traffic = torch.zeros(5, dtype=torch.int64, device=device)
+        self._replayed = None if activity is None else self._in_words(activity, device)
+        at_once = min(neurons, max(staged // record_bytes(hidden), 1))
+        self.staging = [Staging(kernels.new_neurons(at_once, hidden, device), kernels) for _ in range(2)]
+        self.copies = kernels.new_stream()
+        self._moves, self._prepared = kernels.new_stream(), kernels.new_event()
+        self._prefilled: list[list[np.ndarray]] = [[] for _ in range(blocks)]
+        self._loaded = 0
+
+    def load_mlp(self, mlp: stored.Mlp, device: torch.device, kernels: Kernels, place: Place) -> "DividedNeuronMlp":
+        """The next block's MLP: its gate where it shall lie, its records in the host's memory."""
+        assert isinstance(mlp, stored.NeuronMlp)
+        block = self._loaded
+        records = self.load_records(mlp.records, device)
+        return DividedNeuronMlp(load_gate(mlp, device, kernels, place), records, block, self.division(block), self)
+
+    def load_records(self, records: PackedMatrix, device: torch.device) -> CudaNeurons:
+        """Those of the next block, to the host's memory."""
+        first = self._loaded * self._shape[1]
+        self._loaded += 1
+        return self._kernels.load_neurons(records, device, self._host[first : first + self._shape[1]])
+
+    def division(self, block: int) -> Division:
+        """What kernels take of a block."""
+        at, first, second = self.layout, self._of_request(block), self._of_answer(block)
+        return Division(
+            tables=self.residency.there[:, block],
+            version=self.residency.version,
+            links=self._links,
+            seen=self._seen_there[:, block],
+            number=self._number,
+            begins=block == 0,
+            abort=self._part(at.abort, torch.int32, 1),
+            request_number=self._part(first + at.number, torch.int32, 2),
+            request_indices=self._part(first + at.indices, torch.int32, at.neurons),
+            request_gates=self._part(first + at.gates, torch.float32, at.sequences, at.neurons),
+            request_x=self._part(first + at.x, torch.float32, at.sequences, at.hidden),
+            answer_number=self._part(second + at.number, torch.int32, 1),
+            answer=self._part(second + at.y, torch.float32, at.sequences, at.hidden),
+            traffic=self._traffic,
+            limit=WAIT_MILLISECONDS,
+            replayed=None if self._replayed is None else self._replayed[:, block],
+        )
+
+    def _in_words(self, activity: Tensor, device: torch.device) -> Tensor:
+        """Bits of the processor's, uint8 [steps, blocks, bytes], in the host's memory as kernels read them: int32."""
+        shape = (len(activity), self._shape[0], 4 * self._words)
+        (there,) = self._kernels.host_tensors(1, shape, torch.uint8, device, "a trace")
+        there[:, :, : activity.shape[2]] = activity.to(device)
+        return there.view(torch.int32)
+
+    def _of_request(self, block: int) -> int:
+        return self.layout.requests + block * self.layout.request_size
+
+    def _of_answer(self, block: int) -> int:
+        return self.layout.answers + block * self.layout.answer_size
+
+    def _part(self, begin: int, dtype: torch.dtype, *shape: int) -> Tensor:
+        size = dtype.itemsize * torch.Size(shape).numel()
+        return self._there[begin : begin + size].view(dtype).view(shape)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What steps have done since `begin_text`."""
+        resident, bus, worker, handed, waited = self._traffic.tolist()
+        return Traffic(resident, bus, worker, handed, waited / 1e9)
+
+    def begin_text(self, number: int) -> None:
+        """Count anew; the step that ran last has this number."""
+        self._traffic.zero_()
+        self._number[1] = number
+
+    def keep_traffic(self) -> Tensor:
+        """What `forget_step` takes to forget the next step."""
+        return self._traffic.clone()
+
+    def forget_step(self, traffic: Tensor) -> None:
+        """The step that ran last was none of the text."""
+        self._traffic.copy_(traffic)
+        self._number[1] += 1
+
+    def place(self, resident: np.ndarray) -> None:
+        """Give slots when a text begins: bool [blocks, neurons]. No step may run, here as in `move`."""
+        self._prepared.wait()
+        self.residency.restart(resident, self._copy)
+
+    def prepare(self, moves: Moves) -> None:
+        """Copy those that come, and write the table that is not in force, beside a step that runs."""
+        with self._kernels.on_stream(self._moves):
+            self.residency.prepare(moves.coming, moves.going, self._copy)
+            self._prepared.record()
+
+    def move(self, moves: Moves) -> None:
+        """Give slots to some and take those of others, between two tokens: what was not prepared is done now."""
+        self._prepared.wait()
+        self.residency.move(moves.coming, moves.going, self._copy)
+
+    def _copy(self, neurons: np.ndarray, slots: np.ndarray) -> None:
+        host = CudaNeurons(self._host, 1.0)
+        for first in range(0, len(neurons), COPIED_AT_ONCE):
+            some = slice(first, first + COPIED_AT_ONCE)
+            self._kernels.copy_neurons(self.slots, torch.from_numpy(slots[some]), host, torch.from_numpy(neurons[some]))
+
+    def step_bits(self, number: int) -> np.ndarray:
+        """Who was active in the step of this number, which has ended: uint8 [1, blocks, bytes], as `following` has
+        bits. They may be written again `KEPT` steps later."""
+        return np.ascontiguousarray(self._seen[number % KEPT, None, :, : -(-self._shape[1] // 8)])
+
+    def saw(self, block: int, gate: Product) -> None:
+        """Prefill has these gates of a block."""
+        active = torch.nn.functional.pad(gate.sums > 0, (0, -gate.sums.shape[1] % 8)).view(len(gate.sums), -1, 8)
+        weights = 2 ** torch.arange(8, dtype=torch.uint8, device=active.device)
+        self._prefilled[block].append((active * weights).sum(-1, dtype=torch.uint8).cpu().numpy())
+
+    def prefill_bits(self) -> np.ndarray:
+        """Who was active at the positions that were prefilled since the last call: uint8 [positions, blocks, bytes]."""
+        bits = np.stack([np.concatenate(rows) for rows in self._prefilled], axis=1)
+        self.forget()
+        return bits
+
+    def forget(self) -> None:
+        """Forget what was seen of a prefill that was interrupted."""
+        for rows in self._prefilled:
+            rows.clear()
+
+
+@dataclass(frozen=True)
+class DividedNeuronMlp(NeuronMlp):
+    """An MLP by neurons whose records lie in the host's memory, those of residents in slots, too."""
+
+    block: int
+    of_step: Division
+    shared: CudaDivided
+
+    @property
+    def division(self) -> Division:
+        return self.of_step
+
+    @property
+    def memories(self) -> tuple[CudaNeurons, CudaNeurons]:
+        return self.shared.slots, self.records
+
+    def pieces(self, at_once: int) -> Iterator[CudaNeurons]:
+        """The records come to the GPU in two buffers in turns, the next ones while those before are multiplied."""
+        staging, scale = self.shared.staging, self.records.fp16_scale
+        at_once = min(at_once, len(staging[0].room.records))
+        starts = range(0, len(self.records.records), at_once)
+        for each in staging:
+            each.free()  # when what is on the stream has ended
+
+        def fill(number: int) -> CudaNeurons:
+            return staging[number % 2].fill(self.records.piece(starts[number], at_once), self.shared.copies)
+
+        following = fill(0)
+        for number in range(len(starts)):
+            piece = following
+            if number + 1 < len(starts):
+                following = fill(number + 1)
+            staging[number % 2].wait()
+            yield replace(piece, fp16_scale=scale)
+            staging[number % 2].free()
+
+    def saw(self, gate: Product) -> None:
+        self.shared.saw(self.block, gate)

@@ -1,0 +1,146 @@
+"""How an engine follows a text: it says who was active, and learns at a token boundary who gets slots and who loses
+them.
+
+Who was active comes as bits, as devices make them: uint8 [tokens, blocks, bytes of the neurons or more], bit i of byte
+b of the neuron stored at 8 b + i; those beyond the neurons are 0. Neurons are meant by block * neurons + position, as
+stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsepack.placement.counts import HitCounts
+from sparsepack.placement.placement import across_blocks
+from sparsepack.placement.policies import Policy, Slow, Start
+from sparsepack.placement.policy_run import PolicyRun
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Neurons that get slots and neurons that lose theirs: int32 [n] each, ascending."""
+
+    coming: np.ndarray
+    going: np.ndarray
+
+
+class Following(Protocol):
+    """A policy that follows one text after the other."""
+
+    @property
+    def first(self) -> np.ndarray:
+        """Who is resident when a text begins: bool [blocks, neurons], as stored."""
+        ...
+
+    def restart(self) -> None:
+        """Begin with a text."""
+        ...
+
+    def saw(self, bits: np.ndarray, prompt: int) -> None:
+        """Let tokens pass, the first `prompt` of them not decoded. The bits may be written again `KEPT` calls later."""
+        ...
+
+    def moves(self) -> Moves | None:
+        """What moves between the token that passed last and the next one; None: nothing."""
+        ...
+
+    def ahead(self) -> Moves | None:
+        """What `moves` will give soon, each once, as soon as it is known: time to prepare it. Whether it comes, and
+        when, depends on how fast the machine is, and so may nothing but time."""
+        ...
+
+    @property
+    def counts(self) -> HitCounts:
+        """What is counted of the text so far."""
+        ...
+
+
+KEPT = 9
+"""A caller that has this many buffers for bits, and writes to them in turns, never waits without need."""
+
+
+class Played:
+    """Any policy, on the caller's thread: each token takes it milliseconds where a model has millions of neurons.
+
+    begin     -- the policy; frequency: float64 [blocks, neurons] in the model's order; slots: how many
+    order     -- int [blocks, neurons]: of each stored neuron, its number in the model. Policies break ties by it, as
+                 they do in simulations.
+    """
+
+    def __init__(self, begin: Policy, frequency: np.ndarray, slots: int, order: np.ndarray) -> None:
+        self._begin, self._order = begin, order
+        nothing = np.zeros((0, *frequency.shape), np.uint8)
+        self._start = Start(frequency, slots, nothing, prompt=0)
+        self.restart()
+
+    @property
+    def first(self) -> np.ndarray:
+        return self._first
+
+    @property
+    def counts(self) -> HitCounts:
+        return self._run.counts
+
+    def restart(self) -> None:
+        self._run = PolicyRun(self._begin, self._start)
+        self._first = self._taken = self._stored(self._run.resident)
+
+    def saw(self, bits: np.ndarray, prompt: int) -> None:
+        count = self._order.shape[1]
+        rows = (np.unpackbits(row, axis=1, count=count, bitorder="little") for row in bits)
+        self._run.advance(map(self._by_model, rows), prompt)
+
+    def moves(self) -> Moves | None:
+        before, self._taken = self._taken, self._stored(self._run.resident)
+        coming, going = (np.flatnonzero(each) for each in (self._taken & ~before, before & ~self._taken))
+        return Moves(coming.astype(np.int32), going.astype(np.int32)) if len(coming) + len(going) else None
+
+    def ahead(self) -> Moves | None:
+        return None
+
+    def _by_model(self, stored: np.ndarray) -> np.ndarray:
+        known = np.empty_like(stored)
+        np.put_along_axis(known, self._order, stored, axis=1)
+        return known
+
+    def _stored(self, known: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(known, self._order, axis=1)
+
+
+class FollowedNatively:
+    """The slow policy on a thread of its own: what `Played` says of it, some microseconds of the caller's a token.
+
+    native -- the class `SlowPolicy` of the native module; all else as for `Played`, with the policy's settings
+    """
+
+    def __init__(
+        self, native: Callable[..., Any], settings: Slow, frequency: np.ndarray, slots: int, order: np.ndarray
+    ) -> None:
+        placement = across_blocks(frequency, slots)
+        numbers = np.arange(frequency.size, dtype=np.int32).reshape(frequency.shape)
+        score, self._first, ties = (
+            np.ascontiguousarray(np.take_along_axis(known, order, axis=1))
+            for known in (frequency.astype(np.float32), placement.resident, numbers)
+        )
+        decay, gain = map(float, settings.factors())
+        margin, every, delay = settings.margin, settings.every, settings.delay
+        self._policy = native(score, self._first, ties, decay, gain, margin, every, delay)
+        self.restart, self.saw = self._policy.restart, self._policy.saw
+
+    @property
+    def first(self) -> np.ndarray:
+        return self._first
+
+    @property
+    def counts(self) -> HitCounts:
+        return HitCounts(*self._policy.counts())
+
+    def moves(self) -> Moves | None:
+        found = self._policy.moves()
+        return None if found is None else Moves(*found)
+
+    def ahead(self) -> Moves | None:
+        found = self._policy.ahead()
+        return None if found is None else Moves(*found)

@@ -1,0 +1,224 @@
+"""How fast the links are between a GPU and the processor beside it, measured: see `placement.links.Links`.
+
+    alone      the GPU out of slots | the GPU over the bus | the worker | large copies, to compare the bus with
+    together   the GPU out of slots, or over the bus, while the worker computes out of the same memory
+    handed     steps of which the worker computes a neuron a block, and steps of which nobody computes anything
+
+All take turns, round after round. The GPU is timed by its own clock, between events, the worker from requests to
+answers. What runs is what runs when a model decodes: the kernels of a token's graph, and the native worker.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsepack.errors import UserError
+from sparsepack.placement.links import Links
+from sparsepack.runtime.cpu import operations
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.hybrid import measure
+from sparsepack.runtime.hybrid.cuda_mlps import CudaDivided
+from sparsepack.runtime.hybrid.handover import HandOver, next_number, views
+from sparsepack.runtime.hybrid.measure import MeasuredLinks
+
+ROUNDS = 9
+NOISE = 0.2
+"""The middle half of a figure's rounds may lie this far apart, as a part of the figure: a division by figures that are
+wrong by more gains little."""
+HANDED = 32
+"""A step hands over so many blocks."""
+REPLAYS = 4
+"""The GPU is timed for so many replays at once, so that the worker works beside it for milliseconds."""
+_NEURONS = 64  # of a block that is handed over
+
+
+def measure_card(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> MeasuredLinks:
+    """Medians over all rounds, of records of `hidden` channels. Takes `measure.ROTATION` bytes of the GPU's memory, and
+    some times as many of the host's, half of it pinned.
+
+    threads -- of the worker
+
+    Raises `UserError` where other work on the machine hides a figure, naming it.
+    """
+    with torch.no_grad(), kernels.on_device(device):
+        seconds = _in_turns(_links(kernels, device, threads, hidden))
+        seconds |= _in_turns(_handed(kernels, device, threads, hidden))
+    speed = {name: measure.LISTED / taken for name, taken in seconds.items()}
+    handover = max(seconds["steps with hand-overs"] - seconds["steps without"], 0.0) / HANDED
+    if handover == 0:
+        raise UserError(_hidden("steps with hand-overs: they take no longer than steps without"))
+
+    def links(how: str) -> Links:
+        return Links(speed["slots" + how], speed["the bus" + how], speed["the worker" + how], handover)
+
+    return MeasuredLinks(links(" beside"), links(""), copies=speed["large copies"])
+
+
+Turn = Callable[[], Mapping[str, float]]
+"""A turn measures something once: seconds, by the name of the figure."""
+
+
+def _in_turns(turns: Sequence[Turn]) -> dict[str, float]:
+    """The median of each figure, of rounds in which each turn comes once. Raises `UserError` where it is hidden."""
+    taken: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for turn in turns:
+            for name, seconds in turn().items():
+                taken.setdefault(name, []).append(seconds)
+    return {name: _figure(name, each) for name, each in taken.items()}
+
+
+def _figure(name: str, taken: Sequence[float]) -> float:
+    """The median. Raises `UserError` where the rounds do not agree."""
+    if len(taken) > 1:
+        first, middle, third = statistics.quantiles(taken, n=4, method="inclusive")
+        if not third - first <= NOISE * middle:
+            raise UserError(_hidden(f"{name}: {1e6 * min(taken):.0f} to {1e6 * max(taken):.0f} us in {ROUNDS} rounds"))
+    return statistics.median(taken)
+
+
+def _hidden(what: str) -> str:
+    return f"tune: {what}; other work on this machine hides how fast it is; end that, then run tune again"
+
+
+def _links(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
+    """Each figure is of `measure.LISTED` neurons; each neuron is in one list, so that no cache serves it."""
+    stored = measure.records(measure.count_for(hidden), hidden)
+    lists = measure.lists(stored.rows, seed=1)
+    slots = kernels.load_neurons(stored, device)
+    (pinned,) = kernels.host_tensors(1, tuple(slots.records.shape), torch.uint8, device, "records")
+    host = replace(slots, records=pinned.copy_(slots.records))
+    copied = kernels.host_memory(slots.records)
+    room = kernels.new_active_neurons(measure.LISTED, hidden, 1, device)
+    room.x.normal_()
+    x, y = torch.zeros(1, hidden, device=device), torch.empty(1, hidden, device=device)
+    stream = kernels.new_stream()
+
+    def graph(resident: int, **memory: Any) -> Any:
+        counts = torch.tensor([resident, measure.LISTED, 0], dtype=torch.int32, device=device)
+        of_lists = [replace(room, index=each.to(device), gates=room.gates.fill_(1.0), counts=counts) for each in lists]
+
+        def run() -> None:
+            for each in of_lists:
+                kernels.add_neurons(slots, each, x, y, **memory)
+
+        return kernels.captured(run, stream)
+
+    graphs = {"slots": graph(measure.LISTED), "the bus": graph(0, host=host)}
+    worker = _Worker([operations.load_neurons(stored)] * len(lists), stored.rows, hidden, threads)
+    worker.ask(lists)
+
+    def replays(name: str) -> None:
+        for _ in range(REPLAYS):
+            kernels.replay(graphs[name])
+
+    def copy() -> None:
+        slots.records.copy_(copied, non_blocking=True)
+
+    def alone() -> dict[str, float]:
+        gpu = {name: _on_gpu(kernels, partial(replays, name)) / REPLAYS / len(lists) for name in graphs}
+        return {**gpu, "large copies": _on_gpu(kernels, copy) / len(lists), "the worker": worker.step()}
+
+    def together() -> dict[str, float]:
+        gpu, steps = {}, list[float]()
+        for name in graphs:
+            taken = _on_gpu(kernels, partial(replays, name), partial(_kept, worker.step, steps))
+            gpu[f"{name} beside"] = taken / REPLAYS / len(lists)
+        return {**gpu, "the worker beside": statistics.median(steps)}
+
+    copied.copy_(slots.records)
+    return [alone, together]
+
+
+def _handed(kernels: Kernels, device: torch.device, threads: int, hidden: int) -> list[Turn]:
+    """Steps of `HANDED` blocks."""
+    nobody_else = Links(resident=1.0, bus=1e-9, worker=1e9)
+    divided = CudaDivided((HANDED, _NEURONS), hidden, 0, nobody_else, device, kernels)
+    stored = measure.records(_NEURONS, hidden)
+    host = [divided.load_records(stored, device) for _ in range(HANDED)]
+    native = [operations.load_neurons(stored)] * HANDED
+    worker = operations.cold_worker(native, divided.memory, divided.layout, threads)
+    room = kernels.new_active_neurons(_NEURONS, hidden, 1, device)
+    x, norm, stream = torch.ones(1, hidden, device=device), torch.ones(hidden, device=device), kernels.new_stream()
+    number = 0
+
+    def step(run: Callable[[], Any]) -> Any:
+        """Both graphs count steps on the GPU: the worker begins with each."""
+        nonlocal number
+        number = next_number(number)
+        worker.begin(number)
+        found = run()
+        worker.end(number)
+        kernels.synchronize(device)
+        return found
+
+    def graph(active: int) -> Any:
+        gates = torch.full((1, _NEURONS), -1.0, device=device)
+        gates[:, :active] = 1.0
+        y = torch.empty(1, hidden, device=device)
+
+        def run() -> None:
+            for records, division in zip(host, map(divided.division, range(HANDED)), strict=True):
+                kernels.list_neurons(gates, 1, x, norm, 1e-5, room, division=division)
+                kernels.add_neurons(divided.slots, room, x, y, host=records, division=division)
+
+        return step(lambda: kernels.captured(run, stream))
+
+    graphs = {"steps with hand-overs": graph(1), "steps without": graph(0)}
+
+    def turn() -> dict[str, float]:
+        timed = {name: partial(_on_gpu, kernels, partial(kernels.replay, each)) for name, each in graphs.items()}
+        return {name: statistics.median(step(run) for _ in range(REPLAYS)) for name, run in timed.items()}
+
+    return [turn]
+
+
+class _Worker:
+    """The native worker, and requests of a step that are there before it begins."""
+
+    def __init__(self, records: Sequence[Any], neurons: int, hidden: int, threads: int) -> None:
+        self._layout = HandOver(len(records), neurons, hidden, 1)
+        self._memory = np.zeros(self._layout.size, np.uint8)
+        self._seen = views(self._layout, self._memory)
+        self._worker = operations.cold_worker(records, self._memory, self._layout, threads)
+        self._number = 0
+
+    def ask(self, lists: Sequence[torch.Tensor]) -> None:
+        self._seen.x[:] = np.random.default_rng(1).standard_normal(self._seen.x.shape)
+        for block, each in enumerate(lists):
+            self._seen.count[block] = len(each)
+            self._seen.indices[block, : len(each)] = each.numpy()
+            self._seen.gates[block, :, : len(each)] = 1
+
+    def step(self) -> float:
+        """Seconds for each `measure.LISTED` neurons."""
+        neurons, seconds = self._worker.neurons, self._worker.seconds
+        self._number = next_number(self._number)
+        self._seen.requested[:] = self._number
+        self._worker.begin(self._number)
+        self._worker.end(self._number)
+        return float((self._worker.seconds - seconds) / (self._worker.neurons - neurons) * measure.LISTED)
+
+
+def _kept(measured: Callable[[], float], taken: list[float]) -> None:
+    taken.append(measured())
+
+
+def _on_gpu(kernels: Kernels, run: Callable[[], object], beside: Callable[[], object] | None = None) -> float:
+    """Seconds by the GPU's clock for what a function puts on the stream. What is done beside it is done again and again
+    as long as the GPU works."""
+    begin, end = (kernels.new_event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    run()
+    end.record()
+    if beside:
+        beside()
+        while not end.query():  # type: ignore[no-untyped-call]
+            beside()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,82 @@
+"""What of a packed model lies on the card and what in the host's memory, for what an engine was asked."""
+
+from torch import Tensor
+
+from sparsepack.errors import PlacementError
+from sparsepack.formats.codecs.neurons import record_bytes
+from sparsepack.formats.packed import NeuronMlp, PackedLayer, PackedModel
+from sparsepack.placement.budget import Parts, Plan, in_words, plan_of_share, plan_within, work_of
+from sparsepack.runtime.free_memory import free_host_bytes
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.room import cache_bytes
+
+
+def planned(packed: PackedModel, context: int, cache_type: str, options: EngineOptions) -> Plan:
+    """What lies where for the options' `vram` or `cached`; without either, all on the card.
+
+    context, cache_type -- what the engine made of those in the options
+
+    Raises `PlacementError`: the budget is below the least, or the host's memory does not hold the rest.
+    """
+    parts = parts_of(packed, context, cache_type, options.sequences or 1)
+    budget = options.vram_bytes
+    found = plan_of_share(parts, 1.0 if options.cached is None else options.cached)
+    if budget is not None:
+        found = plan_within(parts, budget)
+    check_host(found, free_host_bytes())
+    return found
+
+
+LEAST_CONTEXT = 16
+
+
+def context_within(packed: PackedModel, context: int, cache_type: str, texts: int, budget: int) -> int:
+    """The context to make room for where nobody asked for one: halved until keys and values of all texts take at most
+    a quarter of the budget, but no further than `LEAST_CONTEXT`."""
+    while context > LEAST_CONTEXT and 4 * texts * cache_bytes(packed.architecture, context, cache_type) > budget:
+        context = max(LEAST_CONTEXT, context // 2)
+    return context
+
+
+def parts_of(packed: PackedModel, context: int, cache_type: str, texts: int = 1) -> Parts:
+    """What a model by neurons takes, for texts of so many tokens side by side. Raises `PlacementError` for another."""
+    a = packed.architecture
+    if not packed.mlp_kind.by_count:
+        raise PlacementError("the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k")
+    record, tied = record_bytes(a.hidden), packed.output is packed.embedding
+    embedding = 0 if tied else packed.embedding.blocks.nbytes
+    output = packed.output.blocks.nbytes + packed.output_norm.nbytes
+    attention = tuple(_beside_the_mlp(layer) for layer in packed.layers)
+    gates = tuple(layer.mlp.gate.blocks.nbytes for layer in packed.layers if isinstance(layer.mlp, NeuronMlp))
+    weights = embedding + output + sum(attention) + sum(gates) + record * a.intermediate * a.layers
+    rotary = 4 * a.head_dim * context
+    work = work_of(
+        hidden=max(a.hidden, a.heads * a.head_dim),
+        intermediate=a.intermediate,
+        blocks=a.layers,
+        vocabulary=a.vocabulary,
+        texts=texts,
+        record=record,
+        model=weights,
+    )
+    cache = texts * cache_bytes(a, context, cache_type) + rotary
+    return Parts(embedding, output, attention, gates, record, a.intermediate, cache, work)
+
+
+def check_host(plan: Plan, free: int | None) -> None:
+    """Raise `PlacementError` where the host has fewer bytes free than a plan takes there; None: nobody knows."""
+    if free is not None and plan.host_bytes > free:
+        remedy = "end what takes it" if plan.budget is None else "give a larger --vram, or end what takes it"
+        raise PlacementError(
+            f"{in_words(plan.host_bytes)} of the host's memory for what has no room on the card: "
+            f"{free / 1e9:.2f}GB are free; {remedy}"
+        )
+
+
+def _beside_the_mlp(layer: PackedLayer) -> int:
+    tensors: list[Tensor | None] = [*layer.norms.values(), None if layer.basis is None else layer.basis.blocks]
+    for site in layer.attention.values():
+        tensors += [site.matrix.blocks, site.bias]
+        if site.rule is not None:
+            tensors += [site.rule.limits, site.rule.offset]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -1,0 +1,82 @@
+"""`place`: what goes where for a budget, the slots of the file's frequencies, and refusals in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from artifacts_for_tests import tiny_by_neurons, write_zigzag
+from commands_for_tests import fails, succeeds
+
+from sparsepack.formats.open import read_packed
+from sparsepack.formats.packed import NeuronMlp
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.placement.budget import bytes_in
+from sparsepack.placement.placement import across_blocks
+from sparsepack.placement.policies import POLICIES, Start
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_by_neurons(tmp_path_factory.mktemp("place"))
+
+
+def placed(file: Path, vram: str, *more: object) -> dict:
+    return json.loads(succeeds("place", file, "--vram", vram, "--context", 64, "--json", "-", *more))
+
+
+def half_of_the_neurons(file: Path) -> str:
+    """A budget that has room for all but about a half of the records."""
+    all_of_it = placed(file, "1GB")
+    return f"{(sum(all_of_it['card'].values()) - all_of_it['card']['records'] // 2) / 1e6:.3f}MB"
+
+
+def test_slots_are_those_that_an_engine_begins_with(file: Path) -> None:
+    found = placed(file, half_of_the_neurons(file))
+    mlps = [layer.mlp for layer in read_packed(file).layers if isinstance(layer.mlp, NeuronMlp)]
+    stored = np.stack([mlp.frequency.double().numpy() for mlp in mlps])
+    frequency = np.stack([row[mlp.order.argsort().numpy()] for row, mlp in zip(stored, mlps, strict=True)])
+    nothing = np.zeros((0, *frequency.shape), np.uint8)
+    begun, _ = POLICIES["slow"].begin(Start(frequency, sum(found["slots"]), nothing, 0))
+    assert tuple(found["slots"]) == begun.slots
+    assert 0 < sum(found["slots"]) < frequency.size
+    assert found["hit_rate"] == pytest.approx(frequency[begun.resident].sum() / frequency.sum())
+    assert found["density"] == pytest.approx(frequency.mean())
+    assert across_blocks(stored, sum(found["slots"])).slots == begun.slots
+
+
+def test_more_of_the_budget_is_faster_and_all_of_it_needs_no_host(file: Path) -> None:
+    least, half, whole = (placed(file, vram) for vram in (least_of(file), half_of_the_neurons(file), "1GB"))
+    speeds = [found["tokens_per_second"]["and_bus"] for found in (least, half, whole)]
+    assert sorted(speeds) == speeds
+    assert sum(whole["host"].values()) == 0
+    assert whole["hit_rate"] == 1
+    assert least["slots"] == [0] * least["blocks"]["all"]
+    assert sum(least["card"].values()) <= least["vram"]
+
+
+def least_of(file: Path) -> str:
+    return fails("place", file, "--vram", "0.001MB", "--context", 64).split("at least ")[1].split(",")[0]
+
+
+def test_a_budget_below_the_least_is_refused_with_it_and_it_works(file: Path) -> None:
+    least = least_of(file)
+    assert placed(file, least)["vram"] == bytes_in(least)
+
+
+def test_the_table_says_where_everything_lies(file: Path) -> None:
+    said = succeeds("place", file, "--vram", half_of_the_neurons(file), "--machine", "pcie3")
+    assert "card: slots; host: of all neurons, pinned" in said
+    assert "tokens per second on pcie3" in said
+    assert "0.6GB" in said or "600MB" in said
+    said = succeeds("place", file, "--vram", least_of(file), "--context", 64)
+    assert said.count("read over the bus") >= 3
+
+
+def test_what_cannot_be_placed_is_one_line(file: Path, tmp_path: Path) -> None:
+    zigzag = tmp_path / "z.gguf"
+    write_zigzag(open_checkpoint("shipped:tiny"), {}, zigzag)
+    assert "pack it with --format neuron-q4_k" in fails("place", zigzag, "--vram", "8GB")
+    assert "expected gigabytes or megabytes" in fails("place", file, "--vram", "8")
+    assert "expected one of pcie3" in fails("place", file, "--vram", "8GB", "--machine", "abacus")
+    assert "context 10000000" in fails("place", file, "--vram", "8GB", "--context", 10_000_000)

@@ -1,0 +1,190 @@
+// The worker of the offloaded neurons, asked by a thread as a device does; part of check_kernels. Built with
+// -fsanitize=thread it shows whether both sides agree on who may read what and when.
+#include "check_kernels.h"
+#include "layout/repack.h"
+#include "worker/cold_worker.h"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+namespace sparsepack {
+namespace {
+
+int64_t parts(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
+// As runtime/hybrid/handover.py lays it out.
+HandOver layout_of(int32_t blocks, int32_t neurons, int32_t hidden, int32_t sequences) {
+    HandOver at = {blocks, neurons, hidden, sequences, 0, 0, 128, 0, 4, 128, 0, 0, 0, 0, 128};
+    at.gates = at.indices + parts(4 * neurons);
+    at.x = at.gates + parts(4LL * sequences * neurons);
+    at.request_size = at.x + parts(4LL * sequences * hidden);
+    at.answers = at.requests + blocks * at.request_size;
+    at.answer_size = at.y + parts(4LL * sequences * hidden);
+    at.size = at.answers + blocks * at.answer_size;
+    return at;
+}
+
+struct Asked {
+    std::vector<int32_t> indices;
+    std::vector<float> gates, x;  // [texts][neurons], [texts][hidden]
+};
+
+struct Case {
+    HandOver at;
+    std::vector<NeuronMatrix> records;
+    std::vector<const Neurons*> views;
+    Buffer<uint8_t> memory;
+};
+
+Case random_case(const HandOver& at) {
+    static Pool pool(1);
+    Case made = {at, {}, {}, Buffer<uint8_t>(at.size)};
+    made.records.reserve(at.blocks);
+    for (int32_t block = 0; block < at.blocks; block++) {
+        std::vector<uint8_t> stored(size_t(at.neurons) * at.hidden / BAND_ROWS * 2 * sizeof(Q4KBlock));
+        for (uint8_t& byte : stored) byte = (uint8_t)bits();
+        for (size_t i = 0; i < stored.size(); i += sizeof(Q4KBlock)) {
+            uint16_t scales[2] = {half(0.01f * normal()), half(0.01f * normal())};
+            __builtin_memcpy(&stored[i], scales, 4);
+        }
+        made.records.push_back(repack_neurons(stored.data(), at.neurons, at.hidden / BAND_ROWS, pool));
+    }
+    for (const NeuronMatrix& matrix : made.records) made.views.push_back(&matrix.view);
+    return made;
+}
+
+Asked random_request(const HandOver& at, int32_t texts, int32_t active) {
+    Asked asked = {{}, std::vector<float>(size_t(texts) * at.neurons), normals(size_t(texts) * at.hidden)};
+    for (int32_t text = 0; text < texts; text++)
+        for (int32_t left = active; left > 0; left--) asked.gates[text * at.neurons + below(at.neurons)] = uniform();
+    for (int32_t neuron = 0; neuron < at.neurons; neuron++) {
+        bool any = false;
+        for (int32_t text = 0; text < texts; text++) any |= asked.gates[text * at.neurons + neuron] != 0;
+        if (any) asked.indices.push_back(neuron);
+    }
+    return asked;
+}
+
+// Writes the request of a block, and returns the answer when it is there; empty where the worker gave up.
+std::vector<float> ask(Case& c, int32_t block, int32_t number, int32_t texts, const Asked& asked) {
+    const HandOver& at = c.at;
+    uint8_t* request = c.memory.data() + at.requests + block * at.request_size;
+    uint8_t* answer = c.memory.data() + at.answers + block * at.answer_size;
+    int32_t count = (int32_t)asked.indices.size();
+    for (int32_t i = 0; i < count; i++) {
+        ((int32_t*)(request + at.indices))[i] = asked.indices[i];
+        for (int32_t text = 0; text < texts; text++)
+            ((float*)(request + at.gates))[text * at.neurons + i] = asked.gates[text * at.neurons + asked.indices[i]];
+    }
+    std::copy(asked.x.begin(), asked.x.end(), (float*)(request + at.x));
+    __atomic_store_n((int32_t*)(request + at.count), count, __ATOMIC_RELAXED);
+    __atomic_store_n((int32_t*)request, number, __ATOMIC_RELEASE);
+    std::vector<float> y(size_t(texts) * at.hidden);
+    if (!count) return y;
+    while (__atomic_load_n((int32_t*)answer, __ATOMIC_ACQUIRE) != number) {
+        if (__atomic_load_n((int32_t*)(c.memory.data() + at.abort), __ATOMIC_ACQUIRE)) return {};
+        std::this_thread::yield();
+    }
+    const float* from = (const float*)(answer + at.y);
+    std::copy(from, from + y.size(), y.begin());
+    return y;
+}
+
+std::vector<float> expected(const Neurons& n, int32_t texts, const Asked& asked) {
+    std::vector<float> y(size_t(texts) * neuron_hidden(&n));
+    NeuronsWork work = {&n, (int32_t)n.count, nullptr, asked.x.data(), asked.gates.data(), texts, y.data()};
+    scalar_kernels.neuron_matmul(&work);
+    return y;
+}
+
+void check_steps(const Kernels& k, const HandOver& at, int threads) {
+    Case c = random_case(at);
+    ColdWorker worker(k, c.views, at, c.memory.data(), threads, 60);
+    for (int32_t number = 1; number < 6; number++) {
+        int32_t texts = number % 2 ? at.sequences : 1;
+        std::vector<Asked> asked;
+        for (int32_t block = 0; block < at.blocks; block++) {
+            int32_t actives[] = {0, 1, at.neurons / 3, 4 * at.neurons};
+            asked.push_back(random_request(at, texts, actives[(block + number) % 4]));
+        }
+        std::vector<std::vector<float>> found(at.blocks);
+        worker.begin(number, texts);
+        std::thread device([&] {
+            for (int32_t block = 0; block < at.blocks; block++)
+                found[block] = ask(c, block, number, texts, asked[block]);
+        });
+        while (!worker.wait(number, 0.01)) continue;
+        device.join();
+        for (int32_t block = 0; block < at.blocks; block++)
+            check_near(found[block], expected(*c.views[block], texts, asked[block]), k.name,
+                       text("worker of %d threads, %d texts, %d of %d neurons of %d channels", threads, texts,
+                            (int)asked[block].indices.size(), at.neurons, at.hidden),
+                       2 * NORMWISE);
+    }
+}
+
+// An end that comes at any moment ends both sides, and what comes next is right.
+void check_interrupts(const Kernels& k) {
+    HandOver at = layout_of(6, 256, 256, 1);
+    Case c = random_case(at);
+    ColdWorker worker(k, c.views, at, c.memory.data(), 3, 60);
+    for (int32_t number = 1; number < 30; number++) {
+        std::vector<Asked> asked;
+        for (int32_t block = 0; block < at.blocks; block++) asked.push_back(random_request(at, 1, 200));
+        std::vector<float> last;
+        worker.begin(number, 1);
+        std::thread device([&] {
+            for (int32_t block = 0; block < at.blocks; block++) {
+                last = ask(c, block, number, 1, asked[block]);
+                if (last.empty()) return;
+            }
+        });
+        bool interrupted = number % 2, failed = false;
+        if (interrupted) {
+            std::this_thread::sleep_for(std::chrono::microseconds(below(200)));
+            worker.interrupt();
+        }
+        try {
+            while (!worker.wait(number, 0.01)) continue;
+        } catch (const std::runtime_error&) {
+            failed = true;
+        }
+        device.join();
+        check(failed == interrupted, k.name, "an interrupted step");
+        if (!interrupted)
+            check_near(last, expected(*c.views.back(), 1, asked.back()), k.name, "a step after an interrupted one",
+                       2 * NORMWISE);
+    }
+}
+
+void check_stop(const Kernels& k) {
+    HandOver at = layout_of(2, 64, 256, 1);
+    Case c = random_case(at);
+    for (int open = 0; open < 2; open++) {
+        ColdWorker worker(k, c.views, at, c.memory.data(), 2, 60);
+        if (open) worker.begin(1, 1);
+        worker.stop();
+        bool failed = false;
+        try {
+            worker.begin(2, 1);
+        } catch (const std::runtime_error&) {
+            failed = true;
+        }
+        check(failed, k.name, "a step of a worker that was stopped");
+    }
+}
+
+}  // namespace
+
+void check_cold_worker(const Kernels& k) {
+    for (int threads : {1, 2, 5}) {
+        check_steps(k, layout_of(5, 37, 256, 1), threads);
+        check_steps(k, layout_of(5, 701, 512, 3), threads);
+        check_steps(k, layout_of(4, 131, 1280, 8), threads);
+    }
+    check_interrupts(k);
+    check_stop(k);
+}
+
+}  // namespace sparsepack

@@ -1,0 +1,126 @@
+"""Launches of `kernels/neurons` and of `dequantise.cu` on records, computed in plain torch from the macros and the
+arguments that the kernels would get."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsepack.placement.links import Links, over_the_bus
+from sparsepack.runtime.hybrid.handover import Abort, next_number
+from sparsepack.runtime.reference import products as reference
+
+ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
+BLOCK_BYTES = 144
+
+
+def superblocks(blocks: Tensor) -> Tensor:
+    """Decode superblocks uint8 [.., 144] whose headers are in the order of `zigzag.cuh`: float32 [.., 256]."""
+    d, dmin = blocks[..., :4].contiguous().view(torch.float16).float().split(1, dim=-1)
+    bits = (blocks[..., 4:16, None] >> torch.arange(8)) & 1
+    twelve = bits.flatten(-2).unflatten(-1, (8, 2, 6)).float() @ (2.0 ** torch.arange(6))  # [.., sub-block, 2]
+    nibbles = torch.stack([blocks[..., 16:] & 15, blocks[..., 16:] >> 4], dim=-1)  # byte 32 p + l
+    rows = nibbles.unflatten(-2, (4, 32)).transpose(-1, -2).flatten(-3, -2).float()  # [.., 8, 32]
+    return ((d * twelve[..., 0])[..., None] * rows - (dmin * twelve[..., 1])[..., None]).flatten(-2)
+
+
+def decoded(records: Tensor) -> tuple[Tensor, Tensor]:
+    """Up and down of records uint8 [n, bytes]: float32 [n, hidden] each."""
+    up, down = superblocks(records.unflatten(1, (-1, BLOCK_BYTES))).flatten(1).chunk(2, dim=1)
+    return up, down
+
+
+def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor, hidden: int, *rest: Any) -> None:
+    norm, eps, normed, index, gates_of, counts, active, *division = rest
+    assert grid == (1,)
+    assert gates.shape == gates_of.shape == (int(defines["INPUTS"]), neurons)
+    assert x.shape == normed.shape == (int(defines["INPUTS"]), hidden)
+    normed.copy_(reference.rms_norm(x, norm, eps))
+    after = ACTIVATIONS[int(defines["ACTIVATION"])](gates)
+    listed = (after != 0).any(0) if defines["ALL"] == "0" else torch.ones(neurons, dtype=torch.bool)
+    if defines["REPLAYED"] == "1":
+        number, begins = division[7:9]
+        replayed, pitch, rows = division[-3:]
+        assert (pitch, rows) == (replayed.stride(0), len(replayed))
+        row = (int(number[0]) + begins - 1 - int(number[1])) % rows
+        listed = (replayed[row][:, None] >> torch.arange(32) & 1).flatten()[:neurons].bool()
+        after = torch.where(after == 0, 1.0, after)
+    found = listed.nonzero()[:, 0].int()
+    if active is not None:
+        active += len(found)
+    if defines["DIVIDED"] == "0":
+        _put(found, found, after, index, gates_of)
+        counts.copy_(torch.tensor([len(found), len(found), 0]))
+        return
+    tables, table_pitch, version, links, seen, seen_pitch, kept, number, begins, *request = division
+    request_number, request_indices, request_gates, request_x, traffic, *_ = request
+    assert (table_pitch, seen_pitch, kept) == (tables.stride(0), seen.stride(0), len(seen))
+    number[0] = next_number(int(number[0])) if begins else number[0]
+    words = torch.nn.functional.pad(listed, (0, -neurons % 32)).view(-1, 32).long() @ (1 << torch.arange(32))
+    seen[int(number[0]) % kept] = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    slots = tables[int(version)][found.long()]
+    resident, offloaded = found[slots >= 0], found[slots < 0]
+    bus = over_the_bus(len(resident), len(offloaded), Links(*(1 / links[:3]).tolist(), float(links[3])))
+    beside, over = offloaded[: len(offloaded) - bus], offloaded[len(offloaded) - bus :]
+    _put(torch.cat([slots[slots >= 0], over]), torch.cat([resident, over]), after, index, gates_of)
+    _put(beside, beside, after, request_indices, request_gates)
+    request_x.copy_(normed)
+    counts.copy_(torch.tensor([len(resident), len(resident) + len(over), len(beside)]))
+    traffic[:4] += torch.tensor([len(resident), len(over), len(beside), len(beside) > 0])
+    request_number[1] = len(beside)
+    request_number[0] = number[0]
+
+
+def _put(listed: Tensor, neurons: Tensor, gates: Tensor, index: Tensor, gates_of: Tensor) -> None:
+    index[: len(listed)] = listed
+    gates_of[:, : len(listed)] = gates[:, neurons.long()]
+
+
+def neuron_wait(
+    defines: Any, grid: Any, counts: Tensor, number: Tensor, answer: Tensor, abort: Tensor, limit: int, waited: Tensor
+) -> None:
+    assert grid == (1,)
+    begin = time.monotonic()
+    end = begin + limit / 1000
+    while int(counts[2]) and int(answer) != int(number[0]) and not int(abort):
+        if time.monotonic() > end:
+            abort.fill_(Abort.DEVICE_WAITED)
+        time.sleep(0)
+    waited[0] += int(1e9 * (time.monotonic() - begin))
+
+
+def neuron_ffn(
+    defines: Any, grid: Any, slots: Tensor, host: Tensor | None, bands: int, counts: Tensor, index: Tensor, *rest: Any
+) -> None:
+    gates, stride, x, partial, pitch = rest
+    macros = {name: int(value) for name, value in defines.items()}
+    assert (len(x), x.shape[1]) == (macros["INPUTS"], 256 * bands)
+    assert macros["GROUPS"] == -(-bands // 2)
+    assert macros["BATCH"] <= min(macros["SLOTS"], macros["SLICES"] * -(-macros["GROUPS"] // macros["ROUNDS"]))
+    assert (stride, pitch, grid[0]) == (gates.stride(0), partial.stride(0), len(partial))
+    resident, count = counts[:2].tolist()
+    memories = [slots[index[:resident].long()]]
+    memories += [] if host is None else [host[index[resident:count].long()]]
+    up, down = decoded(torch.cat(memories))
+    inner = gates[:, :count] * (x @ up.t())
+    for block in range(min(grid[0], count)):
+        partial[block] = inner[:, block :: grid[0]] @ down[block :: grid[0]]
+
+
+def neuron_sum(defines: Any, grid: Any, partial: Tensor, blocks: int, counts: Tensor, hidden: int, *rest: Any) -> None:
+    residual, y, answer = rest
+    assert grid == (hidden // 32, len(y))
+    assert partial.shape == (blocks, *y.shape)
+    y.copy_(residual + partial[: min(blocks, int(counts[1]))].sum(0))
+    if answer is not None and int(counts[2]):
+        y += answer
+
+
+def zigzag_dequantise(defines: Any, grid: Any, blocks: Tensor, columns: int, tile_bands: int, *rest: Any) -> None:
+    gate_bands, first, bands, scale, out, width = rest
+    assert (tile_bands, gate_bands, first, bands, width) == (1, 0, 0, 1, 256), "records, whose superblocks are columns"
+    out.copy_(superblocks(blocks.view(columns, BLOCK_BYTES)) * scale)
+
+
+LAUNCHED = {each.__name__: each for each in (neuron_list, neuron_ffn, neuron_wait, neuron_sum, zigzag_dequantise)}

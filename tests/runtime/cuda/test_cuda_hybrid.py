@@ -1,0 +1,256 @@
+"""The decoder on a GPU with the processor beside it, also with kernels in plain torch; the worker is the native one."""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from native_build import use_other_build
+from packed_models import by_neurons, random_model
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.formats.packed import PackedModel
+from sparsepack.placement.budget import Plan, plan_within
+from sparsepack.placement.links import Links
+from sparsepack.runtime.cpu import dispatch, operations
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.hybrid import cuda_decoder
+from sparsepack.runtime.hybrid.cuda_decoder import CudaHybridDecoder
+from sparsepack.runtime.hybrid.following import Moves
+from sparsepack.runtime.hybrid.plan import parts_of, planned
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.sampling import Sampler, Sampling
+
+use_other_build()
+try:
+    dispatch.native()
+except UserError as error:
+    if os.environ.get("SPARSEPACK_REQUIRE_KERNELS"):
+        raise
+    pytest.skip(str(error), allow_module_level=True)
+
+IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
+ROUNDED = 0.1
+EVEN = Links(3.0, 1.0, 1.0)
+LINKS = {
+    "both": EVEN,
+    "bus alone": Links(1.0, 1.0, 1.0, handover=1e9),
+    "processor alone": Links(1.0, 1e-9, 1.0),
+}
+
+
+@cache
+def model(**changes: Any) -> PackedModel:
+    size = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **changes}
+    return by_neurons(random_model("llama", **size))
+
+
+def decoder(
+    packed: PackedModel,
+    kernels: Kernels,
+    cached: float,
+    links: Links = EVEN,
+    activity: Tensor | None = None,
+    plan: Plan | None = None,
+    slow: Callable[..., Any] | None = None,
+    **options: Any,
+) -> CudaHybridDecoder:
+    chosen = EngineOptions(device="cuda", cached=cached, threads=2, links=links, **options)
+    device = torch.device("cuda")
+    plan = plan or planned(packed, 128, "f32", chosen)
+    given = {"slow": slow, "kernels": kernels, "activity": activity}
+    return CudaHybridDecoder(packed, operations, device, 128, "f32", chosen, plan, **given)
+
+
+def steps(engine: CudaHybridDecoder, ids: Tensor, sparse: bool = True) -> Tensor:
+    return torch.cat([engine.step([id], sparse) for id in ids.tolist()]).cpu()
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a.cpu() - b).abs().max())
+
+
+@pytest.mark.parametrize("links", LINKS)
+@pytest.mark.parametrize("cached", [0.0, 0.3, 1.0])
+def test_steps_compute_what_the_reference_computes(kernels: Kernels, cached: float, links: str) -> None:
+    packed = model()
+    engine, reference = decoder(packed, kernels, cached, LINKS[links]), Engine(packed, backend="reference")
+    assert largest(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
+    counts = {key: share * 13 * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()}
+    assert engine.active() == pytest.approx(counts, abs=2)
+    counted = engine.hit_counts
+    assert counted is not None
+    assert counted.tokens == 13
+    records = sum(count for (_, name), count in engine.active().items() if name == "mlp_records")
+    assert counted.needed == records
+    traffic = engine.ways.traffic
+    assert (traffic.resident, traffic.bus + traffic.worker) == (counted.hits, counted.needed - counted.hits)
+    assert links != "bus alone" or traffic.worker == traffic.handed == 0
+    assert links != "processor alone" or traffic.bus == 0
+    assert cached == 1.0 or (traffic.worker > 0) == (traffic.handed > 0) == (links != "bus alone")
+    assert cached in (0.0, 1.0) or 0 < counted.hits < counted.needed
+    assert cached not in (0.0, 1.0) or counted.hits == cached * counted.needed
+    engine.reset()
+    reference.dense = True
+    assert largest(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 0.05
+
+
+def test_moves_that_are_prepared_beside_a_step_change_nothing_but_time(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followed natively, decisions are known before they are due."""
+    ids, native = IDS.repeat(5), operations.slow_policy()
+    prepared = list[int]()
+    at_once, beside = (decoder(model(), kernels, 0.3, policy="slow", slow=slow) for slow in (None, native))
+    prepare = beside._divided.prepare
+
+    def counted(moves: Moves) -> None:
+        prepared.append(len(moves.coming))
+        prepare(moves)
+
+    monkeypatch.setattr(beside._divided, "prepare", counted)
+    monkeypatch.setattr(beside._placing.follows, "ahead", lambda: waited(beside))
+    for _ in range(2):
+        assert torch.equal(steps(beside, ids), steps(at_once, ids))
+        assert beside.hit_counts == at_once.hit_counts
+        beside.reset()
+        at_once.reset()
+    assert sum(prepared) > 0
+
+
+def waited(engine: CudaHybridDecoder) -> Moves | None:
+    """What is ahead, as soon as the policy has counted all tokens: on a machine that is busy it may come too late."""
+    assert engine.hit_counts is not None
+    return type(engine._placing.follows).ahead(engine._placing.follows)
+
+
+@pytest.mark.parametrize("policy", ["static", "slow", "lru", "momentum-letter"])
+@pytest.mark.parametrize("neurons", [300, 301, 33])
+def test_whatever_moves_logits_are_the_same_but_for_rounding(kernels: Kernels, policy: str, neurons: int) -> None:
+    packed = model(intermediate_size=neurons)
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
+    engine = decoder(packed, kernels, 0.3, policy=policy)
+    found = engine.teacher_forced(IDS, 5, True)
+    assert largest(found, expected) < ROUNDED
+    counted = engine.hit_counts
+    assert counted is not None
+    assert counted.tokens == 8
+    assert (counted.moves > 0) == (policy in ("lru", "momentum-letter"))
+    engine.reset()
+    assert torch.equal(engine.teacher_forced(IDS, 5, True), found), "the same text since a reset has the same bits"
+
+
+def test_a_text_is_counted_as_the_processors_decoder_counts_it(kernels: Kernels) -> None:
+    packed = model()
+    options = EngineOptions(cached=0.3, policy="lru", backend="reference")
+    beside = Engine(packed, options)
+    beside.teacher_forced(IDS.tolist(), 5)
+    engine = decoder(packed, kernels, 0.3, policy="lru")
+    engine.teacher_forced(IDS, 5, True)
+    ours, theirs = engine.hit_counts, beside.hit_counts
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.tokens, ours.needed, ours.hits) == pytest.approx((theirs.tokens, theirs.needed, theirs.hits), abs=3)
+
+
+@pytest.mark.parametrize("staged", [1 << 20, 4 * 288])
+def test_prefill_streams_the_records(kernels: Kernels, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_decoder, "STAGED_BYTES", staged)
+    packed = model()
+    expected = Engine(packed, backend="reference").teacher_forced([*IDS.tolist(), *IDS[:3].tolist()], 13)
+    engine = decoder(packed, kernels, 0.3)
+    assert largest(engine.prefill(0, IDS), expected[12]) < ROUNDED
+    assert largest(steps(engine, IDS[:3]), expected[13:]) < ROUNDED
+
+
+def test_who_was_active_is_seen_as_the_reference_sees_it(kernels: Kernels) -> None:
+    packed = model(intermediate_size=301)
+    engine = decoder(packed, kernels, 0.3)
+    seen: list[np.ndarray] = []
+    follows = engine._placing.follows
+    saw = follows.saw
+    follows.saw = lambda bits, prompt: (seen.append(bits.copy()), saw(bits, prompt))[1]  # type: ignore[method-assign]
+    engine.prefill(0, IDS[:5])
+    engine.step([int(IDS[5])], True)
+    prompt, token = seen
+    assert (prompt.shape, token.shape) == ((5, 2, 38), (1, 2, 38))
+    bits = np.unpackbits(token, axis=2, bitorder="little")
+    assert not bits[..., 301:].any()
+    active = [count for (_, name), count in engine.active().items() if name == "mlp_records"]
+    assert bits.sum(2)[0].tolist() == active
+    share = np.unpackbits(prompt, axis=2, count=301, bitorder="little").mean()
+    assert 0.3 < share < 0.7
+
+
+def test_tokens_are_chosen_as_without_slots(kernels: Kernels) -> None:
+    packed = model()
+    engine = decoder(packed, kernels, 0.5)
+    sampler, chosen = Sampler(Sampling()), [int(IDS[0])]
+    for _ in range(6):
+        (id,) = engine.decode_next([chosen[-1]], True, [sampler])
+        assert id is not None
+        chosen.append(id)
+    expected = Engine(packed, backend="reference").teacher_forced(chosen[:-1], 0)
+    assert chosen[1:] == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_worker_that_is_gone_is_an_error(kernels: Kernels, when: str) -> None:
+    engine = decoder(model(), kernels, 0.3)
+    engine.step([3], True)
+    if when == "before":
+        engine._worker.stop()
+    else:
+        run: Callable[..., object] = engine._worker.begin
+
+        def begin(number: int) -> None:
+            run(number)
+            engine._worker.stop()
+
+        class Stopping:
+            def __getattr__(self, name: str) -> Any:
+                return begin if name == "begin" else getattr(worker, name)
+
+        worker = engine._worker
+        engine._worker = Stopping()
+    with pytest.raises(UserError, match=r"the processor beside the GPU: .*; load the model again"):
+        engine.step([3], True)
+
+
+def test_a_trace_says_who_is_active_in_place_of_the_gates(kernels: Kernels) -> None:
+    packed = model(intermediate_size=301)
+    generator = torch.Generator().manual_seed(3)
+    bits = (torch.rand(4, 2, 38 * 8, generator=generator) < 0.2).numpy()
+    bits[..., 301:] = False
+    engine = decoder(packed, kernels, 0.3, activity=torch.from_numpy(np.packbits(bits, axis=2, bitorder="little")))
+    seen: list[np.ndarray] = []
+    follows = engine._placing.follows
+    saw = follows.saw
+    follows.saw = lambda bits, prompt: (seen.append(bits.copy()), saw(bits, prompt))[1]  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.reset()
+        steps(engine, IDS[:6])
+        expected = [*range(4), 0, 1]
+        found = [np.unpackbits(row[0], axis=1, bitorder="little")[:, :301] for row in seen]
+        assert all(np.array_equal(row, bits[n, :, :301]) for row, n in zip(found, expected, strict=True))
+        counted = engine.hit_counts
+        assert counted is not None
+        assert counted.needed == sum(int(bits[n].sum()) for n in expected)
+        seen.clear()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.7, 0.9, 1.0])
+def test_what_has_no_room_on_the_card_lies_in_the_hosts_memory(kernels: Kernels, share: float) -> None:
+    """From where nothing but keys, values and buffers lies on the card to where all does."""
+    packed = model(num_hidden_layers=3)
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 5)
+    parts = parts_of(packed, 128, "f32")
+    plan = plan_within(parts, parts.least + int(share * parts.weights))
+    engine = decoder(packed, kernels, 0.3, plan=plan)
+    assert largest(engine.teacher_forced(IDS, 5, True), expected) < ROUNDED

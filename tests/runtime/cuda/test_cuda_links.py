@@ -1,0 +1,117 @@
+"""What `sparsepack tune --device cuda` measures of the links, keeps and refuses; never how fast anything is."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import simulated
+import torch
+from native_build import instruction_set_params
+
+from sparsepack.cli.tables.tuning import tuning_table
+from sparsepack.errors import OutputError, UserError
+from sparsepack.runtime.cuda import links
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.hybrid import measure as measuring
+from sparsepack.runtime.hybrid import measure_card as card
+
+pytestmark = pytest.mark.parametrize("isa", instruction_set_params()[:1])
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of its own, and so little work that a test takes seconds; a machine that does much else."""
+    for name, value in {"ROTATION": 1 << 14, "LISTED": 8}.items():
+        monkeypatch.setattr(measuring, name, value)
+    for name, some in {"ROUNDS": 2, "REPLAYS": 1, "HANDED": 3, "NOISE": math.inf}.items():
+        monkeypatch.setattr(card, name, some)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def _slow_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the simulated GPU takes says nothing: a step with hand-overs shall take longer."""
+    figure = card._figure
+    monkeypatch.setattr(card, "_figure", lambda name, taken: figure(name, taken) + (name == "steps with hand-overs"))
+
+
+@pytest.mark.usefixtures("_slow_hand_over")
+def test_every_speed_is_measured_kept_and_read_again(isa: str, kernels: Kernels) -> None:
+    device = kernels.usable(DEVICE)
+    assert links.measured_links(None, 512, device, kernels) is None
+    (row,) = links.measure([512, 512], device, None, kernels)
+    for of in (row["together"], row["alone"]):
+        assert all(0 < value < math.inf for value in of.values())
+    assert 0 < row["copies"] < math.inf
+    kept = links.measured_links(None, 512, device, kernels)
+    assert kept is not None
+    assert asdict(kept) == row["together"]
+    assert links.measured_links(None, 256, device, kernels) is None
+    shown = tuning_table({"shapes": [], "gpu_info": "some GPU", "path": "there", "links": [row]})
+    share = f"{100 * row['alone']['bus'] / row['copies']:.0f} %"
+    assert share in shown
+
+
+@pytest.mark.usefixtures("_slow_hand_over")
+def test_what_was_measured_with_another_gpu_is_ignored(isa: str) -> None:
+    class Other(simulated.SimulatedKernels):
+        device_name = staticmethod(lambda device: "another GPU")
+
+    with simulated.launches():
+        (row,) = links.measure([256], DEVICE, None, simulated.KERNELS)
+    assert links.measured_links(None, 256, DEVICE, Other()) is None
+    content = json.loads(Path(row["path"]).read_text())
+    Path(row["path"]).write_text(json.dumps({**content, "gpu_info": "another GPU"}))
+    assert links.measured_links(None, 256, DEVICE, simulated.KERNELS) is None
+
+
+def test_a_figure_that_other_work_hides_is_refused_and_not_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "NOISE", 0.2)
+    monkeypatch.setattr(card, "ROUNDS", 4)
+    took = itertools.cycle([1e-3, 2e-3, 3e-3, 4e-3])
+
+    def on_gpu(kernels: Kernels, run: Callable[[], object], beside: Callable[[], object] | None = None) -> float:
+        if beside:
+            beside()
+        return next(took)
+
+    monkeypatch.setattr(card, "_on_gpu", on_gpu)
+    with simulated.launches(), pytest.raises(UserError, match=r"tune: \w.*: \d+ to \d+ us in 4 rounds; other work"):
+        links.measure([256], DEVICE, None, simulated.KERNELS)
+    assert links.measured_links(None, 256, DEVICE, simulated.KERNELS) is None
+
+
+@pytest.mark.parametrize(
+    ("taken", "is_hidden"),
+    [([1.0], False), ([1.0, 1.05, 1.0, 1.02], False), ([1.0, 1.0, 1.0, 1.0, 9.0], False), ([1.0, 1.5, 2.0, 1.2], True)],
+)
+def test_a_figure_is_the_median_of_rounds_that_agree(
+    isa: str, taken: list[float], is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "NOISE", 0.3)
+    if is_hidden:
+        with pytest.raises(UserError, match="the bus: 1000000 to 2000000 us"):
+            card._figure("the bus", taken)
+    else:
+        assert card._figure("the bus", taken) == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_cache_without_room_is_told_before_anything_is_measured(
+    isa: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("a file")
+    monkeypatch.setattr(links, "measure_card", lambda *_: pytest.fail("measured"))
+    with pytest.raises(OutputError, match="set XDG_CACHE_HOME"):
+        links.measure([256], DEVICE, None, simulated.KERNELS)
+
+
+def test_hand_overs_that_take_no_time_are_noise(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card, "_figure", lambda name, taken: 1.0)
+    with simulated.launches(), pytest.raises(UserError, match="hand-overs: they take no longer"):
+        links.measure([256], DEVICE, None, simulated.KERNELS)

@@ -1,0 +1,78 @@
+"""Matrices that lie in the host's memory: kernels read them over the bus, with the bits of those on the card."""
+
+import pytest
+import torch
+from operations_for_tests import normal
+from torch import Tensor
+
+from sparsepack.formats.codecs import zigzag as codec
+from sparsepack.formats.codecs.matrices import ZIGZAG, PackedMatrix, encode_rows
+from sparsepack.runtime.cuda.driver.host_memory import in_host_memory, on_card
+from sparsepack.runtime.cuda.products import rows, zigzag
+from sparsepack.runtime.cuda.products.gemm_fp16 import multiply, new_scratch, to_scaled_fp16
+from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, Input
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(params=["bulk copies", "copies of lanes"])
+def _copies(request: pytest.FixtureRequest) -> None:
+    """Also the path of older GPUs."""
+    if request.param == "copies of lanes":
+        request.getfixturevalue("no_copy_engine")
+
+
+def both(shape: tuple[int, int]) -> list[CudaZigzag]:
+    packed = PackedMatrix(codec.pack(normal(*shape)), ZIGZAG, *shape)
+    found = [zigzag.load_zigzag(packed, CUDA, place=place) for place in (on_card, in_host_memory)]
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.usefixtures("_copies", "workspace_is_reset")
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("shape", [(300, 256), (1536, 700), (13824, 5120), (4096, 4096)])
+def test_products_of_one_input(shape: tuple[int, int], dense: bool) -> None:
+    x = normal(shape[1], seed=1).to(CUDA)
+    threshold = None if dense else torch.full((1,), 0.7, device=CUDA)
+    found: list[Tensor] = []
+    for matrix in both(shape):
+        y = torch.empty(shape[0], device=CUDA)
+        zigzag.gemv(matrix, Input(x, threshold=threshold), y)
+        found.append(y.cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("_copies", "workspace_is_reset")
+@pytest.mark.parametrize("dense", [False, True])
+def test_products_of_several_inputs(dense: bool) -> None:
+    x = normal(3, 1280, seed=1).to(CUDA)
+    threshold = None if dense else torch.full((1,), 0.7, device=CUDA)
+    found: list[Tensor] = []
+    for matrix in both((1536, 1280)):
+        y = torch.empty(3, 1536, device=CUDA)
+        zigzag.batch(matrix, Input(x, threshold=threshold), y)
+        found.append(y.cpu())
+    assert torch.equal(*found)
+
+
+def test_products_of_prefill() -> None:
+    x = to_scaled_fp16(normal(50, 1280, seed=1).to(CUDA))
+    sums = [multiply(m, x, new_scratch([m], CUDA)).sums.cpu() for m in both((1536, 1280))]
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("type", ["F16", "BF16", "Q4_K", "Q6_K", "Q8_0"])
+def test_matrices_by_rows(type: str) -> None:
+    packed = PackedMatrix(encode_rows(normal(1000, 512), type), type, 1000, 512)
+    x, ids = normal(1, 512, seed=1).to(CUDA), torch.tensor([3, 999, 0], dtype=torch.int32, device=CUDA)
+    found: list[Tensor] = []
+    for place in (on_card, in_host_memory):
+        matrix = rows.load_rows(packed, CUDA, place=place)
+        y, embedded = torch.empty(1, 1000, device=CUDA), torch.empty(3, 512, device=CUDA)
+        rows.product(matrix, x, y)
+        rows.embed(matrix, ids, embedded)
+        found.append(torch.cat([part.flatten().cpu() for part in (y, embedded, rows.matmul(matrix, x.expand(40, -1)))]))
+    assert torch.equal(*found)

@@ -1,0 +1,38 @@
+"""What was taken of a GPU's memory beside the plan: more than the budget is an error with the numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsepack.errors import UserError
+from sparsepack.placement.budget import DRIVER_BYTES, Parts, plan_within, work_of
+from sparsepack.runtime.cuda.driver.memory import LIBRARY_BYTES, check_room, check_use
+
+WORK = work_of(hidden=256, intermediate=300, blocks=2, vocabulary=300, texts=1, record=288, model=10**6)
+PARTS = Parts(1000, 1000, (10, 10), (10, 10), record=288, neurons=300, cache=1000, work=WORK)
+PLAN = plan_within(PARTS, PARTS.least + 40_000)
+
+
+def test_as_much_as_planned_is_right() -> None:
+    assert PLAN.budget is not None
+    check_use(PLAN, PLAN.card_bytes, PLAN.card_bytes)
+    check_use(PLAN, PLAN.budget + LIBRARY_BYTES, PLAN.budget + DRIVER_BYTES)
+
+
+@pytest.mark.parametrize(("tensors", "driver"), [(LIBRARY_BYTES + 1, 0), (0, DRIVER_BYTES + 1)])
+def test_more_than_the_budget_is_an_error_with_numbers(tensors: int, driver: int) -> None:
+    assert PLAN.budget is not None
+    with pytest.raises(UserError, match=r"--vram [\d.]+MB: the model took [\d.]+[GM]B .* planned") as caught:
+        check_use(PLAN, PLAN.budget + tensors, PLAN.budget + driver)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_budget_nothing_is_exceeded() -> None:
+    check_use(replace(PLAN, budget=None), 10**12, 10**12)
+
+
+def test_a_card_that_others_use_is_refused_before_anything_is_loaded() -> None:
+    check_room(PLAN, PLAN.card_bytes, torch.device("cuda"))
+    with pytest.raises(UserError, match=r"device cuda: 0\.00GB of its memory are free, and .* end the processes"):
+        check_room(PLAN, 1000, torch.device("cuda"))
