@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparsepack.calibration.options import CalibrateOptions
-from sparsepack.errors import UserError
+from sparsepack.errors import UserError, WorkersError
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.option import check_options, only_with, option
 from sparsepack.runtime.backends import BACKENDS, backend_named
@@ -112,6 +112,13 @@ class EvalRequest:
             self._check_slots(self.engine.divided_by)
         if self.engine.hold:
             self._check_hold()
+
+    def check_workers(self, count: int) -> None:
+        """Raise `WorkersError` for what so many workers do not measure together."""
+        if count > 1 and self.runtime != "transformers":
+            raise WorkersError(
+                f"--backend {self.runtime}: measured in one process; leave it out, or --devices and torchrun"
+            )
 
     def _check_slots(self, name: str) -> None:
         if self.runtime == "transformers":

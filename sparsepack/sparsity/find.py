@@ -11,7 +11,6 @@ import torch
 from sparsepack.calibration.folder import Calibration
 from sparsepack.calibration.folder import load as load_calibration
 from sparsepack.calibration.made_from import processor
-from sparsepack.errors import WorkersError
 from sparsepack.files.atomic import check_output
 from sparsepack.files.hashing import NO_HASH, fingerprint
 from sparsepack.files.resume import ResumeState, state_beside
@@ -27,6 +26,7 @@ from sparsepack.sparsity.allocations import ALLOCATIONS
 from sparsepack.sparsity.options import AllocationOptions
 from sparsepack.sparsity.sequential import Chooser, at_quantile, finished_rules, save_rules, sequential_thresholds
 from sparsepack.sparsity.thresholds import Thresholds
+from sparsepack.sparsity.training import check_share
 from sparsepack.version import __version__
 from sparsepack.workers.dealt import Dealt
 from sparsepack.workers.workers import ALONE, Workers
@@ -81,8 +81,8 @@ def find_thresholds(
     options.check()
     calibration.check_model(checkpoint)
     dealt = Dealt(workers, min(options.windows, len(calibration.windows)), BATCH)
-    if ALLOCATIONS[options.allocation].trains and workers.count > 1:
-        raise WorkersError(f"allocation {options.allocation} runs in one process; leave --devices out")
+    if ALLOCATIONS[options.allocation].trains:
+        check_share(workers, options.batch)
     if options.upstream == "sparse" and options.sparsity > 0:
         dealt.check("--windows")
     command = _fingerprint(checkpoint, calibration, options)

@@ -6,10 +6,17 @@ LAUNCHED = "SPARSEPACK_LAUNCHED_BY"
 """The process that started the workers (`--devices`), by its number; torchrun sets no such variable."""
 
 
+_NAMES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 def several() -> bool:
     """Whether this process was started as one of several workers."""
-    named = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    return named and workers_count() > 1
+    return workers_count() > 1
+
+
+def missing() -> list[str]:
+    """The variables without which one of several workers does not find the others, as far as they are not set."""
+    return [name for name in _NAMES if name not in os.environ]
 
 
 def worker_number() -> int:
@@ -19,7 +26,8 @@ def worker_number() -> int:
 
 def workers_count() -> int:
     """How many workers there are."""
-    return int(os.environ["WORLD_SIZE"])
+    count = os.environ.get("WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else 1
 
 
 def number_here() -> int:

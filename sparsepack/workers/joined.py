@@ -22,11 +22,13 @@ from sparsepack.errors import UserError, WorkerLost, WorkersError
 from sparsepack.files.hashing import combined, sha256_bytes
 from sparsepack.version import __version__
 from sparsepack.workers.alive import signs_of_life
-from sparsepack.workers.environment import LAUNCHED, several, worker_number, workers_count
+from sparsepack.workers.environment import LAUNCHED, missing, several, worker_number, workers_count
 from sparsepack.workers.workers import ALONE, LIMIT, Workers
 
 JOIN = 120.0
 """All workers must have come within so many seconds of the first."""
+
+_VALUE = 1 << 20  # a store of torch.distributed takes values of 8 MiB at most: libuv's MAX_PAYLOAD_LEN
 
 
 @contextmanager
@@ -44,6 +46,11 @@ def joined() -> Iterator[Workers]:
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
 
+    if names := missing():
+        raise WorkersError(
+            f"WORLD_SIZE says that there are {workers_count()} workers, but {', '.join(names)} are not set; start them "
+            "by torchrun or --devices, or unset WORLD_SIZE"
+        )
     number, count = worker_number(), workers_count()
     try:
         store = next(iter(rendezvous("env://", number, count, timeout=timedelta(seconds=JOIN))))[0]
@@ -84,10 +91,17 @@ class _Link:
         self._store = store
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
+        data = value.encode()
+        parts = [data[at : at + _VALUE] for at in range(0, len(data), _VALUE)]
+        for number, part in enumerate(parts):
+            self._store.set(f"{key}/part {number}", part)
+        self._store.set(key, str(len(parts)))  # last: whoever finds it finds the parts
 
     def get(self, key: str) -> str | None:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        parts = range(int(self._store.get(key)))
+        return b"".join(self._store.get(f"{key}/part {number}") for number in parts).decode()
 
     def send(self, tensor: Tensor, to: int) -> None:
         import torch.distributed as distributed
@@ -111,13 +125,13 @@ def _names(link: _Link, number: int, count: int) -> tuple[str, ...]:
                     found[other] = json.loads(name)
         except RuntimeError as error:
             raise _nobody(error) from error
-        missing = sorted(set(range(count)) - found.keys())
-        if missing and time.monotonic() > end:
+        absent = sorted(set(range(count)) - found.keys())
+        if absent and time.monotonic() > end:
             raise WorkersError(
                 f"of {count} workers {len(found)} have come within {JOIN:.0f} seconds, worker "
-                f"{', '.join(map(str, missing))} has not; start all of them"
+                f"{', '.join(map(str, absent))} has not; start all of them"
             )
-        if missing:
+        if absent:
             time.sleep(0.05)
     return tuple(found[other] for other in range(count))
 

@@ -121,7 +121,7 @@ class Workers:
         at."""
         if self.link is None:
             return tensor
-        kind = self.told_by_first(None if tensor is None else [list(tensor.shape), str(tensor.dtype)])
+        kind = self.told_by_first(None if tensor is None else _kind(tensor))
         if kind is None:
             return None
         if self.first:
@@ -129,18 +129,33 @@ class Workers:
             for other in range(1, self.count):
                 self.send(tensor, other)
             return tensor.cpu()
-        return self.received(torch.empty(kind[0], dtype=getattr(torch, kind[1].removeprefix("torch."))), 0)
+        return self.received(_empty(*kind), 0)
 
-    def in_order(self, tensors: Mapping[str, Tensor], having: int) -> Iterator[Mapping[str, Tensor]]:
+    def all_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The first worker's named tensors at all of them, on the CPU where they come from elsewhere."""
+        if self.link is None:
+            return dict(tensors)
+        made = {}
+        for name in self.told_by_first([*tensors]):
+            found = self.from_first(tensors.get(name))
+            assert found is not None
+            made[name] = found
+        return made
+
+    def in_order(
+        self, tensors: Mapping[str, Tensor], having: int, alike: bool = True
+    ) -> Iterator[Mapping[str, Tensor]]:
         """What each of the first `having` workers found, in their order, at the first worker; elsewhere nothing.
 
-        tensors -- what this one found, on any device; all have the same names, types and shapes
+        tensors -- what this one found, on any device
+        alike   -- whether all have the same names, types and shapes; else they are told first
         """
         names = sorted(tensors)
+        kinds = [_kinds(tensors)] * having if alike else self.told(_kinds(tensors))
         if self.first:
             yield tensors
             for other in range(1, having):
-                yield {name: self.received(torch.empty_like(tensors[name], device="cpu"), other) for name in names}
+                yield {name: self.received(_empty(*kind), other) for name, kind in sorted(kinds[other].items())}
         elif self.number < having:
             for name in names:
                 self.send(tensors[name], 0)
@@ -200,6 +215,18 @@ class Workers:
 
 ALONE = Workers()
 """One process that does all of the work."""
+
+
+def _kind(tensor: Tensor) -> tuple[list[int], str]:
+    return list(tensor.shape), str(tensor.dtype)
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
+    return {name: _kind(tensor) for name, tensor in tensors.items()}
+
+
+def _empty(shape: Sequence[int], dtype: str) -> Tensor:
+    return torch.empty(list(shape), dtype=getattr(torch, dtype.removeprefix("torch.")))
 
 
 def _short(value: Any) -> str:

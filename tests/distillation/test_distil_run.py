@@ -243,5 +243,5 @@ def test_a_state_that_takes_long_to_save_is_saved_less_often(monkeypatch: pytest
     monkeypatch.setattr(training.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(resume, "SAVE_EVERY", 20.0)
     run = training.Training([{"params": [parameter]}], DistilOptions(steps=9).allocation, state)
-    run.descend(parameter.sum(), parameter.sum())
+    run.descend([(parameter.sum(), parameter.sum())])
     assert run.pause == 7 * 20.0

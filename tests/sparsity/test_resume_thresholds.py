@@ -49,9 +49,9 @@ def cal(tiny, tmp_path_factory) -> Calibration:
 def work(monkeypatch) -> list[str | int]:
     """What is done: "step" for an optimiser step, a number for a block that is read."""
     done: list[str | int] = []
-    load, divergence = BlockStream.load, learned.divergence
+    load, slices = BlockStream.load, training.slices
     monkeypatch.setattr(BlockStream, "load", lambda self, layer: done.append(layer) or load(self, layer))
-    monkeypatch.setattr(learned, "divergence", lambda *given: done.append("step") or divergence(*given))
+    monkeypatch.setattr(training, "slices", lambda *given: done.append("step") or slices(*given))
     return done
 
 

@@ -57,7 +57,10 @@ class Verb(click.Command):
     """A command of sparsepack."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it. Raises `UserError` before that where an option was given that does nothing."""
+        """Run it. Raises `UserError` before that where an option was given that does nothing, and for one of several
+        workers where the verb takes none."""
+        if several() and "devices" not in {str(each.name) for each in self.params}:
+            raise UserError(f"{self.name} runs in one process; start it without torchrun, or unset WORLD_SIZE")
         options = {str(each.name): each for each in self.params if isinstance(each, click.Option)}
         given = [name for name in options if was_given(ctx, name)]
 
@@ -68,9 +71,6 @@ class Verb(click.Command):
         def flag(name: str) -> str:
             return max(options[name].opts, key=len) if name in options else name.replace("_", "-")
 
-        names = {str(each.name) for each in self.params}
-        if several() and "output" in names and "devices" not in names:
-            raise UserError(f"{self.name} runs in one process; start it without torchrun")
         for line in idle(given, ctx.params.get, counts, flag):
             raise UserError(line)
         for parameter in self.params:
